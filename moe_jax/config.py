@@ -1,0 +1,348 @@
+"""What an experiment is: frozen sections of plain values, checked once when they are made.
+
+Sizes are counted in tokens, sequences, blocks or features as their comments say; fractions are of 1.
+`config_files` reads these sections from YAML and the command line.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_jax.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """The Mixture-of-Experts layer of a block."""
+
+    num_experts: int = 8  # 0: no block has experts (a dense model)
+    top_k: int = 2  # experts per token
+    hidden_dim: int = 512  # of one expert
+    num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
+    capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
+    gate: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_weights: bool = True  # the k weights of a token sum to 1
+    routed_scale: float = 1.0  # factor on the routed experts' output
+    order: Literal["sort", "einsum"] = "sort"  # how tokens reach their slots: scatter, or GShard's one-hot product
+    first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
+    every: int = 1  # above those, every n-th block has experts
+    load_balance_weight: float = 0.01
+    router_z_weight: float = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
+
+    vocab_size: int = 256
+    d_model: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None  # null: as many as num_heads; fewer: grouped-query attention
+    head_dim: int | None = None  # null: d_model / num_heads
+    hidden_dim: int = 1024  # of the MLP in dense blocks
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    qk_norm: bool = False  # RMSNorm on each query and key head
+    tie_embeddings: bool = False  # one matrix for the embedding and the head
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    moe: MoE = field(default_factory=MoE)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
+        """What each block has behind its attention, from the bottom up."""
+        moe = self.moe
+        above = range(self.num_layers - moe.first_dense_blocks)
+        if moe.num_experts == 0:
+            return ("dense",) * self.num_layers
+        return ("dense",) * moe.first_dense_blocks + tuple(
+            "moe" if (i + 1) % moe.every == 0 else "dense" for i in above
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices along each named axis. One axis may be -1: all that the others leave."""
+
+    data: int = -1
+    expert: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    cpu_devices: int | None = None  # simulate this many devices on the CPU; null: use what there is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """In which order an iteration's tasks run."""
+
+    policy: Literal["vanilla"] = "vanilla"
+    microbatches: int = 1
+    unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
+    remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes: nothing, all but matmuls, all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where tokens come from."""
+
+    path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
+    seq_len: int = 256  # tokens per sequence
+    validation_fraction: float = 0.1  # of a .txt file: its end; a folder has its own validation file
+    prefetch: int = 8  # batches read ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW behind a warm-up, a decay and a clip by the global norm."""
+
+    learning_rate: float = 1e-3  # at the end of the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 100
+    final_fraction: float = 0.1  # of learning_rate, at the last step
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices; vectors are not decayed
+    clip_norm: float | None = 1.0  # null: no clipping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at once, and in which precision."""
+
+    steps: int = 1000
+    seed: int = 0
+    batch_size: int = 32  # sequences in one optimiser step, over all devices
+    grad_accumulation: int = 1  # parts that the batch is cut into, one after another
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
+    eval_every: int = 250  # steps; 0: only at the end
+    eval_batches: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the training state is saved (below log.dir) and how much is kept."""
+
+    every: int = 500  # steps; 0: only at the end
+    keep: int = 2
+    resume: bool = True  # go on from the newest checkpoint in log.dir, if there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What a run leaves behind."""
+
+    dir: str = "runs/default"
+    every: int = 10  # steps between two lines
+    tensorboard: bool = True
+    sample_prompt: str = "\n"  # of the text sampled at the end, for the report
+    sample_tokens: int = 400  # 0: no sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
+
+    model: Model = field(default_factory=Model)
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: Schedule = field(default_factory=Schedule)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_model(self.model)
+        _check_mesh(self)
+        _check_training(self)
+
+
+# Smallest allowed value of each number; everything not listed is checked below or free.
+_AT_LEAST: dict[str, float] = {
+    "model.vocab_size": 2,
+    "model.d_model": 2,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 2,
+    "model.hidden_dim": 1,
+    "model.rope_theta": 1,
+    "model.moe.num_experts": 0,
+    "model.moe.top_k": 1,
+    "model.moe.hidden_dim": 1,
+    "model.moe.num_shared_experts": 0,
+    "model.moe.first_dense_blocks": 0,
+    "model.moe.every": 1,
+    "model.moe.load_balance_weight": 0,
+    "model.moe.router_z_weight": 0,
+    "mesh.cpu_devices": 1,
+    "schedule.microbatches": 1,
+    "schedule.unroll": 1,
+    "data.seq_len": 1,
+    "data.prefetch": 0,
+    "optimizer.learning_rate": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "train.steps": 1,
+    "train.seed": 0,
+    "train.batch_size": 1,
+    "train.grad_accumulation": 1,
+    "train.eval_every": 0,
+    "train.eval_batches": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "log.every": 1,
+    "log.sample_tokens": 0,
+}
+# Numbers that must lie above 0.
+_POSITIVE = (
+    "model.norm_eps",
+    "model.moe.capacity_factor",
+    "model.moe.routed_scale",
+    "optimizer.eps",
+    "optimizer.clip_norm",
+)
+# Numbers that must lie in [0, 1).
+_FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
+
+
+def setting(config: Config, name: str) -> object:
+    """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _number(config: Config, name: str) -> float | None:
+    value = setting(config, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}={value} is not a finite number")
+    return value  # type: ignore[return-value]
+
+
+def _check_ranges(config: Config) -> None:
+    for name, least in _AT_LEAST.items():
+        value = _number(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")
+    for name in _POSITIVE:
+        value = _number(config, name)
+        if value is not None and value <= 0:
+            null = " (or null)" if name in ("model.moe.capacity_factor", "optimizer.clip_norm") else ""
+            raise ConfigError(f"{name}={value} must be above 0{null}")
+    for name in _FRACTIONS:
+        value = _number(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(f"{name}={value} must be at least 0 and below 1")
+
+
+def _check_model(model: Model) -> None:
+    if model.head_dim is None and model.d_model % model.num_heads:
+        raise ConfigError(
+            f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}: "
+            f"use {_divisors_text(model.d_model)} heads, or set model.head_dim"
+        )
+    if model.head_width % 2:
+        raise ConfigError(
+            f"a head width of {model.head_width} is odd, and rotary embedding turns pairs: set an even model.head_dim"
+        )
+    if model.num_heads % model.kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}: "
+            f"use {_divisors_text(model.num_heads)}"
+        )
+    moe = model.moe
+    if moe.num_experts == 0:
+        return
+    if moe.top_k > moe.num_experts:
+        raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")
+    if moe.first_dense_blocks >= model.num_layers:
+        raise ConfigError(
+            f"model.moe.first_dense_blocks={moe.first_dense_blocks} leaves none of model.num_layers={model.num_layers} "
+            f"for experts: use 0..{model.num_layers - 1}, or model.moe.num_experts=0 for a dense model"
+        )
+    if moe.every > model.num_layers - moe.first_dense_blocks:
+        raise ConfigError(
+            f"model.moe.every={moe.every} puts experts in none of the {model.num_layers - moe.first_dense_blocks} blocks: "
+            f"use 1..{model.num_layers - moe.first_dense_blocks}, or model.moe.num_experts=0 for a dense model"
+        )
+
+
+def _check_mesh(config: Config) -> None:
+    sizes = {name: getattr(config.mesh, name) for name in ("data", "expert", "pipeline", "tensor", "context")}
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
+        if name in ("pipeline", "tensor", "context") and size != 1:
+            raise ConfigError(
+                f"mesh.{name}={size} is not supported: only data and expert may exceed 1, so set mesh.{name}=1"
+            )
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(
+            f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one axis can take the remaining devices"
+        )
+    experts, ranks = config.model.moe.num_experts, config.mesh.expert
+    if ranks > 1:
+        check_expert_split(experts, ranks)
+
+
+def check_expert_split(num_experts: int, ranks: int) -> None:
+    """Raise ConfigError unless the expert axis divides the experts."""
+    if num_experts == 0 and ranks > 1:
+        raise ConfigError(f"mesh.expert={ranks} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
+    if num_experts % ranks:
+        lower = num_experts - num_experts % ranks
+        counts = " or ".join(str(n) for n in (lower, lower + ranks) if n)
+        raise ConfigError(
+            f"model.moe.num_experts={num_experts} is not divisible by mesh.expert={ranks}: "
+            f"use {counts} experts, or mesh.expert={_divisors_text(num_experts)}"
+        )
+
+
+def check_batch_split(config: Config, batch_shards: int) -> None:
+    """Raise ConfigError unless `train.batch_size` divides over the accumulated parts and `batch_shards` devices."""
+    size, parts = config.train.batch_size, config.train.grad_accumulation
+    unit = parts * batch_shards
+    if size % unit:
+        lower = size - size % unit
+        sizes = " or ".join(str(n) for n in (lower, lower + unit) if n)
+        raise ConfigError(
+            f"train.batch_size={size} is not divisible by train.grad_accumulation={parts} × {batch_shards} devices "
+            f"(data × expert) = {unit}: use {sizes}"
+        )
+
+
+def _check_training(config: Config) -> None:
+    fraction = config.data.validation_fraction
+    if not 0 < fraction < 1:
+        raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
+    if not 0 <= config.optimizer.final_fraction <= 1:
+        raise ConfigError(f"optimizer.final_fraction={config.optimizer.final_fraction} must lie in 0..1")
+    if config.schedule.microbatches != 1:
+        raise ConfigError(
+            f"schedule.microbatches={config.schedule.microbatches} needs a policy that pipelines: schedule.policy=vanilla "
+            "runs one microbatch (train.grad_accumulation cuts the batch in time)"
+        )
+    if not config.log.dir:
+        raise ConfigError("log.dir is empty: name the folder that receives the run")
+
+
+def _divisors_text(n: int) -> str:
+    divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
+    if len(divisors) > 6:
+        divisors = [*divisors[:5], divisors[-1]]
+        return ", ".join(divisors[:-1]) + f" … or {divisors[-1]}"
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + f" or {divisors[-1]}"
