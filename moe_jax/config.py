@@ -60,11 +60,10 @@ class Model:
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """What each block has behind its attention, from the bottom up."""
         moe = self.moe
-        above = range(self.num_layers - moe.first_dense_blocks)
-        if moe.num_experts == 0:
-            return ("dense",) * self.num_layers
-        return ("dense",) * moe.first_dense_blocks + tuple(
-            "moe" if (i + 1) % moe.every == 0 else "dense" for i in above
+        first = moe.first_dense_blocks
+        return tuple(
+            "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.every == 0 else "dense"
+            for i in range(self.num_layers)
         )
 
 
@@ -275,7 +274,8 @@ def _check_model(model: Model) -> None:
         )
     if moe.every > model.num_layers - moe.first_dense_blocks:
         raise ConfigError(
-            f"model.moe.every={moe.every} puts experts in none of the {model.num_layers - moe.first_dense_blocks} blocks: "
+            f"model.moe.every={moe.every} puts experts in none of "
+            f"the {model.num_layers - moe.first_dense_blocks} blocks: "
             f"use 1..{model.num_layers - moe.first_dense_blocks}, or model.moe.num_experts=0 for a dense model"
         )
 
@@ -333,8 +333,8 @@ def _check_training(config: Config) -> None:
         raise ConfigError(f"optimizer.final_fraction={config.optimizer.final_fraction} must lie in 0..1")
     if config.schedule.microbatches != 1:
         raise ConfigError(
-            f"schedule.microbatches={config.schedule.microbatches} needs a policy that pipelines: schedule.policy=vanilla "
-            "runs one microbatch (train.grad_accumulation cuts the batch in time)"
+            f"schedule.microbatches={config.schedule.microbatches} needs a policy that pipelines: "
+            "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)"
         )
     if not config.log.dir:
         raise ConfigError("log.dir is empty: name the folder that receives the run")

@@ -175,7 +175,7 @@ def _kind(value: Any) -> str:
 
 def _suggestion(key: str, prefix: str) -> str:
     names = list(setting_names(Config))
-    settings = [name for name in names if "." in name] if prefix else names
+    settings = [name for name in names if not any(n.startswith(f"{name}.") for n in names)] if prefix else names
     here = difflib.get_close_matches(f"{prefix}{key}", settings, n=1, cutoff=0.8)
     elsewhere = [name for name in settings if key in (last := name.rsplit(".", 1)[-1], _initials(last))]
     near = here or elsewhere or difflib.get_close_matches(f"{prefix}{key}", settings, n=1, cutoff=0.6)
