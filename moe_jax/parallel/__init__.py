@@ -1,0 +1,1 @@
+"""WHERE: the mesh, the sharding table, and every collective."""

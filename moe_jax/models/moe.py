@@ -1,0 +1,78 @@
+"""The MoE layer: three functions with an exchange between each two.
+
+B sequences, N tokens of each, T = B·N tokens of this device, D model width, E experts, P expert ranks.
+
+    route ──► exchange ──► run_experts ──► exchange ──► combine
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import MoE
+from moe_jax.models import routing
+from moe_jax.models.gates import GATES
+from moe_jax.models.layers import mlp
+from moe_jax.models.orders import order_of
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import Axis
+
+
+class RouterStats(NamedTuple):
+    """What one block's router did with this device's tokens; sums, so that devices and blocks add up."""
+
+    count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included
+    prob_sum_E: Float[Array, " *M E"]  # gate probabilities, summed over tokens
+    z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
+    num_dropped: Int[Array, " *M"]  # pairs that found no slot
+
+
+def route(params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int) -> tuple[Any, Any, RouterStats]:
+    """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
+
+    Router logits are computed in float32.
+    """
+    logit_TE = h_TD.astype(jnp.float32) @ params["router"]
+    choice = GATES[moe.gate](logit_TE, moe)
+    sent, ticket = order_of(moe).order(h_TD, choice, moe, ranks)
+    stats = RouterStats(
+        count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),
+        prob_sum_E=choice.prob_TE.sum(axis=0),
+        z_sum=jnp.square(jax.nn.logsumexp(logit_TE, axis=-1)).sum(),
+        num_dropped=ticket.num_dropped,
+    )
+    return sent, ticket, stats
+
+
+def exchange(rows: Any, name: str) -> Any:
+    """All-to-all of every array of a tree over the expert axis: block p goes to rank p. Its own inverse."""
+    with jax.named_scope(name):
+        return jax.tree.map(lambda x: EXCHANGES["flat"](x, Axis.EXPERT), rows)
+
+
+def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
+    """This rank's experts on the rows they were sent."""
+    return order_of(moe).experts(params["experts"], received, moe, platform)
+
+
+def combine(params: Any, returned: jax.Array, ticket: Any, h_TD: Float[Array, "T D"], moe: MoE) -> Float[Array, "T D"]:
+    """Inverse order, plus the shared experts on every token."""
+    y_TD = order_of(moe).inverse(returned, ticket)
+    if "shared" not in params:
+        return y_TD
+    shared: Callable[[jax.Array, jax.Array], jax.Array] = lambda x, w: x @ w.astype(x.dtype)  # noqa: E731
+    return y_TD + mlp(params["shared"], h_TD, shared)
+
+
+def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:
+    """This device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per block.
+
+    f_e is the share of all pairs that chose expert e and P_e the mean probability of e, both over the whole global
+    batch. f has no gradient, so the parts of all devices add up to the loss and their gradients to its gradient.
+    """
+    experts = global_count_ME.shape[-1]
+    share_ME = global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)
+    return experts * jnp.sum(jax.lax.stop_gradient(share_ME) * stats.prob_sum_E) / global_tokens

@@ -1,0 +1,26 @@
+"""How tokens are put in order for the exchange, run through the experts, and put back. One file each.
+
+Each has three functions. P expert ranks, each with L of the E experts; T tokens of this device; D model width.
+
+- `order(x_TD, choice, moe, ranks)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
+  and a ticket that finds the way back;
+- `experts(params, received, moe, platform)` → outputs in the shape of the received rows [P, …];
+- `inverse(returned, ticket)` → each token's weighted sum [T, D].
+"""
+
+from moe_jax.config import MoE
+from moe_jax.models.orders import dropless, one_hot, slots
+from moe_jax.models.orders.protocol import Order
+
+ORDERS: dict[str, Order] = {
+    "slots": Order(slots.order, slots.experts, slots.inverse),
+    "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse),
+    "dropless": Order(dropless.order, dropless.experts, dropless.inverse),
+}
+
+
+def order_of(moe: MoE) -> Order:
+    """The order that a config asks for."""
+    if moe.order == "einsum":
+        return ORDERS["one_hot"]
+    return ORDERS["dropless" if moe.capacity_factor is None else "slots"]

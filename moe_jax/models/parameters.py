@@ -1,0 +1,146 @@
+"""The model's parameters, declared: names, shapes, dimensions and first values.
+
+Blocks of one segment are stacked: a segment is a run of equal periods (e.g. dense, moe, dense, moe, …), and
+each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.config import Model
+from moe_jax.parallel.sharding import Dims
+
+Params = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`repeats` periods, each of blocks of these `kinds`, from block number `first` on."""
+
+    kinds: tuple[str, ...]
+    repeats: int
+    first: int
+
+
+def segments(model: Model) -> tuple[Segment, ...]:
+    """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
+    kinds, moe = model.block_kinds, model.moe
+    if moe.num_experts == 0:
+        return (Segment(kinds=("dense",), repeats=model.num_layers, first=0),)
+    bottom, period = moe.first_dense_blocks, moe.every
+    repeats, rest = divmod(model.num_layers - bottom, period)
+    runs = (
+        Segment(kinds=("dense",), repeats=bottom, first=0),
+        Segment(kinds=kinds[bottom : bottom + period], repeats=repeats, first=bottom),
+        Segment(kinds=("dense",), repeats=rest, first=bottom + repeats * period),
+    )
+    return tuple(run for run in runs if run.repeats)
+
+
+class _Declare:
+    """Makes the parameters of one block, stacked over `repeats` periods (None: not stacked)."""
+
+    def __init__(self, rngs: nnx.Rngs, repeats: int | None = None):
+        self._rngs, self._repeats = rngs, repeats
+
+    def matrix(self, std: float, **dims: int) -> nnx.Param:
+        """A normal matrix with dimensions of these names and sizes."""
+        shape, names = self._stacked(dims)
+        return nnx.Param(std * jax.random.normal(self._rngs.params(), shape), dims=names)
+
+    def scale(self, **dims: int) -> nnx.Param:
+        """Ones, to be multiplied with."""
+        shape, names = self._stacked(dims)
+        return nnx.Param(jnp.ones(shape), dims=names)
+
+    def _stacked(self, dims: dict[str, int]) -> tuple[tuple[int, ...], Dims]:
+        if self._repeats is None:
+            return tuple(dims.values()), tuple(dims)
+        return (self._repeats, *dims.values()), ("layers", *dims)
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention."""
+
+    def __init__(self, model: Model, declare: _Declare):
+        width, out_std = model.head_width, (model.num_heads * model.head_width * 2 * model.num_layers) ** -0.5
+        in_std = model.d_model**-0.5
+        self.norm = declare.scale(model=model.d_model)
+        self.query = declare.matrix(in_std, model=model.d_model, heads=model.num_heads, head=width)
+        self.key = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
+        self.value = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
+        self.out = declare.matrix(out_std, heads=model.num_heads, head=width, model=model.d_model)
+        if model.qk_norm:
+            self.query_norm = declare.scale(head=width)
+            self.key_norm = declare.scale(head=width)
+
+
+class MLP(nnx.Module):
+    """Matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
+
+    def __init__(self, model: Model, hidden: int, declare: _Declare, **stack: int):
+        in_std, out_std = model.d_model**-0.5, (hidden * 2 * model.num_layers) ** -0.5
+        if model.activation == "swiglu":
+            self.gate = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
+        self.up = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
+        self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.d_model)
+
+
+class MoELayer(nnx.Module):
+    """Router, routed experts and shared experts."""
+
+    def __init__(self, model: Model, declare: _Declare):
+        moe = model.moe
+        # "choices", not "experts": the router is whole on every device
+        self.router = declare.matrix(model.d_model**-0.5, model=model.d_model, choices=moe.num_experts)
+        self.experts = MLP(model, moe.hidden_dim, declare, experts=moe.num_experts)
+        if moe.num_shared_experts:
+            self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP or an MoE layer."""
+
+    def __init__(self, kind: str, model: Model, declare: _Declare):
+        self.attention = Attention(model, declare)
+        self.norm = declare.scale(model=model.d_model)
+        if kind == "moe":
+            self.moe = MoELayer(model, declare)
+        else:
+            self.mlp = MLP(model, model.hidden_dim, declare)
+
+
+class Transformer(nnx.Module):
+    """All parameters of the decoder."""
+
+    def __init__(self, model: Model, rngs: nnx.Rngs):
+        declare, std = _Declare(rngs), model.d_model**-0.5
+        self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.d_model)
+        self.segments = nnx.List(
+            nnx.List(Block(kind, model, _Declare(rngs, segment.repeats)) for kind in segment.kinds)
+            for segment in segments(model)
+        )
+        self.norm = declare.scale(model=model.d_model)
+        if not model.tie_embeddings:
+            self.head = declare.matrix(std, model=model.d_model, vocab=model.vocab_size)
+
+
+def init_params(model: Model, seed: int) -> Params:
+    """First parameters: nested dicts of float32 arrays, the same for a seed on every mesh."""
+    return nnx.to_pure_dict(nnx.state(Transformer(model, nnx.Rngs(seed)), nnx.Param))
+
+
+def param_shapes(model: Model) -> Params:
+    """The parameters as ShapeDtypeStructs; nothing is allocated."""
+    return jax.eval_shape(lambda: init_params(model, 0))
+
+
+def param_dims(model: Model) -> Params:
+    """The parameters' tree with each array replaced by the names of its dimensions."""
+    state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
+    named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+    return nnx.to_pure_dict(named)

@@ -1,0 +1,105 @@
+"""From each token's choice of experts to rows that can be sent, and back.
+
+T tokens of this device, k choices of each, E experts, R rows of the send buffer, D model width.
+A (token, choice) pair has a rank among its expert's pairs, in token order; its row follows from that rank.
+Both directions are gathers, forward and backward: scattering rows is slow on every platform.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.config import MoE
+
+
+def capacity(moe: MoE, tokens: int) -> int:
+    """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
+    if moe.capacity_factor is None:
+        return tokens
+    return min(tokens, math.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts))
+
+
+def expert_counts(expert_Tk: Int[Array, "T k"], num_experts: int) -> Int[Array, " E"]:
+    """How many (token, choice) pairs each expert was chosen by, kept or not."""
+    return jnp.zeros(num_experts, jnp.int32).at[expert_Tk.ravel()].add(1)
+
+
+def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
+    """The place of each pair among the pairs of its expert, in the order of tokens, then choices."""
+    flat = expert_Tk.ravel()
+    order = jnp.argsort(flat, stable=True)
+    start_E = jnp.cumsum(count_E) - count_E
+    rank_in_order = jnp.arange(flat.size, dtype=jnp.int32) - start_E[flat[order]]
+    return jnp.zeros_like(flat).at[order].set(rank_in_order, unique_indices=True).reshape(expert_Tk.shape)
+
+
+class Rows(NamedTuple):
+    """A one-to-one map between kept (token, choice) pairs and rows of a buffer."""
+
+    row_Tk: Int[Array, "T k"]  # R: dropped
+    token_R: Int[Array, " R"]  # T: an empty row
+
+
+def assign_rows(row_Tk: Int[Array, "T k"], kept_Tk: Bool[Array, "T k"], num_rows: int) -> Rows:
+    """The map that puts each kept pair into its row."""
+    tokens, choices = row_Tk.shape
+    row_Tk = jnp.where(kept_Tk, row_Tk, num_rows)
+    token_Tk = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], (tokens, choices))
+    token_R = jnp.full(num_rows, tokens, jnp.int32).at[row_Tk.ravel()].set(token_Tk.ravel(), mode="drop")
+    return Rows(row_Tk=row_Tk, token_R=token_R)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def to_rows(x_TD: Float[Array, "T D"], rows: Rows) -> Float[Array, "R D"]:
+    """Copy each token into the rows of its kept choices; empty rows are 0."""
+    return _take(x_TD, rows.token_R)
+
+
+def _to_rows_forward(x_TD: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
+    return to_rows(x_TD, rows), rows
+
+
+def _to_rows_backward(rows: Rows, dy_RD: jax.Array) -> tuple[jax.Array, None]:
+    choices = rows.row_Tk.shape[1]
+    return sum(_take(dy_RD, rows.row_Tk[:, j]) for j in range(choices)), None  # type: ignore[return-value]
+
+
+to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+
+
+@jax.custom_vjp
+def from_rows(y_RD: Float[Array, "R D"], weight_Tk: Float[Array, "T k"], rows: Rows) -> Float[Array, "T D"]:
+    """Each token's sum of weight · row over its kept choices, added up in float32."""
+    total_TD = jnp.zeros((rows.row_Tk.shape[0], y_RD.shape[1]), jnp.float32)
+    for j in range(rows.row_Tk.shape[1]):
+        total_TD += weight_Tk[:, j, None] * _take(y_RD, rows.row_Tk[:, j])
+    return total_TD.astype(y_RD.dtype)
+
+
+def _from_rows_forward(
+    y_RD: jax.Array, weight_Tk: jax.Array, rows: Rows
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Rows]]:
+    return from_rows(y_RD, weight_Tk, rows), (y_RD, weight_Tk, rows)
+
+
+def _from_rows_backward(
+    saved: tuple[jax.Array, jax.Array, Rows], dout_TD: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    y_RD, weight_Tk, rows = saved
+    weight_R = jnp.zeros(y_RD.shape[0], weight_Tk.dtype).at[rows.row_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
+    dy_RD = (weight_R[:, None] * _take(dout_TD, rows.token_R)).astype(y_RD.dtype)
+    wide_TD = dout_TD.astype(jnp.float32)
+    dweight_Tk = jnp.stack(
+        [jnp.sum(wide_TD * _take(y_RD, rows.row_Tk[:, j]), axis=-1) for j in range(weight_Tk.shape[1])], axis=1
+    )
+    return dy_RD, dweight_Tk.astype(weight_Tk.dtype), None
+
+
+from_rows.defvjp(_from_rows_forward, _from_rows_backward)

@@ -1,0 +1,42 @@
+"""Sums over devices that differentiation leaves to us: gradients, their norm, and counts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.parallel.mesh import BATCH_AXES
+from moe_jax.parallel.sharding import sharded_axes
+
+
+def sync_gradients(grads: Any, specs: Any) -> Any:
+    """Sum each gradient over the batch axes that its parameter is replicated on.
+
+    A device's gradient covers its own tokens. An expert's parameters live on one expert rank, whose gradient
+    already covers the tokens of every rank that sent it some: they are summed over the data axis only.
+    """
+
+    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
+        axes = tuple(axis for axis in BATCH_AXES if axis not in sharded_axes(spec))
+        with jax.named_scope("grad_reduce"):
+            return jax.lax.psum(grad, axes) if axes else grad
+
+    return jax.tree.map(sync, grads, specs)
+
+
+def global_norm(grads: Any, specs: Any) -> Float[Array, ""]:
+    """The L2 norm of synchronised gradients, each parameter counted once however it is sharded."""
+    squares: dict[tuple[str, ...], jax.Array] = {}
+    for grad, spec in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), strict=True):
+        axes = tuple(sorted(sharded_axes(spec)))
+        squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(grad.astype(jnp.float32)))
+    with jax.named_scope("grad_norm"):
+        total = sum(jax.lax.psum(square, axes) if axes else square for axes, square in squares.items())
+    return jnp.sqrt(total)
+
+
+def sum_over_batch(tree: Any) -> Any:
+    """Sum every leaf over the devices that hold different sequences. Not to be differentiated."""
+    with jax.named_scope("sum_over_batch"):
+        return jax.lax.psum(tree, BATCH_AXES)

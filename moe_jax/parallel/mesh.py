@@ -1,0 +1,66 @@
+"""The named device mesh: the one place that knows the axes' names and order."""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import jax
+from jax.sharding import AxisType
+
+from moe_jax import config
+from moe_jax.errors import MeshError
+
+
+class Axis(StrEnum):
+    """Mesh axes, from the slowest links to the fastest: neighbours along the last one are nearest."""
+
+    DATA = "data"
+    PIPELINE = "pipeline"
+    CONTEXT = "context"
+    EXPERT = "expert"
+    TENSOR = "tensor"
+
+
+BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
+
+
+def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
+    """Devices along each axis, -1 resolved. Raises MeshError unless their product is `num_devices`."""
+    sizes = {axis: int(getattr(settings, axis)) for axis in Axis}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free and num_devices % fixed:
+        raise MeshError(
+            f"mesh: {text} = {fixed} does not divide the {num_devices} devices, so mesh.{free[0]}=-1 has no value: "
+            + _cure(sizes, num_devices)
+        )
+    if free:
+        sizes[free[0]] = num_devices // fixed
+    elif fixed != num_devices:
+        raise MeshError(f"mesh: {text} = {fixed}, but there are {num_devices} devices: {_cure(sizes, num_devices)}")
+    return sizes
+
+
+def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
+    others = math.prod(size for axis, size in sizes.items() if axis not in BATCH_AXES and size != -1)
+    expert = sizes[Axis.EXPERT]
+    if expert > 0 and num_devices % (expert * others) == 0:
+        return f"use mesh.data={num_devices // (expert * others)} or mesh.data=-1"
+    valid = [size for size in range(1, num_devices // others + 1) if num_devices % (size * others) == 0]
+    nearest = min(valid, key=lambda size: abs(size - expert), default=1)
+    return f"use mesh.expert={nearest} with mesh.data=-1"
+
+
+def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh over `devices` (default: all of all processes). Raises MeshError."""
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(settings, len(devices))
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=tuple(devices)
+    )
+
+
+def batch_shards(mesh: jax.sharding.Mesh) -> int:
+    """Devices that each hold sequences of their own."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

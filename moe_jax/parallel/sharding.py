@@ -1,0 +1,61 @@
+"""The one table from an array's dimensions to mesh axes, and what follows from it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moe_jax.parallel.mesh import BATCH_AXES, Axis
+
+Dims = tuple[str | None, ...]
+
+AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
+    "batch": BATCH_AXES,
+    "experts": (Axis.EXPERT,),
+    # whole on every device
+    "layers": (),  # the stacked blocks of a segment
+    "vocab": (),
+    "model": (),
+    "hidden": (),
+    "heads": (),
+    "kv_heads": (),
+    "head": (),
+    "choices": (),  # experts as the router's outputs
+}
+
+
+def partition(dims: Dims) -> PartitionSpec:
+    """The PartitionSpec of an array with these dimensions. Raises ValueError if two dimensions claim one axis."""
+    axes = [AXES_OF_DIM[dim] if dim is not None else () for dim in dims]
+    used = [axis for group in axes for axis in group]
+    if len(used) != len(set(used)):
+        raise ValueError(f"dimensions {dims} use a mesh axis twice: {used}")
+    return PartitionSpec(*(group if len(group) > 1 else group[0] if group else None for group in axes))
+
+
+def partitions(dims: Any) -> Any:
+    """`partition` of each leaf of a tree of dimension tuples."""
+    return map_dims(partition, dims)
+
+
+def map_dims(function: Callable[[Dims], Any], dims: Any) -> Any:
+    """`jax.tree.map` over a tree whose leaves are dimension tuples."""
+    return jax.tree.map(function, dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """A NamedSharding for each PartitionSpec of a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that a spec cuts over."""
+    names: list[str] = []
+    for entry in spec:
+        names.extend(entry if isinstance(entry, tuple) else [entry] if entry is not None else [])
+    return frozenset(names)
+
+
+BATCH_SPEC = partition(("batch",))
+REPLICATED = PartitionSpec()

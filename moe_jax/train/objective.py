@@ -1,0 +1,51 @@
+"""What is minimised, as sums over this device's tokens: adding up devices gives the global objective.
+
+B sequences of this device, N tokens of each and N1 = N + 1, M blocks with experts, E experts.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import Model
+from moe_jax.models.moe import load_balance_loss
+from moe_jax.models.transformer import Computation, forward
+from moe_jax.parallel.grad_sync import sum_over_batch
+
+
+class Parts(NamedTuple):
+    """This device's share of each part of the global objective, and of the routing counts."""
+
+    cross_entropy: Float[Array, ""]  # mean nats per token of the global batch
+    load_balance_loss: Float[Array, ""]
+    router_z_loss: Float[Array, ""]
+    count_ME: Int[Array, "M E"]
+    num_dropped: Int[Array, ""]
+
+
+def local_objective(
+    params: Any, token_BN1: Int[Array, "B N1"], model: Model, how: Computation, global_tokens: int
+) -> tuple[Float[Array, ""], Parts]:
+    """This device's share of cross-entropy + weighted load-balance and router z losses.
+
+    `global_tokens` counts the predicted tokens of all devices. No collective here is differentiated but the
+    all-to-alls, whose transpose is themselves.
+    """
+    logit_BNV, stats = forward(params, token_BN1[:, :-1], model, how)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BNV, token_BN1[:, 1:])
+    cross_entropy = losses.sum() / global_tokens
+    if stats is None:
+        nothing = Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.int32(0))
+        return cross_entropy, nothing
+    parts = Parts(
+        cross_entropy=cross_entropy,
+        load_balance_loss=load_balance_loss(stats, sum_over_batch(stats.count_E), global_tokens),
+        router_z_loss=stats.z_sum.sum() / global_tokens,
+        count_ME=stats.count_E,
+        num_dropped=stats.num_dropped.sum(),
+    )
+    moe = model.moe
+    auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
+    return cross_entropy + auxiliary, parts

@@ -1,0 +1,53 @@
+"""AdamW with warm-up, decay and a mask that spares vectors."""
+
+from typing import Any
+
+import jax
+import optax
+
+from moe_jax.config import Config
+from moe_jax.parallel.sharding import REPLICATED, map_dims
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Step (0 is the first) → learning rate: linear warm-up, then the configured decay down to the last step."""
+    settings, steps = config.optimizer, config.train.steps
+    peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
+    decay_steps = max(1, steps - settings.warmup_steps)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
+        "linear": optax.linear_schedule(peak, end, decay_steps),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
+    # the first step already learns: warm-up starts one step above 0
+    warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
+    return optax.join_schedules([warmup, decay], [settings.warmup_steps])
+
+
+def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
+    """AdamW. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not."""
+    settings = config.optimizer
+    is_matrix = map_dims(lambda names: len([name for name in names if name != "layers"]) > 1, dims)
+    return optax.adamw(
+        learning_rate(config),
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        mask=is_matrix,
+    )
+
+
+def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs: Any) -> Any:
+    """PartitionSpecs of the optimiser state: moments like their parameters, counters everywhere."""
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: REPLICATED
+    )
+
+
+def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
+    """What to multiply gradients with so that their global norm is at most `clip_norm`."""
+    if clip_norm is None:
+        return jax.numpy.ones_like(norm)
+    return jax.numpy.minimum(1.0, clip_norm / jax.numpy.maximum(norm, 1e-30))

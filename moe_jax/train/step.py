@@ -1,0 +1,138 @@
+"""One optimiser step as one jitted `shard_map` program over the whole mesh.
+
+b sequences of this device and step, A accumulated parts, N tokens of a sequence, M blocks with experts, E experts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from moe_jax.config import Config
+from moe_jax.models.parameters import init_params, param_dims, param_shapes
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
+from moe_jax.train.objective import Parts, local_objective
+from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
+
+State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The programs of a run, all over the same mesh and state layout."""
+
+    config: Config
+    mesh: Mesh
+    state_shapes: State  # ShapeDtypeStructs that carry shardings
+    init: Callable[[], State]
+    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # donates the state
+    evaluate: Callable[[State, jax.Array], jax.Array]  # mean nats per token
+
+
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
+    """Build the programs; nothing is compiled or allocated yet.
+
+    Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes.
+    """
+    dims, shapes = param_dims(config.model), param_shapes(config.model)
+    optimizer, specs = make_optimizer(config, dims), partitions(dims)
+    layout = {"step": REPLICATED, "params": specs, "optimizer": state_partitions(optimizer, shapes, specs)}
+    placed = shardings(mesh, layout)
+
+    def init() -> State:
+        params = init_params(config.model, config.train.seed)
+        return {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
+
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    how = Computation.of(config, mesh)
+    global_tokens = config.train.batch_size * config.data.seq_len
+
+    def step(state: State, token_bN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        grads, parts = _accumulate(state["params"], token_bN1, config, how, global_tokens)
+        grads = sync_gradients(grads, specs)
+        norm = global_norm(grads, specs)
+        factor = clip_factor(norm, config.optimizer.clip_norm)
+        updates, moments = optimizer.update(
+            jax.tree.map(lambda g: g * factor, grads), state["optimizer"], state["params"]
+        )
+        new_state = {
+            "step": state["step"] + 1,
+            "params": optax.apply_updates(state["params"], updates),
+            "optimizer": moments,
+        }
+        return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
+
+    def evaluate(state: State, token_bN1: jax.Array) -> jax.Array:
+        _, parts = local_objective(state["params"], token_bN1, config.model, how, global_tokens)
+        return sum_over_batch(parts.cross_entropy)
+
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        state_shapes=jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+            jax.eval_shape(init),
+            placed,
+        ),
+        init=jax.jit(init, out_shardings=placed),
+        step=jax.jit(on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)), donate_argnums=0),
+        evaluate=jax.jit(on_mesh(evaluate, in_specs=(layout, BATCH_SPEC), out_specs=REPLICATED)),
+    )
+
+
+def local_gradients(
+    params: Any, token_bN1: jax.Array, config: Config, how: Computation, global_tokens: int
+) -> tuple[Any, Parts]:
+    """Gradients of this device's share of the objective, not yet summed over devices, and its parts."""
+    gradient = jax.grad(local_objective, has_aux=True)
+    return gradient(params, token_bN1, config.model, how, global_tokens)
+
+
+def _accumulate(
+    params: Any, token_bN1: jax.Array, config: Config, how: Computation, global_tokens: int
+) -> tuple[Any, Parts]:
+    """Gradients and parts summed over `train.grad_accumulation` parts of the batch, one after another.
+
+    The load-balance loss looks at one part's tokens at a time, and the parts' losses are averaged.
+    """
+    parts = config.train.grad_accumulation
+    gradients = functools.partial(local_gradients, params, config=config, how=how, global_tokens=global_tokens)
+    if parts == 1:
+        return gradients(token_bN1)
+    token_AbN1 = token_bN1.reshape(parts, -1, token_bN1.shape[-1])
+
+    def add(total: Any, token_bN1: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradients(token_bN1)), None
+
+    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, token_AbN1[0]))
+    return jax.lax.scan(add, zeros, token_AbN1)[0]
+
+
+def _metrics(parts: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> dict[str, jax.Array]:
+    """Global numbers of the step, from one sum over devices."""
+    total = sum_over_batch(parts)
+    metrics = {
+        "cross_entropy": total.cross_entropy,
+        "grad_norm": norm,
+        "learning_rate": rate,
+    }
+    if not total.count_ME.size:
+        return metrics | {"loss": total.cross_entropy}
+    moe = config.model.moe
+    auxiliary = moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
+    pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
+    return metrics | {
+        "loss": total.cross_entropy + auxiliary,
+        "load_balance_loss": total.load_balance_loss,
+        "router_z_loss": total.router_z_loss,
+        "dropped_fraction": total.num_dropped / total.count_ME.sum(),
+        "expert_load": total.count_ME / pairs_M1,
+        "load_max_over_mean": jnp.max(total.count_ME / pairs_M1) * moe.num_experts,
+    }

@@ -1,0 +1,18 @@
+"""Eight simulated CPU devices for every test, and shapes checked at run time."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("XLA_FLAGS", None)
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+install_import_hook(["moe_jax.models", "moe_jax.parallel", "moe_jax.train.objective"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _eight_devices() -> None:
+    assert jax.device_count() == 8, f"tests need 8 simulated devices, found {jax.device_count()}"

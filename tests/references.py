@@ -1,0 +1,121 @@
+"""Slow twins: one device, one whole batch, Python loops over sequences' source devices and over experts.
+
+Written from the definitions and sharing no code with the package but the config and the parameter tree.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.config import Model, MoE
+
+
+def norm(x, scale, eps):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def rope(x_NK, theta):
+    """Pairs (i, i + K/2) as complex numbers, turned by position · frequency."""
+    n, width = x_NK.shape
+    half = width // 2
+    angle = np.outer(np.arange(n), theta ** (-np.arange(half) / half))
+    z = (x_NK[:, :half] + 1j * x_NK[:, half:]) * np.exp(1j * angle)
+    return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
+
+
+def attention(p, x_ND, model: Model):
+    """One sequence, one head at a time."""
+    n = x_ND.shape[0]
+    h = norm(x_ND, p["norm"], model.norm_eps)
+    out = 0.0
+    for head in range(model.num_heads):
+        shared = head * model.kv_heads // model.num_heads
+        q, k, v = h @ p["query"][:, head], h @ p["key"][:, shared], h @ p["value"][:, shared]
+        if model.qk_norm:
+            q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
+        q, k = rope(q, model.rope_theta), rope(k, model.rope_theta)
+        score = jnp.where(np.tri(n, dtype=bool), q @ k.T / math.sqrt(model.head_width), -jnp.inf)
+        out += jax.nn.softmax(score) @ v @ p["out"][head]
+    return out
+
+
+def mlp(p, x):
+    up = x @ p["up"]
+    return (jax.nn.silu(x @ p["gate"]) * up if "gate" in p else jax.nn.gelu(up)) @ p["down"]
+
+
+def gate(logit_TE, moe: MoE):
+    """Weights [T, E], 0 for experts not chosen, and probabilities [T, E]."""
+    scores = jax.nn.softmax(logit_TE) if moe.gate == "softmax" else jax.nn.sigmoid(logit_TE)
+    best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), axis=-1, kind="stable")[:, : moe.top_k]
+    chosen_TE = np.zeros(scores.shape, bool)
+    for token, experts in enumerate(best):
+        chosen_TE[token, experts] = True
+    weight = jnp.where(chosen_TE, scores, 0)
+    if moe.normalize_weights and moe.top_k > 1:
+        weight = weight / weight.sum(-1, keepdims=True)
+    return weight * moe.routed_scale, scores / scores.sum(-1, keepdims=True), chosen_TE
+
+
+def keep(chosen_TE, moe: MoE):
+    """Which of one device's pairs find a slot: the first C of each expert, in token order."""
+    tokens = chosen_TE.shape[0]
+    if moe.capacity_factor is None:
+        return chosen_TE
+    slots = math.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts)
+    used, kept = np.zeros(moe.num_experts, int), np.zeros_like(chosen_TE)
+    for token in range(tokens):
+        for expert in np.flatnonzero(chosen_TE[token]):
+            kept[token, expert] = used[expert] < slots
+            used[expert] += 1
+    return kept
+
+
+def moe_layer(p, h_TD, moe: MoE, sources: int):
+    """Output, load-balance loss, mean squared log-sum-exp, and number of dropped pairs of the whole batch.
+
+    `sources` devices hold equal, consecutive shares of the tokens; each fills slots of its own.
+    """
+    logit_TE = h_TD @ p["router"]
+    weight_TE, prob_TE, chosen_TE = gate(logit_TE, moe)
+    kept_TE = np.concatenate([keep(part, moe) for part in np.split(chosen_TE, sources)])
+    out = mlp(p["shared"], h_TD) if "shared" in p else jnp.zeros_like(h_TD)
+    for expert in range(moe.num_experts):
+        own = jax.tree.map(lambda w, expert=expert: w[expert], p["experts"])
+        out += jnp.where(kept_TE[:, expert], weight_TE[:, expert], 0)[:, None] * mlp(own, h_TD)
+    share_E = chosen_TE.mean(0) / moe.top_k
+    balance = moe.num_experts * (share_E * prob_TE.mean(0)).sum()
+    z_loss = (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
+    return out, balance, z_loss, (chosen_TE & ~kept_TE).sum()
+
+
+def block_params(params, model: Model):
+    """Each block's parameters, from the bottom up, out of the stacked segments."""
+    blocks = []
+    for segment in params["segments"].values():
+        repeats = jax.tree.leaves(segment)[0].shape[0]
+        blocks += [jax.tree.map(lambda x, i=i: x[i], p) for i in range(repeats) for p in segment.values()]
+    assert len(blocks) == model.num_layers
+    return blocks
+
+
+def objective(params, token_BN1, model: Model, sources: int):
+    """The loss of the whole batch and the number of dropped pairs."""
+    x = params["embedding"][token_BN1[:, :-1]]
+    auxiliary, dropped = 0.0, 0
+    for p in block_params(params, model):
+        x = x + jnp.stack([attention(p["attention"], sequence, model) for sequence in x])
+        h = norm(x, p["norm"], model.norm_eps)
+        if "mlp" in p:
+            x = x + mlp(p["mlp"], h)
+            continue
+        y, balance, z_loss, lost = moe_layer(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources)
+        x = x + y.reshape(x.shape)
+        auxiliary += model.moe.load_balance_weight * balance + model.moe.router_z_weight * z_loss
+        dropped += lost
+    head = params["embedding"].T if model.tie_embeddings else params["head"]
+    logits = norm(x, params["norm"], model.norm_eps) @ head
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
+    return -picked.mean() + auxiliary, dropped
