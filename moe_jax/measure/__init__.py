@@ -1,0 +1,1 @@
+"""HOW FAST: measurements of this machine and of compiled programs."""

@@ -30,7 +30,12 @@ def rotate(x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], thet
     return turned.astype(x_BNHK.dtype)
 
 
-def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = jnp.matmul) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in the precision of x."""
+    return x @ w.astype(x.dtype)
+
+
+def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = matmul) -> jax.Array:
     """SwiGLU where there is a gate matrix, else GELU. `product(rows, matrix)` multiplies rows by their matrix."""
     up = product(x, params["up"])
     hidden = jax.nn.silu(product(x, params["gate"])) * up if "gate" in params else jax.nn.gelu(up)

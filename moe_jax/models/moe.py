@@ -5,7 +5,6 @@ B sequences, N tokens of each, T = B·N tokens of this device, D model width, E 
     route ──► exchange ──► run_experts ──► exchange ──► combine
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,10 +60,7 @@ def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Arra
 def combine(params: Any, returned: jax.Array, ticket: Any, h_TD: Float[Array, "T D"], moe: MoE) -> Float[Array, "T D"]:
     """Inverse order, plus the shared experts on every token."""
     y_TD = order_of(moe).inverse(returned, ticket)
-    if "shared" not in params:
-        return y_TD
-    shared: Callable[[jax.Array, jax.Array], jax.Array] = lambda x, w: x @ w.astype(x.dtype)  # noqa: E731
-    return y_TD + mlp(params["shared"], h_TD, shared)
+    return y_TD + mlp(params["shared"], h_TD) if "shared" in params else y_TD
 
 
 def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:

@@ -16,6 +16,8 @@ from moe_jax.parallel.sharding import Dims
 
 Params = dict[Any, Any]
 
+_ROUTER_STD = 0.01  # small: at first every expert is about as likely as any other
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -96,7 +98,7 @@ class MoELayer(nnx.Module):
     def __init__(self, model: Model, declare: _Declare):
         moe = model.moe
         # "choices", not "experts": the router is whole on every device
-        self.router = declare.matrix(model.d_model**-0.5, model=model.d_model, choices=moe.num_experts)
+        self.router = declare.matrix(_ROUTER_STD, model=model.d_model, choices=moe.num_experts)
         self.experts = MLP(model, moe.hidden_dim, declare, experts=moe.num_experts)
         if moe.num_shared_experts:
             self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
@@ -144,3 +146,13 @@ def param_dims(model: Model) -> Params:
     state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
     named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
+
+
+def block_params(params: Params, model: Model) -> list[Params]:
+    """Each block's own parameters, from the bottom up, taken out of the stacked segments."""
+    return [
+        jax.tree.map(lambda x, turn=turn: x[turn], params["segments"][number][place])
+        for number, segment in enumerate(segments(model))
+        for turn in range(segment.repeats)
+        for place in range(len(segment.kinds))
+    ]

@@ -42,7 +42,7 @@ def block(
     x_BND = x_BND + attend(params["attention"], x_BND, model)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     if "mlp" in params:
-        return x_BND + mlp(params["mlp"], h_BND, lambda x, w: x @ w.astype(x.dtype)), None
+        return x_BND + mlp(params["mlp"], h_BND), None
     h_TD = h_BND.reshape(-1, h_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT))
     received = moe_layer.exchange(sent, "dispatch")
@@ -60,10 +60,15 @@ def forward(
     for number, segment in enumerate(segments(model)):
         x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how)
         stats += segment_stats
+    in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
+    return unembed(params, x_BND, model), in_order
+
+
+def unembed(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N V"]:
+    """The last norm and the head: logits in float32."""
     x_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     head = params["embedding"].T if model.tie_embeddings else params["head"]
-    logit_BNV = jnp.matmul(x_BND, head.astype(x_BND.dtype), preferred_element_type=jnp.float32)
-    return logit_BNV, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
+    return jnp.matmul(x_BND, head.astype(x_BND.dtype), preferred_element_type=jnp.float32)
 
 
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}

@@ -1,0 +1,1 @@
+"""WHICH mapping and schedule: pure functions of numbers; never imports jax."""

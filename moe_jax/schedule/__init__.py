@@ -1,0 +1,1 @@
+"""WHEN tasks run: schedules as data; never imports jax."""

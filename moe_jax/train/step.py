@@ -5,13 +5,13 @@ b sequences of this device and step, A accumulated parts, N tokens of a sequence
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from moe_jax.config import Config
 from moe_jax.models.parameters import init_params, param_dims, param_shapes
@@ -31,9 +31,9 @@ class Trainer:
     config: Config
     mesh: Mesh
     state_shapes: State  # ShapeDtypeStructs that carry shardings
-    init: Callable[[], State]
-    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # donates the state
-    evaluate: Callable[[State, jax.Array], jax.Array]  # mean nats per token
+    init: Wrapped  # () → State
+    step: Wrapped  # State (donated), batch → State, metrics
+    evaluate: Wrapped  # parameters, batch → mean nats per token
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
@@ -69,8 +69,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         }
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
 
-    def evaluate(state: State, token_bN1: jax.Array) -> jax.Array:
-        _, parts = local_objective(state["params"], token_bN1, config.model, how, global_tokens)
+    def evaluate(params: Any, token_bN1: jax.Array) -> jax.Array:
+        _, parts = local_objective(params, token_bN1, config.model, how, global_tokens)
         return sum_over_batch(parts.cross_entropy)
 
     return Trainer(
@@ -83,7 +83,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         ),
         init=jax.jit(init, out_shardings=placed),
         step=jax.jit(on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)), donate_argnums=0),
-        evaluate=jax.jit(on_mesh(evaluate, in_specs=(layout, BATCH_SPEC), out_specs=REPLICATED)),
+        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )
 
 

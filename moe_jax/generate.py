@@ -1,0 +1,37 @@
+"""python -m moe_jax.generate --run RUN [--prompt TEXT]: text from a run's newest checkpoint."""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from moe_jax.config_files import load_config
+from moe_jax.errors import ConfigError, run_command
+from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.train.checkpoint import load_params
+from moe_jax.train.sample import one_device_mesh, sample_text
+
+
+def main() -> None:
+    """Read the command line, load the parameters onto one device, print prompt and continuation."""
+    parser = argparse.ArgumentParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run (log.dir)")
+    parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
+    parser.add_argument("--tokens", type=int, default=400, help="how many to sample (default: 400)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.tokens < 1:
+        raise ConfigError(f"--tokens={arguments.tokens} must be at least 1")
+    if not arguments.temperature >= 0:
+        raise ConfigError(f"--temperature={arguments.temperature} must be 0 or more")
+    config = load_config(arguments.run)
+    placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), param_shapes(config.model))
+    params = load_params(arguments.run, shapes)
+    print(sample_text(config, params, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,50 @@
+"""Where numbers come from: hardware, versions, date and command, to be stored beside every result."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Plain values for JSON."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([_program(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "devices": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
+        "processes": jax.process_count(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _program() -> str:
+    """As typed: `python -m moe_jax.train` or `python profiling/bench_step.py`, without absolute paths."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {os.path.relpath(sys.argv[0])}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # not a checkout
+        return None

@@ -1,0 +1,85 @@
+"""Sampling text, one token at a time, with cached keys and values; runs inside `shard_map` over one device.
+
+B sequences, S tokens in the cache, G key/value heads, K head width, D model width, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from moe_jax.config import Model
+from moe_jax.models import moe as moe_layer
+from moe_jax.models.attention import output, project
+from moe_jax.models.layers import mlp, rms_norm
+from moe_jax.models.parameters import block_params
+from moe_jax.models.transformer import Computation, unembed
+
+Cache = list[tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]]
+
+
+def sample(
+    params: Any,
+    prompt_BS: Int[Array, "B S"],
+    prompt_length: Int[Array, ""],
+    key: Key[Array, ""],
+    temperature: Float[Array, ""],
+    model: Model,
+    how: Computation,
+) -> Int[Array, "B S"]:
+    """The prompt's first `prompt_length` tokens and sampled ones behind them, S in all. Temperature 0: the likeliest.
+
+    No token is dropped, whatever capacity the model was trained with.
+    """
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=None, order="sort"))
+    batch, length = prompt_BS.shape
+    shape = (batch, length, model.kv_heads, model.head_width)
+    blocks = block_params(params, model)
+    cache: Cache = [(jnp.zeros(shape, how.dtype), jnp.zeros(shape, how.dtype)) for _ in blocks]
+
+    def step(carry: tuple[Cache, jax.Array], position: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
+        cache, sampled_B = carry
+        token_B = jnp.where(position < prompt_length, prompt_BS[:, position], sampled_B)
+        logit_BV, cache = _next_logits(params, blocks, cache, token_B, position, model, how)
+        draw_B = jax.random.categorical(
+            jax.random.fold_in(key, position), logit_BV / jnp.maximum(temperature, 1e-6), axis=-1
+        )
+        return (cache, jnp.where(temperature > 0, draw_B, logit_BV.argmax(axis=-1)).astype(jnp.int32)), token_B
+
+    _, token_SB = jax.lax.scan(step, (cache, jnp.zeros(batch, jnp.int32)), jnp.arange(length))
+    return token_SB.T
+
+
+def _next_logits(
+    params: Any,
+    blocks: list[Any],
+    cache: Cache,
+    token_B: Int[Array, " B"],
+    position: Int[Array, ""],
+    model: Model,
+    how: Computation,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
+    x_B1D = jnp.take(params["embedding"].astype(how.dtype), token_B[:, None], axis=0)
+    position_B1 = jnp.full((x_B1D.shape[0], 1), position)
+    seen = (jnp.arange(cache[0][0].shape[1]) <= position)[None, None, None, :]
+    updated: Cache = []
+    for p, (keys, values) in zip(blocks, cache, strict=True):
+        query, key, value = project(p["attention"], x_B1D, position_B1, model)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, position, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, value, position, axis=1)
+        updated.append((keys, values))
+        x_B1D += output(p["attention"], jax.nn.dot_product_attention(query, keys, values, mask=seen))
+        h_BD = rms_norm(x_B1D, p["norm"], model.norm_eps)[:, 0]
+        x_B1D += _feed_forward(p, h_BD, model, how)[:, None]
+    return unembed(params, x_B1D, model)[:, 0], updated
+
+
+def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation) -> jax.Array:
+    if "mlp" in p:
+        return mlp(p["mlp"], h_BD)
+    sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1)
+    returned = moe_layer.run_experts(p["moe"], sent, model.moe, how.platform)
+    return moe_layer.combine(p["moe"], returned, ticket, h_BD, model.moe)

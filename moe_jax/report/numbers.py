@@ -1,0 +1,62 @@
+"""The records of a run as curves, and the numbers that sum it up."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_jax.report.plots import Curve
+from moe_jax.train.metrics import human_count, human_seconds
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def curve(records: Records, key: str, name: str = "") -> Curve:
+    """The values of the records that have `key`, over their steps."""
+    having = [record for record in records if key in record]
+    steps = np.array([record["step"] for record in having], dtype=np.float64)
+    return Curve(steps, np.array([record[key] for record in having], dtype=np.float64), name)
+
+
+def key_numbers(records: Records) -> Iterator[tuple[str, str, str]]:
+    """Name, value and remark of each number that the run has."""
+    yield from _losses(records)
+    steps, tokens, _ = curve(records, "tokens")
+    if len(tokens):
+        yield "Tokens seen", human_count(tokens[-1]), f"in {steps[-1]:,.0f} steps"
+    for name, key, text in (
+        ("Tokens per second", "tokens_per_s", human_count),
+        ("Step time", "step_s", human_seconds),
+        ("MFU", "mfu", "{:.1%}".format),
+        ("Dropped share", "dropped_fraction", "{:.1%}".format),
+        ("Load max/mean", "load_max_over_mean", "{:.2f}".format),
+    ):
+        yield from _typical(curve(records, key), name, text)
+
+
+def not_finite(records: Records) -> list[int]:
+    """The steps at which the training loss is not a number or infinite."""
+    return [record["step"] for record in records if not math.isfinite(record.get("loss", 0.0))]
+
+
+def _losses(records: Records) -> Iterator[tuple[str, str, str]]:
+    steps, values, _ = curve(records, "validation_loss")
+    if np.isfinite(values).any():
+        best = int(np.nanargmin(np.where(np.isfinite(values), values, np.nan)))
+        for name, i in (("Best validation loss", best), ("Last validation loss", -1)):
+            yield name, f"{values[i]:.3f}", f"{values[i] / math.log(2):.3f} bits per token, at step {steps[i]:,.0f}"
+    steps, values, _ = curve(records, "loss")
+    if len(values):
+        _, cross_entropy, _ = curve(records, "cross_entropy")
+        remark = f"cross-entropy {cross_entropy[-1]:.3f}, " if len(cross_entropy) else ""
+        yield "Final training loss", f"{values[-1]:.3f}", f"{remark}at step {steps[-1]:,.0f}"
+
+
+def _typical(curve: Curve, name: str, text: Callable[[float], str]) -> Iterator[tuple[str, str, str]]:
+    values = curve.values[np.isfinite(curve.values)]
+    if len(values) == 1:
+        yield name, text(values[0]), "one record"
+    elif len(values):
+        low, middle, high = np.percentile(values, (10, 50, 90)).tolist()
+        yield name, text(middle), f"median; 80% of records from {text(low)} to {text(high)}; last {text(values[-1])}"

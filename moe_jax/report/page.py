@@ -1,0 +1,189 @@
+"""The page: sections of tables, plots and texts around a run's records."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_jax import __version__
+from moe_jax.errors import UserError
+from moe_jax.report.numbers import Records, curve, key_numbers, not_finite
+from moe_jax.report.plots import LOAD_LIMIT, SPANS, Curve, curves_svg, load_gradient, load_svg
+from moe_jax.report.style import CSS
+from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
+
+# Section → title, key and axis of each of its curves.
+_CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
+    "Optimisation": (
+        ("Learning rate", "learning_rate", {}),
+        ("Gradient norm", "grad_norm", {"log_if_wide": True}),
+    ),
+    "Speed": (
+        ("Tokens per second", "tokens_per_s", {"from_zero": True}),
+        ("Model FLOP utilisation", "mfu", {"from_zero": True, "percent": True}),
+    ),
+    "Balance": (
+        ("Load-balance loss", "load_balance_loss", {}),
+        ("Router z-loss", "router_z_loss", {}),
+        ("Dropped (token, expert) pairs", "dropped_fraction", {"from_zero": True, "percent": True}),
+        ("Busiest expert / mean load", "load_max_over_mean", {}),
+    ),
+}
+
+
+class ReportError(UserError):
+    """A run that cannot be reported on."""
+
+
+def write_report(run: Path) -> Path:
+    """Write `report.html` into the run's folder and return its path.
+
+    Raises MetricsError (no such run, damaged records), ReportError (no records, a damaged or unwritable file), or
+    PlotError (matplotlib is not installed).
+    """
+    records = read_metrics(run)
+    if not records:
+        raise ReportError(f"run {run} has no records yet: wait until it has trained for log.every steps")
+    path = run / "report.html"
+    page = _page(run, records)
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error.strerror}): make the folder writable") from None
+    return path
+
+
+def _page(run: Path, records: Records) -> str:
+    name = escape(run.resolve().name)
+    last_written = datetime.fromtimestamp((run / FILE_NAME).stat().st_mtime, UTC)
+    sections = "".join(
+        f"<section><h2>{heading}</h2>\n{content}</section>\n" for heading, content in _sections(run, records) if content
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{name} · moe_jax</title>
+<style>{CSS}</style>
+</head>
+<body>
+<header><h1>{name}</h1>
+<p>Training run, up to step {records[-1]["step"]:,}; last record {last_written:%d %B %Y, %H:%M} UTC</p></header>
+<main>
+{sections}</main>
+<footer>moe_jax {__version__}</footer>
+</body>
+</html>
+"""
+
+
+def _sections(run: Path, records: Records) -> Iterator[tuple[str, str]]:
+    yield "Key numbers", _warning(records) + _table("numbers", key_numbers(records))
+    yield "Loss", _hint(records) + _plots(_loss_plots(records))
+    for heading, wanted in _CURVES.items():
+        yield heading, _plots(_curve_plots(records, wanted))
+    yield "Expert load", _expert_load(records)
+    yield "Sample", _text(run / "sample.txt")
+    yield "Config", _text(run / "config.yaml")
+    yield "Provenance", _provenance(run / "provenance.json")
+
+
+def _warning(records: Records) -> str:
+    steps = not_finite(records)
+    if not steps:
+        return ""
+    return (
+        f'<p class="warning">The training loss is not finite in {len(steps)} records, first at step {steps[0]:,}.</p>\n'
+    )
+
+
+def _hint(records: Records) -> str:
+    if len(records) <= 3 * SPANS:
+        return ""
+    return (
+        f"<p>Where a curve has many records, the faint line shows them, the strong one means over {SPANS} spans.</p>\n"
+    )
+
+
+def _loss_plots(records: Records) -> Iterator[tuple[str, str]]:
+    key = "cross_entropy" if any("cross_entropy" in record for record in records) else "loss"
+    curves = [
+        c for c in (curve(records, key, "training"), curve(records, "validation_loss", "validation")) if len(c.steps)
+    ]
+    if not curves:
+        return
+    yield "Cross-entropy, nats per token", curves_svg("Loss", curves)
+    half = records[-1]["step"] / 2
+    late = [Curve(c.steps[c.steps > half], c.values[c.steps > half], c.name) for c in curves]
+    if len(late[0].steps) >= 10:
+        yield "The same, second half of the run", curves_svg("Loss, second half", [c for c in late if len(c.steps)])
+
+
+def _curve_plots(records: Records, wanted: tuple[tuple[str, str, dict[str, bool]], ...]) -> Iterator[tuple[str, str]]:
+    for title, key, options in wanted:
+        values = curve(records, key)
+        if len(values.steps):
+            yield title, curves_svg(title, [values], **options)
+
+
+def _expert_load(records: Records) -> str:
+    having = [record for record in records if record.get("expert_load")]
+    if not having:
+        return ""
+    steps = np.array([record["step"] for record in having], dtype=np.float64)
+    share = np.array([record["expert_load"] for record in having], dtype=np.float64)  # [record, block, expert]
+    load = share * share.shape[-1]
+    panels = ((f"MoE block {b}", load_svg(f"Expert load, block {b}", steps, load[:, b])) for b in range(load.shape[1]))
+    return (
+        "<p>Routed pairs that each expert received, relative to an even share. Across: step; up: expert.</p>\n"
+        '<p class="legend"><span>0, idle</span>'
+        f'<span class="bar" style="background: {load_gradient()}"></span><span>{LOAD_LIMIT:g} × even or more</span>'
+        "<span>(no colour: even)</span></p>\n" + _plots(panels, "panels")
+    )
+
+
+def _plots(plots: Iterator[tuple[str, str]], kind: str = "plots") -> str:
+    figures = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>\n" for title, svg in plots)
+    return figures and f'<div class="{kind}">\n{figures}</div>\n'
+
+
+def _table(kind: str, rows: Iterator[tuple[str, ...]]) -> str:
+    lines = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>\n'
+        for row in rows
+    )
+    return f'<table class="{kind}">\n{lines}</table>\n'
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    text = re.sub(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", "�", path.read_text(encoding="utf-8", errors="replace"))
+    return f"<pre>{escape(text)}</pre>\n"
+
+
+def _provenance(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ReportError(f"{path} is not a JSON object: delete the file, the report does without it")
+    return _table("facts", _flat(values))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,101 @@
+"""Checkpoints of a run: the training state and the data position, saved in the background by orbax."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import CheckpointError
+
+_FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints below a run's folder. A context: leaving it waits for saves under way."""
+
+    def __init__(self, run: Path, keep: int = 1):
+        self._manager = ocp.CheckpointManager(
+            (run / _FOLDER).absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
+        )
+        self._run = run
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._manager.close()
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, data_position: dict[str, Any]) -> None:
+        """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept."""
+        if step == self.newest_step:
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)),
+        )
+
+    def restore(self, step: int, state_shapes: Any) -> tuple[Any, dict[str, Any]]:
+        """State and data position of a step, placed as the shapes' shardings say. Raises CheckpointError."""
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(state_shapes), data=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=items)
+        except Exception as error:  # orbax and its storage layer have no common error type
+            raise _damaged(self._run, step, error) from error
+        return restored["state"], restored["data"]
+
+
+def newest_checkpoint(run: Path) -> int | None:
+    """The step of the newest complete checkpoint below a run's folder; touches nothing."""
+    steps = [int(p.name) for p in (run / _FOLDER).glob("*") if p.name.isdigit() and p.is_dir()]
+    return max(steps, default=None)
+
+
+def load_params(run: Path, params_shapes: Any) -> Any:
+    """The parameters of a run's newest checkpoint, placed as the shapes' shardings say. Raises CheckpointError."""
+    step = newest_checkpoint(run)
+    if step is None:
+        raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
+    path = run.absolute() / _FOLDER / str(step) / "state"
+    wanted = {"params": params_shapes}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
+            return checkpointer.restore(path, args)["params"]
+    except Exception as error:  # orbax and its storage layer have no common error type
+        raise _damaged(run, step, error) from error
+
+
+def check_same_run(config: Config, run: Path) -> None:
+    """Raise CheckpointError unless the run's saved config has this config's model."""
+    saved = load_config(run).model
+    for name, here, there in _differences(config.model, saved, "model"):
+        raise CheckpointError(
+            f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
+            f"use {name}={there}, or another log.dir"
+        )
+
+
+def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]:
+    if not hasattr(here, "__dataclass_fields__"):
+        return [(name, here, there)] if here != there else []
+    return [
+        difference
+        for field in here.__dataclass_fields__
+        for difference in _differences(getattr(here, field), getattr(there, field), f"{name}.{field}")
+    ]
+
+
+def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
+    folder = run / _FOLDER / str(step)
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return CheckpointError(f"checkpoint {folder} cannot be read ({reason}): delete that folder to use an older one")

@@ -1,0 +1,71 @@
+"""A training run from its config to its last checkpoint, top to bottom."""
+
+import math
+
+import jax
+from jax.stages import Compiled
+
+from moe_jax.config import Config
+from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.interrupt import stop_on_signals
+from moe_jax.train.meter import Meter
+from moe_jax.train.metrics import RunLog
+from moe_jax.train.processes import is_main_process
+from moe_jax.train.setup import Run, compile_programs, open_run, write_start
+from moe_jax.train.step import State
+
+
+def train(config: Config) -> State:
+    """Train as the config says, going on from the newest checkpoint in `log.dir`; returns the last state.
+
+    Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/ and checkpoints/ there. SIGINT or SIGTERM ends
+    the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
+    checkpoints that do not fit each other.
+    """
+    run = open_run(config)
+    programs = compile_programs(run)
+    write_start(run)
+    last, step = config.train.steps, run.first_step
+    with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
+        if step > 0:
+            state, data_position = checkpoints.restore(step, run.trainer.state_shapes)
+            run.batches.set_state(data_position)
+        else:
+            state = programs.init.result()()
+        with stop_on_signals() as stop:
+            meter = Meter(config, step, log)
+            while step < last and not stop.reached(step):
+                state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
+                step += 1
+                meter.add(step, metrics)
+                if _is_due(step, config.train.eval_every, last):
+                    with meter.paused():
+                        loss = _validate(programs.evaluate.result(), state, run)
+                        log.write({"step": step, "validation_loss": loss})
+                if _is_due(step, config.checkpoint.every, last):
+                    with meter.paused():
+                        checkpoints.save(step, state, run.batches.get_state())
+            meter.finish()
+            checkpoints.save(step, state, run.batches.get_state())
+    return state
+
+
+def _open_log(run: Run) -> RunLog:
+    return RunLog(
+        run.folder,
+        start_step=run.first_step,
+        total_steps=run.config.train.steps,
+        tokens_per_step=run.config.train.batch_size * run.config.data.seq_len,
+        tensorboard=run.config.log.tensorboard,
+        quiet=not is_main_process(),
+    )
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _validate(evaluate: Compiled, state: State, run: Run) -> float:
+    """Mean nats per token over the validation batches."""
+    losses = [evaluate(state["params"], run.on_mesh(rows)) for rows in run.validation]
+    return math.fsum(jax.device_get(losses)) / len(losses)

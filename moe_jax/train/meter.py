@@ -1,0 +1,63 @@
+"""Turns the numbers that a step leaves on the devices into the records of a run."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.config import Config
+from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.plan.resources import train_flops_per_token
+from moe_jax.train.metrics import RunLog
+
+Metrics = dict[str, jax.Array]
+
+
+class Meter:
+    """Reads each step's metrics while the next step runs, so that the devices never wait for the host."""
+
+    def __init__(self, config: Config, first_step: int, log: RunLog):
+        self._config, self._log = config, log
+        self._tokens = config.train.batch_size * config.data.seq_len
+        self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
+        self._peak = matrix_flops_per_s(config.train.compute_dtype)
+        self._waiting: tuple[int, Metrics] | None = None
+        self._since, self._step = time.perf_counter(), first_step
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Hand over the metrics of a step just started; records the step before, if it is due."""
+        self.finish()
+        self._waiting = step, metrics
+
+    def finish(self) -> None:
+        """Wait for the last step handed over and record it, if it is due."""
+        if self._waiting is not None:
+            step, metrics = self._waiting
+            self._waiting = None
+            jax.block_until_ready(metrics)
+            if step % self._config.log.every == 0 or step in (1, self._config.train.steps):
+                self._record(step, metrics)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Finish, then do something that is not training and does not count as its time."""
+        self.finish()
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        now = time.perf_counter()
+        step_s = (now - self._since) / (step - self._step)
+        self._since, self._step = now, step
+        values = {name: _rounded(value) for name, value in jax.device_get(metrics).items()}
+        speed = {"step_s": step_s, "tokens_per_s": self._tokens / step_s, "mfu": self._flops / step_s / self._peak}
+        self._log.write({"step": step} | values | speed)
+
+
+def _rounded(value: NDArray[np.float32]) -> float | list[float]:
+    """The shortest decimals that give the float32 back; shares of experts to 6 digits."""
+    return float(str(value)) if value.ndim == 0 else np.round(value.astype(float), 6).tolist()

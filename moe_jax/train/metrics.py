@@ -1,0 +1,229 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard scalars and a progress line. Imports no jax."""
+
+import difflib
+import json
+import math
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self, TextIO, final
+
+from moe_jax.errors import UserError
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsError(UserError):
+    """A run folder whose records are missing or damaged."""
+
+
+@final
+class RunLog:
+    """The records of one run, as a context manager. Those after `start_step` are forgotten: the run goes on there.
+
+    Every record also gets `tokens`: those trained on by then. A quiet log (of the other processes) does nothing.
+    Raises MetricsError if the folder cannot be made or its earlier records are damaged.
+    """
+
+    def __init__(
+        self, folder: Path, start_step: int, total_steps: int, tokens_per_step: int, tensorboard: bool, quiet: bool
+    ) -> None:
+        self._folder = folder
+        self._start_step = start_step
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._tensorboard = tensorboard
+        self._quiet = quiet
+        self._recent_step_s: deque[float] = deque(maxlen=10)
+        self._closing = ExitStack()
+        self._file: TextIO | None = None
+        self._scalars: Any = None
+        self._line_is_open = False
+
+    def __enter__(self) -> Self:
+        if self._quiet:
+            return self
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MetricsError(
+                f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
+            ) from None
+        _forget_after(self._folder / FILE_NAME, self._start_step)
+        self._file = self._closing.enter_context((self._folder / FILE_NAME).open("a"))
+        if self._tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._scalars = SummaryWriter(
+                str(self._folder / "tensorboard"),
+                purge_step=self._start_step + 1 if self._start_step else 0,
+                filename_suffix=f".from{self._start_step}",
+                flush_secs=10,
+            )
+            self._closing.callback(self._scalars.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+        if self._line_is_open:
+            print(flush=True)
+
+    def write(self, record: Mapping[str, Any] | None) -> None:
+        """Append a training record (`step, loss, step_s, …`) or an evaluation (`step, validation_loss`) and show it.
+
+        Values are numbers (NaN and infinities too) or, not for TensorBoard, lists of them. None: nothing is due.
+        """
+        if self._file is None or record is None:
+            return
+        step = record["step"]
+        self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step}) + "\n")
+        self._file.flush()
+        if self._scalars is not None:
+            for key, value in record.items():
+                if key != "step" and not isinstance(value, list) and math.isfinite(value):
+                    self._scalars.add_scalar(key, value, step)
+        if "validation_loss" in record:
+            loss = record["validation_loss"]
+            bits = loss / math.log(2)
+            text = f"step {step} validation loss {loss:.3f} nats per token ({bits:.3f} bits)"
+            self._print(text, in_place=False)
+        if "loss" in record:
+            self._show_progress(record, step)
+
+    def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
+        self._recent_step_s.append(record["step_s"])
+        eta_s = (self._total_steps - step) * fmean(self._recent_step_s)
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns - 1 if terminal else None
+        self._print(format_line(record, self._total_steps, eta_s, width), in_place=terminal)
+
+    def _print(self, text: str, in_place: bool) -> None:
+        """Print a line. One printed in place is overwritten by the next such, but stays before any other."""
+        start = "" if not self._line_is_open else "\r\x1b[2K" if in_place else "\n"
+        print(start + text, end="" if in_place else "\n", flush=True)
+        self._line_is_open = in_place
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, oldest first; a last line cut short by a killed process is left out.
+
+    Raises MetricsError if there is no such run or a record is damaged.
+    """
+    path = folder / FILE_NAME
+    if not folder.exists():
+        runs = [p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}")]
+        near = difflib.get_close_matches(folder.name, runs, n=1)
+        cure = f"did you mean {folder.parent / near[0]}?" if near else "give the folder that a run has as log.dir"
+        raise MetricsError(f"run {folder} does not exist: {cure}")
+    if not path.is_file():
+        raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
+    lines = path.read_text(errors="replace").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _from_json(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise MetricsError(f"{path} line {number} is not a record of metrics: delete the line")
+    return records
+
+
+def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float, width: int | None = None) -> str:
+    """The progress line of a training record; what the record lacks is left out, as is what exceeds `width`."""
+    shown = [
+        ("loss", lambda v: f"loss {v:.3f}"),
+        ("tokens_per_s", lambda v: f"{human_count(v)} tok/s"),
+        ("step_s", lambda v: f"{human_seconds(v)}/step"),
+        ("mfu", lambda v: f"MFU {v:.1%}"),
+        ("dropped_fraction", lambda v: f"dropped {v:.1%}"),
+        ("load_max_over_mean", lambda v: f"load max/mean {v:.2f}"),
+    ]
+    parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [text(record[key]) for key, text in shown if key in record]
+    parts.append(f"ETA {_clock(eta_s)}")
+    while width is not None and len("  ".join(parts)) > width and len(parts) > 2:
+        del parts[-2]  # the ETA stays
+    return "  ".join(parts)
+
+
+def human_count(number: float) -> str:
+    """Three digits and a unit: 950, 41.2k, 1.23M, 4.00B."""
+    if number < 999.5 and number == round(number):
+        return f"{number:.0f}"
+    for unit in ("", "k", "M", "B"):
+        if number < 999.5:
+            return _three_digits(number) + unit
+        number /= 1000
+    return _three_digits(number) + "T"
+
+
+def human_seconds(seconds: float) -> str:
+    """Three digits and a unit: 85.0 µs, 312 ms, 1.23 s."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds)} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` at `path` whole or, when the process dies on the way, leave what was there."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:#.3g}".rstrip(".")
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Keep the records up to `step`; none at the start of a new run."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
+    write_atomically(path, "".join(_to_json(record) + "\n" for record in kept))
+
+
+def _to_json(record: Mapping[str, Any]) -> str:
+    # JSON has no NaN: it becomes null, and `not_finite` keeps which one it was.
+    strange = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    values = {key: None if key in strange else _finite_or_null(v) for key, v in record.items()}
+    return json.dumps(values | ({"not_finite": strange} if strange else {}), allow_nan=False)
+
+
+def _finite_or_null(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_null(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record | {key: float(text) for key, text in record.pop("not_finite", {}).items()}

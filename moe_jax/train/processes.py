@@ -1,0 +1,251 @@
+"""Joining the processes of one run: on a cluster that jax knows, or at an address given on the command line."""
+
+import argparse
+import importlib.util
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+
+from moe_jax.errors import EXIT_BAD_INPUT, UserError
+
+CONNECT_TIMEOUT_S = 300  # until every process has come
+HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
+SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
+FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
+
+
+class ProcessError(UserError):
+    """Processes that cannot form one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """How this process finds the others of its run. Making it checks it: raises ProcessError."""
+
+    mode: Literal["auto", "on", "off"] = "auto"  # auto: on where jax finds a cluster of more than one process
+    coordinator: str | None = None  # host:port of process 0, which serves it
+    num_processes: int | None = None
+    process_id: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.coordinator, self.num_processes, self.process_id]
+        if all(value is None for value in given):
+            return
+        if None in given:
+            names = ("--coordinator", "--num-processes", "--process-id")
+            values = [f"{name}={value}" for name, value in zip(names, given, strict=True) if value is not None]
+            missing = [name for name, value in zip(names, given, strict=True) if value is None]
+            raise ProcessError(f"{' '.join(values)} also needs {' and '.join(missing)}: give all three or none")
+        if self.mode == "off":
+            raise ProcessError(f"--coordinator={self.coordinator} contradicts --distributed=off: drop one of them")
+        _address(self.coordinator or "")
+        count, rank = self.num_processes or 0, self.process_id or 0
+        if count < 1:
+            raise ProcessError(f"--num-processes={count} must be at least 1")
+        if not 0 <= rank < count:
+            raise ProcessError(f"--process-id={rank} must be 0..{count - 1} with --num-processes={count}")
+
+
+class Cluster(NamedTuple):
+    """A cluster that jax knows how to join."""
+
+    name: str
+    num_processes: int | None  # None: only jax can ask for it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `options_from` reads."""
+    group = parser.add_argument_group("many processes")
+    group.add_argument(
+        "--distributed",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="join the other processes of a cluster; auto: where SLURM, Open MPI, a TPU pod or Kubernetes is found",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, instead of finding a cluster")
+    group.add_argument("--num-processes", type=int, metavar="N", help="processes in the run, with --coordinator")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this process, 0..N-1, with --coordinator")
+
+
+def options_from(arguments: argparse.Namespace) -> Processes:
+    """The options behind parsed flags. Raises ProcessError."""
+    return Processes(
+        mode=arguments.distributed,
+        coordinator=arguments.coordinator,
+        num_processes=arguments.num_processes,
+        process_id=arguments.process_id,
+    )
+
+
+def initialize(options: Processes, cpu_devices: int | None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, if given.
+
+    Raises ProcessError for devices that do not divide over the processes or a coordinator that cannot be reached.
+    """
+    if cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+    cluster = None
+    if options.mode != "off" and options.coordinator is None:
+        cluster = find_cluster(os.environ, tpu="tpu" in (jax.config.jax_platforms or ""))  # type: ignore[attr-defined]
+    if options.mode == "on" and options.coordinator is None and cluster is None:
+        raise ProcessError(
+            "--distributed=on finds no SLURM, Open MPI, TPU pod or Kubernetes job here: "
+            "pass --coordinator HOST:PORT --num-processes N --process-id I"
+        )
+    num_processes = cluster.num_processes if cluster else options.num_processes or 1
+    if cpu_devices is not None:
+        _simulate(cpu_devices, num_processes, cluster)
+    if options.coordinator is not None:
+        _join_at(options.coordinator, options, connect_timeout_s)
+    elif cluster is not None and (options.mode == "on" or num_processes != 1):
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S
+        )
+
+
+def find_cluster(environ: Mapping[str, str], tpu: bool) -> Cluster | None:
+    """The cluster that jax would join, looked for in jax's order, but without asking the network.
+
+    `tpu` says that jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even where a
+    process is alone.
+    """
+    if "OMPI_MCA_orte_hnp_uri" in environ:
+        return Cluster("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if all(name in environ for name in slurm):
+        return Cluster("SLURM", int(environ["SLURM_NTASKS"]))
+    hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
+    if tpu and hosts is not None:
+        return Cluster("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
+    if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it where no TPU chip is plugged in
+        return Cluster("TPU", None)
+    # Every pod has the first variable; only those of an indexed job have peers.
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
+        return Cluster("Kubernetes", None)
+    return None
+
+
+def is_main_process() -> bool:
+    """Whether this process writes what a run writes once. Ask after `initialize`: it starts jax's devices."""
+    return jax.process_index() == 0
+
+
+@contextmanager
+def fail_fast() -> Iterator[None]:
+    """Let this process end soon after a failure of the body, with the exit code that the failure has.
+
+    jax would hold it at its exit until all others come to theirs, and they wait for this one in a collective;
+    after SHUTDOWN_TIMEOUT_S all abort, and nobody knows who failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            timer = threading.Timer(FAILURE_GRACE_S, _exit_now, [_exit_code(error)])
+            timer.daemon = True
+            timer.start()
+        raise
+
+
+def _exit_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, UserError):
+        return EXIT_BAD_INPUT
+    return 1
+
+
+def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+    if options.process_id == 0:
+        _check_free(bind)
+    else:
+        _await_coordinator(coordinator, timeout_s)
+    jax.distributed.initialize(
+        coordinator,
+        options.num_processes,
+        options.process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=round(timeout_s),
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        coordinator_bind_address=bind,  # jax would listen on every interface
+    )
+
+
+def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | None) -> None:
+    if num_processes is None:
+        raise ProcessError(
+            f"mesh.cpu_devices={cpu_devices} is to be divided over an unknown number of {cluster and cluster.name} "
+            "processes: pass --coordinator HOST:PORT --num-processes N --process-id I, or --distributed=off"
+        )
+    if cpu_devices % num_processes:
+        lower = cpu_devices - cpu_devices % num_processes
+        counts = " or ".join(str(n) for n in (lower, lower + num_processes) if n)
+        raise ProcessError(
+            f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
+            f"(each simulates an equal share): set mesh.cpu_devices={counts}"
+        )
+    share = cpu_devices // num_processes
+    try:
+        jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
+    except RuntimeError:  # jax has its devices already, as in a notebook that trains twice
+        devices = jax.local_devices()
+        if (len(devices), devices[0].platform) != (share, "cpu"):
+            raise ProcessError(
+                f"mesh.cpu_devices={cpu_devices} comes too late, jax already runs with {len(devices)} "
+                f"{devices[0].platform} devices here: restart Python, or set mesh.cpu_devices=null"
+            ) from None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ProcessError(f"--coordinator={text} must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476")
+    return host.strip("[]"), int(port)
+
+
+def _check_free(bind: str) -> None:
+    """Raise ProcessError unless process 0 can serve there: jax would crash without a word."""
+    host, port = _address(bind)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(address)
+    except OSError as error:
+        raise ProcessError(
+            f"--coordinator={bind} cannot be opened by process 0 ({error.strerror}): "
+            "name an address of its own host and a free port"
+        ) from None
+
+
+def _await_coordinator(coordinator: str, timeout_s: float) -> None:
+    """Raise ProcessError unless process 0 answers in time: jax would abort with a C++ stack."""
+    address = _address(coordinator)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ProcessError(
+                    f"--coordinator={coordinator} does not answer for {timeout_s:g} s ({error.strerror or error}): "
+                    "start process 0 there, or correct the address"
+                ) from None
+            time.sleep(0.1)

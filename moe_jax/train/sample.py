@@ -1,0 +1,65 @@
+"""Text from a trained model, on one device."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.config import Config, Mesh
+from moe_jax.errors import ConfigError
+from moe_jax.models.decode import sample
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.train.tokenizer import load_tokenizer
+
+
+def one_device_mesh() -> jax.sharding.Mesh:
+    """All axes of size 1 over this process's first device."""
+    return make_mesh(Mesh(), jax.local_devices()[:1])
+
+
+def sample_tokens(
+    config: Config, params: Any, prompt: NDArray[np.int32], count: int, temperature: float, seed: int
+) -> NDArray[np.int32]:
+    """`count` tokens that follow a non-empty prompt. `params` lie on one device or on a mesh of this process.
+
+    The model sees at most the `data.seq_len` tokens it was trained with: text longer than that is sampled in
+    windows, each beginning with the second half of the one before.
+    """
+    mesh, length = one_device_mesh(), config.data.seq_len
+    params = jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED))
+    how = dataclasses.replace(Computation.of(config, mesh), remat="none")
+    body = functools.partial(sample, model=config.model, how=how)
+    window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
+    text = list(prompt)
+    while len(text) < len(prompt) + count:
+        known = min(len(text), max(1, length // 2)) if len(text) >= length else len(text)
+        padded = np.zeros((1, length), np.int32)
+        padded[0, :known] = text[-known:]
+        key = jax.random.fold_in(jax.random.key(seed), len(text))
+        text += np.asarray(window(params, padded, np.int32(known), key, np.float32(temperature)))[0, known:].tolist()
+    return np.array(text[len(prompt) : len(prompt) + count], np.int32)
+
+
+def sample_text(config: Config, params: Any, prompt: str, count: int, temperature: float, seed: int) -> str:
+    """Prompt and continuation as text. Raises ConfigError for an empty prompt."""
+    tokenizer = load_tokenizer(Path(config.data.path))
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise ConfigError("the prompt is empty: give at least one character, e.g. a line break")
+    return prompt + tokenizer.decode(
+        sample_tokens(config, params, np.array(tokens, np.int32), count, temperature, seed).tolist()
+    )
+
+
+def write_sample(config: Config, params: Any, run: Path) -> str:
+    """Sample as `log` says, at temperature 0.8, into the run's sample.txt; returns the text."""
+    log = config.log
+    text = sample_text(config, params, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=config.train.seed)
+    (run / "sample.txt").write_text(text)
+    return text

@@ -1,0 +1,136 @@
+"""Everything a run needs before its first step, checked before anything is written."""
+
+import dataclasses
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.stages import Compiled
+from numpy.typing import NDArray
+
+from moe_jax.config import Config, check_batch_split, check_expert_split
+from moe_jax.config_files import save_config
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.measure.provenance import provenance
+from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.train.checkpoint import check_same_run, newest_checkpoint
+from moe_jax.train.data import Batches, train_batches, validation_batches
+from moe_jax.train.processes import is_main_process
+from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.tokens import open_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checked run: its programs, its data, and where it goes on."""
+
+    config: Config
+    folder: Path
+    trainer: Trainer
+    batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
+    validation: list[NDArray[np.int32]]
+    first_step: int  # steps done before; 0: a new run
+
+    @property
+    def batch_shape(self) -> jax.ShapeDtypeStruct:
+        """Of the global batch, with its sharding."""
+        shape = (self.config.train.batch_size, self.config.data.seq_len + 1)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(self.trainer.mesh, BATCH_SPEC))
+
+    def on_mesh(self, rows: NDArray[np.int32]) -> jax.Array:
+        """The global batch of which this process read `rows`."""
+        return jax.make_array_from_process_local_data(self.batch_shape.sharding, rows, self.batch_shape.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Compiled for one run's shapes. `init` and `evaluate` may still be compiling."""
+
+    step: Compiled
+    init: Future[Compiled]
+    evaluate: Future[Compiled]
+
+
+def open_run(config: Config) -> Run:
+    """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing."""
+    mesh = make_mesh(config.mesh)
+    check_expert_split(config.model.moe.num_experts, mesh.shape[Axis.EXPERT])
+    check_batch_split(config, batch_shards(mesh))
+    tokens = open_tokens(config.data, config.model.vocab_size)
+    folder = Path(config.log.dir)
+    first_step = _resume_step(config, folder)
+    seq_len, batch_size = config.data.seq_len, config.train.batch_size
+    rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
+    return Run(
+        config=config,
+        folder=folder,
+        trainer=make_trainer(config, mesh),
+        batches=train_batches(
+            tokens.train,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=config.train.seed,
+            rows=rows,
+            prefetch=config.data.prefetch,
+        ),
+        validation=validation_batches(
+            tokens.validation,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            num_batches=config.train.eval_batches,
+            rows=rows,
+        ),
+        first_step=first_step,
+    )
+
+
+def compile_programs(run: Run) -> Programs:
+    """Compile the run's programs beside each other; returns when the step is ready."""
+    trainer, state = run.trainer, run.trainer.state_shapes
+    pool = ThreadPoolExecutor(max_workers=2)
+    step = pool.submit(trainer.step.lower(state, run.batch_shape).compile)
+    init = pool.submit(trainer.init.lower().compile)
+    evaluate = pool.submit(trainer.evaluate.lower(state["params"], run.batch_shape).compile)
+    pool.shutdown(wait=False)
+    return Programs(step=step.result(), init=init, evaluate=evaluate)
+
+
+def write_start(run: Run) -> None:
+    """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written."""
+    if not is_main_process():
+        return
+    facts = provenance() | {"mesh": {str(axis): size for axis, size in run.trainer.mesh.shape.items()}}
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        save_config(run.config, run.folder / "config.yaml")
+        (run.folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
+
+
+def _resume_step(config: Config, folder: Path) -> int:
+    step = newest_checkpoint(folder)
+    if step is None:
+        return 0
+    if not config.checkpoint.resume:
+        raise CheckpointError(
+            f"log.dir={folder} holds checkpoints up to step {step} and checkpoint.resume=false would overwrite them: "
+            "use another log.dir, or checkpoint.resume=true"
+        )
+    check_same_run(config, folder)
+    return step
+
+
+def _rows_here(sharding: NamedSharding, batch_size: int) -> list[range]:
+    """The rows of a global batch that this process's devices hold, as few ranges in order."""
+    slices = sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    ranges: list[range] = []
+    for start, stop in sorted({index[0].indices(batch_size)[:2] for index in slices if index is not None}):
+        if ranges and ranges[-1].stop == start:
+            start = ranges.pop().start
+        ranges.append(range(start, stop))
+    return ranges

@@ -1,0 +1,160 @@
+"""Token files: a .txt file read as bytes, or a folder that scripts/prepare_text.py made."""
+
+import difflib
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.config import Data
+from moe_jax.errors import DataError
+
+FORMAT = 1  # of a folder; raised when an older reader would misread it
+META_FILE = "meta.json"
+BYTES_VOCAB_SIZE = 256
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+TokenArray = NDArray[np.unsignedinteger]  # 1-D, a np.memmap
+
+_DTYPES = ("uint8", "uint16", "uint32")
+_AGAIN = "make the folder again with scripts/prepare_text.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What `meta.json` says about a folder's `train.bin` and `validation.bin`."""
+
+    tokenizer: str  # bytes or bpe
+    vocab_size: int
+    end_of_text: int  # the token behind each document
+    dtype: str  # of one token, little-endian
+    train_tokens: int
+    train_crc32: int
+    validation_tokens: int
+    validation_crc32: int
+    sources: list[str]  # files read, in their order
+
+    def count(self, split: Split) -> int:
+        return self.train_tokens if split == "train" else self.validation_tokens
+
+    def crc32(self, split: Split) -> int:
+        return self.train_crc32 if split == "train" else self.validation_crc32
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Memory-mapped tokens of one text, two 1-D arrays of unsigned integers below `vocab_size`."""
+
+    train: TokenArray
+    validation: TokenArray
+    vocab_size: int
+    path: Path
+
+
+def open_tokens(data: Data, vocab_size: int) -> Tokens:
+    """Map the tokens behind `data.path` for a model of `vocab_size` tokens; nothing is read yet.
+
+    Raises DataError if they are missing, damaged, of a larger vocabulary, or too few for one sequence.
+    """
+    path = find_data(data.path)
+    if path.is_dir():
+        meta = read_meta(path)
+        needed = meta.vocab_size
+        train, validation = (_open_split(path, meta, split) for split in SPLITS)
+    else:
+        needed = BYTES_VOCAB_SIZE
+        text = _map(path, "uint8")
+        cut = len(text) - int(len(text) * data.validation_fraction)
+        train, validation = text[:cut], text[cut:]
+    if needed > vocab_size:
+        raise DataError(
+            f"data.path={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
+            f"set model.vocab_size={needed}"
+        )
+    for split, part in zip(SPLITS, (train, validation), strict=True):
+        if len(part) < data.seq_len + 1:
+            shorter = f"set data.seq_len={len(part) - 1} or less, or " if len(part) > 1 else ""
+            larger = " or a larger validation fraction" if split == "validation" else ""
+            raise DataError(
+                f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
+                f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
+            )
+    return Tokens(train, validation, needed, path)
+
+
+def find_data(path: str | Path) -> Path:
+    """The .txt file or folder that `path` names. Raises DataError if there is none."""
+    path = Path(path)
+    if not path.exists():
+        siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix == ".txt"]
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        cure = f"did you mean {path.parent / near[0]}?" if near else "name a .txt file or a prepared folder"
+        raise DataError(f"data.path={path} does not exist: {cure}")
+    if not path.is_dir() and path.suffix != ".txt":
+        raise DataError(
+            f"data.path={path} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+        )
+    return path
+
+
+def read_meta(folder: Path) -> Meta:
+    """The checked `meta.json` of a prepared folder. Raises DataError."""
+    file = folder / META_FILE
+    if not file.exists():
+        raise DataError(f"{folder} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is not readable JSON ({error}): {_AGAIN}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{file} holds no JSON object: {_AGAIN}")
+    if (found := values.pop("format", None)) != FORMAT:
+        raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {_AGAIN}")
+    kinds = Meta.__annotations__ | {"sources": list}
+    wrong = [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
+    if not wrong and values["dtype"] not in _DTYPES:
+        wrong = ["dtype"]
+    if wrong:
+        raise DataError(f"{file} has no usable {', '.join(wrong)}: {_AGAIN}")
+    return Meta(**{key: values[key] for key in kinds})
+
+
+def verify_tokens(folder: Path) -> Meta:
+    """Read all of a prepared folder, compare sizes and checksums, and return its meta. Raises DataError."""
+    meta = read_meta(folder)
+    for split in SPLITS:
+        tokens = _open_split(folder, meta, split)
+        found = zlib.crc32(tokens.data)
+        if found != meta.crc32(split):
+            raise DataError(
+                f"{folder / split}.bin is damaged: its crc32 is {found}, and {META_FILE} says {meta.crc32(split)}: "
+                f"{_AGAIN}"
+            )
+    return meta
+
+
+def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
+    file, count, width = folder / f"{split}.bin", meta.count(split), np.dtype(meta.dtype).itemsize
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): {_AGAIN}") from None
+    if size != count * width:
+        raise DataError(
+            f"{file} holds {size} bytes, and {META_FILE} says {count} tokens × {width} bytes = {count * width}: "
+            f"{_AGAIN}"
+        )
+    return _map(file, meta.dtype)
+
+
+def _map(file: Path, dtype: str) -> TokenArray:
+    try:
+        if file.stat().st_size == 0:
+            raise DataError(f"{file} is empty: give some text")
+        return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None

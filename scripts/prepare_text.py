@@ -1,0 +1,49 @@
+"""Turn text into token files for training: a folder that `data.path` can name.
+
+python scripts/prepare_text.py my_texts tokens/mine                                    # bytes
+python scripts/prepare_text.py corpus.jsonl tokens/mine --tokenizer bpe --vocab-size 8192
+python scripts/prepare_text.py --verify tokens/mine                                    # read it all and check it
+"""
+
+import argparse
+from pathlib import Path
+
+from moe_jax.errors import run_command
+from moe_jax.train.prepare import prepare_text
+from moe_jax.train.tokens import verify_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them at any depth")
+    parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
+    parser.add_argument("--tokenizer", choices=["bytes", "bpe"], default="bytes")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="of the BPE at most (default 8192)")
+    parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the text: its end")
+    parser.add_argument("--text-key", default="text", help="of a .jsonl object or .parquet row (default text)")
+    parser.add_argument("--verify", action="store_true", help="check the checksums of a folder made before")
+    arguments = parser.parse_args()
+    if arguments.verify == bool(arguments.output):
+        parser.error("give INPUT and OUTPUT, or --verify and a folder")
+    if arguments.verify:
+        folder, meta = arguments.input, verify_tokens(arguments.input)
+    else:
+        folder, meta = (
+            arguments.output,
+            prepare_text(
+                arguments.input,
+                arguments.output,
+                tokenizer=arguments.tokenizer,
+                vocab_size=arguments.vocab_size,
+                validation_fraction=arguments.validation_fraction,
+                text_key=arguments.text_key,
+            ),
+        )
+    print(
+        f"{meta.train_tokens:,} tokens to train and {meta.validation_tokens:,} to validate "
+        f"(text files: {len(meta.sources)}); use data.path={folder} model.vocab_size={meta.vocab_size}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,124 @@
+"""The launcher on real processes: what they compute together, and how they end."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "moe_jax.launch", *arguments]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    with started(*arguments) as process:
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def act(role: str, *arguments: str) -> list[str]:
+    return ["--processes", "2", "--module", "tests.launched.script", *arguments, role]
+
+
+def wait_for_ids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Ids of all processes that the ranks tell, one line each."""
+    assert process.stderr is not None
+    return [int(text) for _ in range(count) for text in process.stderr.readline().split("runs as")[1].split()]
+
+
+def alive(process_id: int) -> bool:
+    state = subprocess.run(["ps", "-o", "state=", "-p", str(process_id)], capture_output=True, text=True).stdout.strip()
+    return state not in ("", "Z")
+
+
+def assert_all_end(process_ids: Sequence[int]) -> None:
+    deadline = time.monotonic() + 5  # a kill takes effect when the scheduler comes round
+    while any(alive(i) for i in process_ids):
+        assert time.monotonic() < deadline, "the launcher left processes behind"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_devices_of_all_processes_sum_and_exchange_as_one(processes: int) -> None:
+    code, out, err = run("--processes", str(processes), "--module", "tests.launched.collectives", "--cpu-devices", "4")
+    assert code == 0, err
+    assert f"{processes} processes with {4 // processes} devices each\n" in out
+
+
+@pytest.mark.parametrize(("how", "code"), [("bug", 1), ("bad-input", 2)])
+def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int) -> None:
+    began = time.monotonic()
+    actual, _, err = run("--processes", "2", "--module", "tests.launched.lone_failure", "--grace", "20", how)
+    assert actual == code, err
+    assert err.endswith(f"launch: rank 1 failed first, with exit code {code}\n")
+    assert "[rank 1] " + {"bug": "ValueError: a bug", "bad-input": "error: data.path=x is missing here"}[how] in err
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_unknown_arguments_reach_every_process_and_rank_0_is_unprefixed(separator: Sequence[str]) -> None:
+    command = ["--config", "a b.yaml", "mesh.cpu_devices=8", "--dry-run"]
+    code, out, err = run(*act("arguments", "--port", "4242", *separator), *command)
+    assert code == 0
+    assert out == (
+        "--config a b.yaml mesh.cpu_devices=8 --dry-run --coordinator 127.0.0.1:4242 --num-processes 2 --process-id 0\n"
+    )
+    assert sorted(err.splitlines()) == ["[rank 1] a line for stderr", "a line for stderr"]
+
+
+def test_bad_input_of_every_process_is_told_once() -> None:
+    code, _, err = run(*act("bad-input"))
+    assert (code, err) == (2, "error: train.steps=0 must be at least 1\n")
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "how"), [("one-fails", 7, "with exit code 7"), ("one-crashes", 137, "killed by SIGKILL")]
+)
+def test_a_failure_stops_the_others(role: str, code: int, how: str) -> None:
+    began = time.monotonic()
+    actual, _, err = run(*act(role, "--grace", "0.2"))
+    assert (actual, err) == (code, f"launch: rank 1 failed first, {how}\n")
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_every_process_save_and_end_well(number: signal.Signals) -> None:
+    with started(*act("saves-on-sigterm")) as process:
+        ids = wait_for_ids(process, 2)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert sorted(err.splitlines()) == ["[rank 1] rank 1 saved", "rank 0 saved"]
+    assert_all_end(ids)
+
+
+def test_a_signal_leaves_nothing_behind_not_even_what_ignores_it() -> None:
+    with started(*act("ignores-sigterm", "--grace", "0.3")) as process:
+        ids = wait_for_ids(process, 2)
+        assert len(ids) == 4
+        assert all(alive(i) for i in ids)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "launch: stopped by SIGTERM\n"
+    assert_all_end(ids)
+
+
+@pytest.mark.parametrize("arguments", [["--processes", "0"], ["--processes", "2", "--port", "70000"]])
+def test_bad_flags_are_one_line(arguments: list[str]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: --\w+=\d+ must be [^\n]+\n", err)
