@@ -3,7 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.pop("XLA_FLAGS", None)
+# Tests compile more than they compute; LLVM's optimisations would take most of their time.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import jax
 import pytest

@@ -106,7 +106,7 @@ def objective(params, token_BN1, model: Model, sources: int):
     x = params["embedding"][token_BN1[:, :-1]]
     auxiliary, dropped = 0.0, 0
     for p in block_params(params, model):
-        x = x + jnp.stack([attention(p["attention"], sequence, model) for sequence in x])
+        x = x + jax.vmap(lambda sequence, p=p: attention(p["attention"], sequence, model))(x)
         h = norm(x, p["norm"], model.norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)

@@ -21,6 +21,9 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardi
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
 
+# Random numbers run once, and LLVM takes seconds to optimise them; the values are the same without.
+_INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
+
 State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}
 
 
@@ -81,7 +84,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             jax.eval_shape(init),
             placed,
         ),
-        init=jax.jit(init, out_shardings=placed),
+        init=jax.jit(init, out_shardings=placed, compiler_options=_INIT_OPTIONS.get(how.platform)),
         step=jax.jit(on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)), donate_argnums=0),
         evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )

@@ -1,12 +1,14 @@
 """The sharded step against the single-device, loop-over-experts reference: values and every gradient."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, Mesh, Optimizer, Schedule
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -14,25 +16,9 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.step import local_gradients, make_trainer
 from tests import references
+from tests.small import first_params, small_config, tokens_of
 
 MESHES = [(1, 1), (8, 1), (1, 8), (2, 4), (4, 2)]
-
-
-def small_config(data: int, expert: int, *, model: dict | None = None, **moe) -> Config:
-    """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
-    moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 12, "every": 2, "capacity_factor": 1.0} | moe
-    shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
-    return Config(
-        model=Model(**(shape | (model or {})), moe=MoE(**moe)),
-        mesh=Mesh(data=data, expert=expert),
-        data=Data(seq_len=12),
-        train=Train(batch_size=8, compute_dtype="float32"),
-    )
-
-
-def tokens_of(config: Config, seed: int = 0) -> np.ndarray:
-    shape = (config.train.batch_size, config.data.seq_len + 1)
-    return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, dtype=np.int32)
 
 
 def sharded_gradients(config: Config, params, token_BN1):
@@ -58,12 +44,10 @@ def sharded_gradients(config: Config, params, token_BN1):
 
 
 def assert_equals_reference(config: Config) -> None:
-    params = make_trainer(config, make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])).init()
-    params = jax.device_get(params["params"])
+    params = first_params(config.model)
     token_BN1 = tokens_of(config)
     loss, grads, norm, dropped, count_ME = sharded_gradients(config, params, token_BN1)
     sources = config.mesh.data * config.mesh.expert
-    # not under jit: the reference decides with numpy which pairs are kept
     (expected_loss, expected_dropped), expected = jax.value_and_grad(references.objective, has_aux=True)(
         params, token_BN1, config.model, sources
     )
@@ -86,3 +70,84 @@ def test_loss_and_gradients_equal_the_reference(data, expert, capacity_factor, t
     assert_equals_reference(
         small_config(data, expert, capacity_factor=capacity_factor, top_k=top_k, num_shared_experts=shared)
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "moe"),
+    [
+        ({"activation": "gelu", "tie_embeddings": True, "qk_norm": True}, {"gate": "sigmoid"}),
+        ({"num_layers": 5}, {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 2}),
+        ({"num_layers": 3, "head_dim": 6}, {"every": 1, "normalize_weights": False, "routed_scale": 2.5}),
+        ({}, {"order": "einsum"}),
+        ({}, {"order": "einsum", "capacity_factor": None}),
+        ({}, {"num_experts": 0}),
+    ],
+    ids=["gelu-tied-qknorm-sigmoid", "uneven-segments", "all-moe", "one-hot", "one-hot-dropless", "dense"],
+)
+def test_model_variants_equal_the_reference(model, moe):
+    expert = 1 if moe.get("num_experts") == 0 else 4
+    assert_equals_reference(small_config(8 // expert, expert, model=model, **moe))
+
+
+def run_steps(config: Config, steps: int = 3):
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])
+    trainer = make_trainer(config, mesh)
+    state, records = trainer.init(), []
+    for seed in range(steps):
+        state, metrics = trainer.step(state, tokens_of(config, seed))
+        records.append(jax.device_get(metrics))
+    return jax.device_get(state), records
+
+
+def test_accumulated_parts_equal_the_whole_batch():
+    """Without the load-balance loss, whose token counts are those of a part, cutting the batch changes nothing."""
+    config = small_config(1, 2, capacity_factor=None, load_balance_weight=0.0)
+    whole, records = run_steps(config)
+    cut = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accumulation=4))
+    parts, cut_records = run_steps(cut)
+    chex.assert_trees_all_close(parts["params"], whole["params"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose([r["loss"] for r in cut_records], [r["loss"] for r in records], rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}])
+def test_rematerialisation_and_unrolling_change_no_gradient(schedule):
+    config = small_config(1, 2, model={"num_layers": 4}, every=1)
+    other = dataclasses.replace(config, schedule=Schedule(**schedule))
+    params = first_params(config.model)
+    _, expected, *_ = sharded_gradients(config, params, tokens_of(config))
+    _, grads, *_ = sharded_gradients(other, params, tokens_of(config))
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_training_is_the_same_on_every_mesh_when_dropless():
+    config = small_config(1, 1, capacity_factor=None)
+    expected = [r["loss"] for r in run_steps(config)[1]]
+    for data, expert in MESHES[1:]:
+        losses = [r["loss"] for r in run_steps(dataclasses.replace(config, mesh=Mesh(data=data, expert=expert)))[1]]
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"mesh ({data}, {expert})")
+
+
+def test_clipping_scales_the_whole_gradient_by_its_global_norm():
+    """One SGD-like step: with AdamW the first update's size does not depend on the gradient's, so look at moments."""
+    base = small_config(2, 4)
+    moments = {}
+    for clip in (None, 0.01):
+        config = dataclasses.replace(base, optimizer=Optimizer(clip_norm=clip, warmup_steps=0))
+        state, records = run_steps(config, steps=1)
+        moments[clip] = jax.tree.leaves(state["optimizer"])
+        norm = records[0]["grad_norm"]
+    assert norm > 0.01
+    mu = [leaf for leaf in moments[None] if leaf.ndim]
+    clipped = [leaf for leaf in moments[0.01] if leaf.ndim]
+    factor = 0.01 / norm
+    half = len(mu) // 2  # first moments scale with the factor, second moments with its square
+    chex.assert_trees_all_close(clipped[:half], [leaf * factor for leaf in mu[:half]], rtol=1e-4, atol=1e-9)
+    chex.assert_trees_all_close(clipped[half:], [leaf * factor**2 for leaf in mu[half:]], rtol=1e-4, atol=1e-12)
+
+
+def test_bfloat16_compute_stays_close_and_keeps_float32_parameters():
+    config = small_config(1, 2)
+    half = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
+    state, records = run_steps(half)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {np.dtype("float32")}
+    np.testing.assert_allclose([r["loss"] for r in records], [r["loss"] for r in run_steps(config)[1]], rtol=0.02)

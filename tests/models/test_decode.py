@@ -1,0 +1,69 @@
+"""Cached decoding against the whole forward pass, and causality of the latter."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from moe_jax.config import Mesh, Model, MoE
+from moe_jax.models.decode import sample
+from moe_jax.models.transformer import Computation, forward
+from moe_jax.parallel.mesh import make_mesh
+from tests.small import first_params
+
+MODEL = Model(
+    vocab_size=32,
+    d_model=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_dim=24,
+    qk_norm=True,
+    moe=MoE(num_experts=4, top_k=2, hidden_dim=12, first_dense_blocks=1, capacity_factor=None, num_shared_experts=1),
+)
+HOW = Computation(dtype="float32", remat="none", unroll=1, platform="cpu")
+
+
+def on_one_device(function):
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    specs = {"mesh": mesh, "in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+    return jax.jit(jax.shard_map(function, **specs))
+
+
+def logits_of(params, token_BN, model=MODEL):
+    return on_one_device(lambda p, t: forward(p, t, model, HOW)[0])(params, token_BN)
+
+
+def test_greedy_decoding_follows_the_forward_pass():
+    params = jax.tree.map(lambda x: 3 * x, first_params(MODEL))  # sharper, so that no two logits tie
+    prompt = np.zeros((2, 12), np.int32)
+    prompt[:, :4] = np.random.default_rng(0).integers(0, 32, (2, 4))
+    run = on_one_device(functools.partial(sample, model=MODEL, how=HOW))
+    text = run(params, prompt, np.int32(4), jax.random.key(0), np.float32(0))
+    np.testing.assert_array_equal(text[:, :4], prompt[:, :4], err_msg="the prompt is kept")
+    best = logits_of(params, text).argmax(axis=-1)
+    np.testing.assert_array_equal(text[:, 4:], best[:, 3:-1], err_msg="each token is the likeliest after those before")
+
+
+def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
+    params = first_params(MODEL)
+    tight = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, capacity_factor=0.1))
+    texts = []
+    for model, seed in ((MODEL, 0), (tight, 0), (MODEL, 1)):
+        run = on_one_device(functools.partial(sample, model=model, how=HOW))
+        texts.append(run(params, np.zeros((1, 16), np.int32), np.int32(1), jax.random.key(seed), np.float32(1)))
+    np.testing.assert_array_equal(texts[0], texts[1])
+    assert (texts[0] != texts[2]).any()
+
+
+def test_no_logit_sees_a_later_token():
+    """Causality, with experts: dropless, since later tokens never take an earlier token's slot."""
+    params = first_params(MODEL)
+    token_BN = jnp.array(np.random.default_rng(0).integers(0, 32, (2, 10)), jnp.int32)
+    changed = token_BN.at[:, 6:].set((token_BN[:, 6:] + 1) % 32)
+    before, after = logits_of(params, token_BN), logits_of(params, changed)
+    np.testing.assert_allclose(before[:, :6], after[:, :6], rtol=1e-5, atol=1e-6)
+    assert (jnp.abs(before[:, 6:] - after[:, 6:]).max(axis=-1) > 1e-3).all()

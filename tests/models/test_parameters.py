@@ -1,0 +1,51 @@
+"""The declared tree: segments cover every block in order, and first values do not depend on the mesh."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Mesh, Model, MoE
+from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes, segments
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import partitions, shardings
+
+PATTERNS = [
+    (4, MoE()),
+    (4, MoE(num_experts=0)),
+    (7, MoE(first_dense_blocks=1, every=2)),
+    (8, MoE(first_dense_blocks=1, every=3)),
+    (1, MoE()),
+]
+
+
+@pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
+def test_segments_are_the_blocks_in_order(num_layers, moe):
+    model = Model(num_layers=num_layers, moe=moe)
+    kinds = [kind for segment in segments(model) for _ in range(segment.repeats) for kind in segment.kinds]
+    assert tuple(kinds) == model.block_kinds
+    assert [segment.first for segment in segments(model)] == list(
+        np.cumsum([0] + [len(s.kinds) * s.repeats for s in segments(model)])[:-1]
+    )
+
+
+@pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
+def test_every_array_has_a_name_for_each_dimension(num_layers, moe):
+    model = Model(num_layers=num_layers, moe=moe)
+    shapes = param_shapes(model)
+    dims = jax.tree.leaves(param_dims(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    assert [len(d) for d in dims] == [x.ndim for x in jax.tree.leaves(shapes)]
+    blocks = block_params(jax.tree.map(lambda x: np.zeros(x.shape), shapes), model)
+    assert ["moe" if "moe" in block else "dense" for block in blocks] == list(model.block_kinds)
+
+
+def test_first_values_depend_on_the_seed_and_not_on_the_mesh():
+    model = Model(d_model=16, hidden_dim=24, num_layers=2, moe=MoE(hidden_dim=12))
+
+    def first(seed: int, expert: int):
+        placed = shardings(make_mesh(Mesh(data=8 // expert, expert=expert)), partitions(param_dims(model)))
+        return jax.jit(lambda: init_params(model, seed), out_shardings=placed)()
+
+    expected = first(seed=3, expert=1)
+    chex.assert_trees_all_equal(first(seed=3, expert=8), expected)
+    assert (first(seed=4, expert=1)["embedding"] != expected["embedding"]).all()

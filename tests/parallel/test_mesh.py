@@ -1,0 +1,35 @@
+"""Mesh sizes: -1 is resolved, wrong products are refused with a cure that works."""
+
+import re
+
+import pytest
+
+from moe_jax.config import Mesh
+from moe_jax.errors import MeshError
+from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh, mesh_sizes
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "expert"),
+    [(Mesh(), 8, 1), (Mesh(expert=4), 2, 4), (Mesh(data=2, expert=-1), 2, 4), (Mesh(data=4, expert=2), 4, 2)],
+)
+def test_sizes(settings, data, expert):
+    sizes = mesh_sizes(settings, 8)
+    assert (sizes[Axis.DATA], sizes[Axis.EXPERT]) == (data, expert)
+    assert batch_shards(make_mesh(settings)) == 8
+
+
+@pytest.mark.parametrize("settings", [Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)])
+def test_wrong_products_name_a_cure_that_works(settings):
+    with pytest.raises(MeshError) as error:
+        mesh_sizes(settings, 8)
+    changes = dict(re.findall(r"mesh\.(\w+)=(-?\d+)", str(error.value).split("use ")[1]))
+    cured = {"data": settings.data, "expert": settings.expert} | {name: int(size) for name, size in changes.items()}
+    assert mesh_sizes(Mesh(**cured), 8)
+
+
+def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
+    mesh = make_mesh(Mesh(data=2, expert=4))
+    ids = [device.id for device in mesh.devices.flatten()]
+    assert ids == sorted(ids)
+    assert mesh.axis_names.index(Axis.EXPERT) > mesh.axis_names.index(Axis.DATA)

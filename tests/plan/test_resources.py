@@ -1,0 +1,47 @@
+"""Counts from the config against the declared parameters and against XLA's own count of operations."""
+
+import jax
+import pytest
+
+from moe_jax.config import Mesh, Model, MoE
+from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
+from moe_jax.train.step import make_trainer
+from tests.small import small_config, tokens_of
+
+MODELS = [
+    Model(),
+    Model(moe=MoE(num_experts=0)),
+    Model(tie_embeddings=True, qk_norm=True, activation="gelu"),
+    Model(num_kv_heads=2, head_dim=32, num_layers=5, moe=MoE(first_dense_blocks=1, every=2, num_shared_experts=2)),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counts_equal_the_declared_parameters(model):
+    shapes = param_shapes(model)
+    assert count_parameters(model).total == sum(x.size for x in jax.tree.leaves(shapes))
+    experts = [x for path, x in jax.tree_util.tree_leaves_with_path(shapes) if "experts" in jax.tree_util.keystr(path)]
+    assert count_parameters(model).expert == sum(x.size for x in experts)
+
+
+def test_state_bytes_equal_the_real_state():
+    config = small_config(2, 4)
+    state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).init())
+    largest = sum(x.addressable_shards[0].data.nbytes for x in state if x.ndim)
+    assert state_bytes_per_device(config.model, expert_ranks=4) == largest
+
+
+def test_flops_of_a_dense_step_equal_what_xla_counts():
+    """XLA multiplies whole attention squares where the model needs half, and counts element-wise work too."""
+    config = small_config(
+        1, 1, num_experts=0, model={"d_model": 64, "hidden_dim": 256, "vocab_size": 256, "num_layers": 1}
+    )
+    trainer = make_trainer(config, make_mesh(Mesh(), jax.devices()[:1]))
+    compiled = trainer.step.lower(trainer.init(), tokens_of(config)).compile()
+    n = config.data.seq_len
+    tokens = config.train.batch_size * n
+    square = tokens * 6 * config.model.d_model * n
+    expected = tokens * train_flops_per_token(config.model, n) + square
+    assert 1.0 <= compiled.cost_analysis()["flops"] / expected <= 1.15

@@ -1,0 +1,31 @@
+"""A model small enough for every test, and its first parameters and tokens."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.models.parameters import init_params
+
+
+def small_config(data: int, expert: int, *, model: dict | None = None, **moe) -> Config:
+    """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
+    moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 12, "every": 2, "capacity_factor": 1.0} | moe
+    shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
+    return Config(
+        model=Model(**(shape | (model or {})), moe=MoE(**moe)),
+        mesh=Mesh(data=data, expert=expert),
+        data=Data(seq_len=12),
+        train=Train(batch_size=8, compute_dtype="float32"),
+    )
+
+
+def tokens_of(config: Config, seed: int = 0) -> np.ndarray:
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+
+
+def first_params(model: Model) -> Any:
+    """Seed 0, as host arrays: free to be placed on any mesh."""
+    return jax.device_get(jax.jit(lambda: init_params(model, 0))())
