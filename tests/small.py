@@ -1,5 +1,6 @@
 """A model small enough for every test, and its first parameters and tokens."""
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ def tokens_of(config: Config, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, dtype=np.int32)
 
 
+@functools.cache
 def first_params(model: Model) -> Any:
     """Seed 0, as host arrays: free to be placed on any mesh."""
     return jax.device_get(jax.jit(lambda: init_params(model, 0))())

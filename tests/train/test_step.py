@@ -1,6 +1,7 @@
 """The sharded step against the single-device, loop-over-experts reference: values and every gradient."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Config, Mesh, Optimizer, Schedule
+from moe_jax.config import Config, Mesh, Model, Optimizer, Schedule
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -43,33 +44,39 @@ def sharded_gradients(config: Config, params, token_BN1):
     return run(params, token_BN1)
 
 
+@functools.cache
+def reference_gradients(model: Model, sources: int):
+    """Loss, dropped pairs and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
+    config = dataclasses.replace(small_config(1, 1), model=model)
+    run = jax.value_and_grad(references.objective, has_aux=True)
+    (loss, dropped), grads = run(first_params(model), tokens_of(config), model, sources)
+    return loss, dropped, grads
+
+
 def assert_equals_reference(config: Config) -> None:
-    params = first_params(config.model)
+    mesh = f"mesh (data={config.mesh.data}, expert={config.mesh.expert})"
+    expected_loss, expected_dropped, expected = reference_gradients(config.model, config.mesh.data * config.mesh.expert)
     token_BN1 = tokens_of(config)
-    loss, grads, norm, dropped, count_ME = sharded_gradients(config, params, token_BN1)
-    sources = config.mesh.data * config.mesh.expert
-    (expected_loss, expected_dropped), expected = jax.value_and_grad(references.objective, has_aux=True)(
-        params, token_BN1, config.model, sources
-    )
-    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
-    chex.assert_trees_all_close(jax.device_get(grads), expected, rtol=2e-4, atol=2e-6)
+    loss, grads, norm, dropped, count_ME = sharded_gradients(config, first_params(config.model), token_BN1)
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6, err_msg=mesh)
+    chex.assert_trees_all_close(jax.device_get(grads), expected, rtol=2e-4, atol=2e-6, custom_message=mesh)
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(expected)])
-    np.testing.assert_allclose(norm, np.linalg.norm(flat), rtol=2e-5)
-    assert dropped == expected_dropped
+    np.testing.assert_allclose(norm, np.linalg.norm(flat), rtol=2e-5, err_msg=mesh)
+    assert dropped == expected_dropped, mesh
     pairs = token_BN1[:, 1:].size * config.model.moe.top_k
-    assert (count_ME.sum(axis=-1) == pairs).all(), "every (token, choice) pair is counted once"
+    assert (count_ME.sum(axis=-1) == pairs).all(), f"every (token, choice) pair is counted once, {mesh}"
     if config.model.moe.capacity_factor is None:
-        assert dropped == 0
+        assert dropped == 0, mesh
 
 
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 @pytest.mark.parametrize("capacity_factor", [0.8, None])
-@pytest.mark.parametrize(("data", "expert"), MESHES)
-def test_loss_and_gradients_equal_the_reference(data, expert, capacity_factor, top_k, shared):
-    assert_equals_reference(
-        small_config(data, expert, capacity_factor=capacity_factor, top_k=top_k, num_shared_experts=shared)
-    )
+def test_loss_and_gradients_equal_the_reference(capacity_factor, top_k, shared):
+    for data, expert in MESHES:
+        assert_equals_reference(
+            small_config(data, expert, capacity_factor=capacity_factor, top_k=top_k, num_shared_experts=shared)
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,7 @@ def test_rematerialisation_and_unrolling_change_no_gradient(schedule):
 def test_training_is_the_same_on_every_mesh_when_dropless():
     config = small_config(1, 1, capacity_factor=None)
     expected = [r["loss"] for r in run_steps(config)[1]]
-    for data, expert in MESHES[1:]:
+    for data, expert in [(8, 1), (2, 4)]:
         losses = [r["loss"] for r in run_steps(dataclasses.replace(config, mesh=Mesh(data=data, expert=expert)))[1]]
         np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"mesh ({data}, {expert})")
 
