@@ -1,0 +1,45 @@
+"""Learning-rate schedule, clipping factor and decay mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Optimizer, Train
+from moe_jax.models.parameters import param_dims
+from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer
+from tests.small import first_params, small_config
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
+)
+def test_warm_up_peak_and_end(schedule, middle, end):
+    config = Config(optimizer=Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=10), train=Train(steps=110))
+    rate = learning_rate(config)
+    np.testing.assert_allclose(
+        [rate(0), rate(10), rate(60), rate(110)], np.array([1 / 11, 1, middle, end]) / 2, rtol=1e-6
+    )
+    assert all(rate(step) < rate(step + 1) for step in range(10))
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    rate = learning_rate(Config(optimizer=Optimizer(warmup_steps=100), train=Train(steps=20)))
+    assert 0 < rate(0) < rate(19) < 1e-3
+
+
+def test_clipping_shrinks_long_gradients_only():
+    np.testing.assert_allclose([clip_factor(jnp.float32(n), 2.0) for n in (0.0, 1.0, 2.0, 8.0)], [1, 1, 1, 0.25])
+    assert clip_factor(jnp.float32(8), None) == 1
+
+
+def test_only_matrices_decay():
+    """With zero gradients, AdamW moves exactly the parameters that decay."""
+    config = small_config(1, 1)
+    params = first_params(config.model)
+    optimizer = make_optimizer(config, param_dims(config.model))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        name = jax.tree_util.keystr(path)
+        assert (np.abs(update).max() > 0) == ("norm" not in name), name
