@@ -58,14 +58,21 @@ def test_devices_of_all_processes_sum_and_exchange_as_one(processes: int) -> Non
     assert f"{processes} processes with {4 // processes} devices each\n" in out
 
 
-@pytest.mark.parametrize(("how", "code"), [("bug", 1), ("bad-input", 2)])
-def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "code", "told"), [("bug", 1, "ValueError: a bug"), ("bad-input", 2, "error: data.path=x is missing")]
+)
+def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int, told: str) -> None:
     began = time.monotonic()
-    actual, _, err = run("--processes", "2", "--module", "tests.launched.lone_failure", "--grace", "20", how)
+    actual, _, err = run("--processes", "2", "--module", "tests.launched.failure", "--grace", "20", how)
     assert actual == code, err
+    assert f"[rank 1] {told}\n" in err
     assert err.endswith(f"launch: rank 1 failed first, with exit code {code}\n")
-    assert "[rank 1] " + {"bug": "ValueError: a bug", "bad-input": "error: data.path=x is missing here"}[how] in err
     assert time.monotonic() - began < 20
+
+
+def test_a_failure_of_all_after_they_have_joined_is_told_once() -> None:
+    code, _, err = run("--processes", "2", "--module", "tests.launched.failure", "bad-input-of-all")
+    assert (code, err) == (2, "error: data.path=x is missing\n")
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]])

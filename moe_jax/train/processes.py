@@ -1,6 +1,7 @@
 """Joining the processes of one run: on a cluster that jax knows, or at an address given on the command line."""
 
 import argparse
+import atexit
 import importlib.util
 import os
 import socket
@@ -20,6 +21,7 @@ CONNECT_TIMEOUT_S = 300  # until every process has come
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
 FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
+CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did ends after it
 
 
 class ProcessError(UserError):
@@ -140,19 +142,27 @@ def is_main_process() -> bool:
 
 @contextmanager
 def fail_fast() -> Iterator[None]:
-    """Let this process end soon after a failure of the body, with the exit code that the failure has.
+    """End this process soon after a failure of the body, with the failure's exit code, and before those it drags along.
 
-    jax would hold it at its exit until all others come to theirs, and they wait for this one in a collective;
-    after SHUTDOWN_TIMEOUT_S all abort, and nobody knows who failed.
+    jax would close its connections, so that all others fail too, and then hold every process at its exit until the last
+    has come: nobody could tell who was first, and a process that never comes would hold them for SHUTDOWN_TIMEOUT_S.
     """
     try:
         yield
     except BaseException as error:
         if jax.distributed.is_initialized():
-            timer = threading.Timer(FAILURE_GRACE_S, _exit_now, [_exit_code(error)])
+            code = _exit_code(error)
+            timer = threading.Timer(FAILURE_GRACE_S, _exit_now, [code])
             timer.daemon = True
             timer.start()
+            atexit.register(_leave, code)  # runs before jax's own handler, which was registered earlier
         raise
+
+
+def _leave(code: int) -> None:
+    jax.distributed.shutdown()  # returns when every process has come here; the timer does not wait as long
+    time.sleep(CONSEQUENCE_DELAY_S)
+    _exit_now(code)
 
 
 def _exit_now(code: int) -> None:

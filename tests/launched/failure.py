@@ -1,4 +1,4 @@
-"""Process 1 fails, as told, while the others wait for it in a collective."""
+"""A failure after the processes have joined: of process 1, for which the others wait in a collective, or of all."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from moe_jax.errors import ConfigError, run_command
 from moe_jax.train.processes import add_arguments, fail_fast, initialize, options_from
 
 parser = argparse.ArgumentParser()
-parser.add_argument("how", choices=("bug", "bad-input"))
+parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all"))
 add_arguments(parser)
 arguments = parser.parse_args()
 
@@ -17,8 +17,10 @@ def main() -> None:
     initialize(options_from(arguments), arguments.num_processes)
     with fail_fast():
         multihost_utils.sync_global_devices("all have started")
+        if arguments.how == "bad-input-of-all" or (arguments.how == "bad-input" and arguments.process_id == 1):
+            raise ConfigError("data.path=x is missing")
         if arguments.process_id == 1:
-            raise ConfigError("data.path=x is missing here") if arguments.how == "bad-input" else ValueError("a bug")
+            raise ValueError("a bug")
         multihost_utils.sync_global_devices("process 1 never comes")
 
 

@@ -1,0 +1,116 @@
+"""Start-up and speed of a training step: python profiling/bench_step.py [section.key=value …]
+
+Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a few steps in a process of its own, then
+compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
+"""
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from results_file import write_result
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.train.meter import Meter
+from moe_jax.train.metrics import RunLog, read_metrics
+from moe_jax.train.setup import compile_programs, open_run
+
+CONFIG = "configs/shakespeare_cpu.yaml"
+STEPS = 40
+_ROUND = 3  # steps of each kind in turn
+_QUARTILES: dict[str, Callable[[list[float]], float]] = {
+    "median": statistics.median,
+    "first_quartile": lambda values: statistics.quantiles(values)[0],
+    "third_quartile": lambda values: statistics.quantiles(values)[2],
+}
+SETTINGS = [
+    "mesh.cpu_devices=8",
+    "mesh.expert=8",
+    f"train.steps={STEPS}",
+    "train.eval_every=0",
+    "train.eval_batches=1",
+    "log.every=1",
+    "log.sample_tokens=0",
+]
+
+
+def whole_command(overrides: list[str]) -> dict[str, float]:
+    """Seconds from the command to the first loss on disk, the median step after it, and the peak memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "moe_jax.train", "--config", CONFIG, *overrides, f"log.dir={folder}"]
+        start = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            metrics = Path(folder) / "metrics.jsonl"
+            while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+                time.sleep(0.01)
+            first_loss_s = time.perf_counter() - start
+        if process.returncode:
+            sys.exit(process.returncode)
+        steps = [
+            record["step_s"]
+            for record in read_metrics(Path(folder))
+            if record["step"] > STEPS // 4 and "step_s" in record
+        ]
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return {
+        "command_to_first_loss_s": first_loss_s,
+        "step_s": statistics.median(steps),
+        "step_s_min": min(steps),
+        "step_s_max": max(steps),
+        "peak_memory_mib": peak_kib / 1024,
+    }
+
+
+def inside_one_process(config: Config) -> dict[str, float]:
+    """Seconds to trace and compile, and rounds of steps as the loop runs them against bare ones, taken in turn.
+
+    A bare step has its batch on the devices already and no log.
+    """
+    run = open_run(config)
+    start = time.perf_counter()
+    programs = compile_programs(run)
+    init, _ = programs.init.result(), programs.evaluate.result()
+    compile_s = time.perf_counter() - start
+    state, batch = init(), run.on_mesh(next(run.batches))
+    loop_s, bare_s = [], []
+    with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), 0, _ROUND * STEPS, 1, False, quiet=False) as log:
+        meter = Meter(config, 0, log)
+        for step in range(STEPS):
+            start = time.perf_counter()
+            for turn in range(_ROUND):
+                state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
+                meter.add(_ROUND * step + turn + 1, metrics)
+            meter.finish()
+            between = time.perf_counter()
+            for _ in range(_ROUND):
+                state, metrics = programs.step(state, batch)
+            jax.block_until_ready(metrics)
+            loop_s.append(between - start)
+            bare_s.append(time.perf_counter() - between)
+    ratios = [loop / bare for loop, bare in zip(loop_s, bare_s, strict=True)]
+    return {"compile_s": compile_s, "bare_step_s": statistics.median(bare_s) / _ROUND} | {
+        f"loop_over_bare_{name}": pick(ratios) for name, pick in _QUARTILES.items()
+    }
+
+
+def main() -> None:
+    """Run both and write results/bench_step.json."""
+    overrides = [*SETTINGS, *sys.argv[1:]]
+    config = load_config(CONFIG, [*overrides, f"log.dir={os.devnull}/none"])
+    jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices or 1)
+    values = whole_command(overrides) | inside_one_process(config)
+    values["steps_per_s"] = 1 / values["step_s"]
+    values["tokens_per_s"] = config.train.batch_size * config.data.seq_len / values["step_s"]
+    write_result("bench_step", {name: float(f"{value:.4g}") for name, value in values.items()})
+
+
+if __name__ == "__main__":
+    main()

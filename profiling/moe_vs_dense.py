@@ -1,0 +1,48 @@
+"""Does the MoE learn more per token? python profiling/moe_vs_dense.py [STEPS]
+
+Trains the model of `configs/shakespeare_cpu.yaml` and a dense one with the same active parameters per token (its MLP
+as wide as the k experts a token meets), on the same tokens in the same order. Same seed, optimiser and steps.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from results_file import write_result
+
+from moe_jax.config_files import load_config
+from moe_jax.plan.resources import count_parameters
+from moe_jax.train.loop import train
+from moe_jax.train.metrics import read_metrics
+
+CONFIG = "configs/shakespeare_cpu.yaml"
+
+
+def main() -> None:
+    """Train both and write results/moe_vs_dense.json."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
+    moe = load_config(CONFIG).model.moe
+    variants = {
+        "moe": [],
+        "dense": ["model.moe.num_experts=0", f"model.hidden_dim={moe.top_k * moe.hidden_dim}"],
+    }
+    values: dict[str, object] = {"steps": steps}
+    for name, settings in variants.items():
+        with tempfile.TemporaryDirectory() as folder:
+            common = [f"train.steps={steps}", "checkpoint.every=0", "log.tensorboard=false", f"log.dir={folder}"]
+            config = load_config(CONFIG, [*settings, *common])
+            train(config)
+            losses = {r["step"]: r["validation_loss"] for r in read_metrics(Path(folder)) if "validation_loss" in r}
+        counts = count_parameters(config.model)
+        values[name] = {
+            "validation_loss": losses[steps],
+            "validation_losses": losses,
+            "parameters": counts.total,
+            "active_parameters": counts.active,
+        }
+    values["tokens"] = steps * config.train.batch_size * config.data.seq_len
+    write_result("moe_vs_dense", values)
+
+
+if __name__ == "__main__":
+    main()
