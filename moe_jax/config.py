@@ -204,6 +204,7 @@ _AT_LEAST: dict[str, float] = {
     "log.every": 1,
     "log.sample_tokens": 0,
 }
+_AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits
 # Numbers that must lie above 0.
 _POSITIVE = (
     "model.norm_eps",
@@ -227,7 +228,7 @@ def setting(config: Config, name: str) -> object:
 def _number(config: Config, name: str) -> float | None:
     value = setting(config, name)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name}={value} is not a finite number")
+        raise ConfigError(f"{name}={value} must be a finite number")
     return value  # type: ignore[return-value]
 
 
@@ -236,6 +237,8 @@ def _check_ranges(config: Config) -> None:
         value = _number(config, name)
         if value is not None and value < least:
             raise ConfigError(f"{name}={value} must be at least {least}")
+        if isinstance(value, int) and value > _AT_MOST:
+            raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
     for name in _POSITIVE:
         value = _number(config, name)
         if value is not None and value <= 0:
@@ -292,7 +295,8 @@ def _check_mesh(config: Config) -> None:
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(
-            f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one axis can take the remaining devices"
+            f"mesh.{free[0]} and mesh.{free[1]} are both -1, and only one axis can take the remaining devices: "
+            f"set mesh.{free[0]}=1"
         )
     experts, ranks = config.model.moe.num_experts, config.mesh.expert
     if ranks > 1:
@@ -336,6 +340,8 @@ def _check_training(config: Config) -> None:
             f"schedule.microbatches={config.schedule.microbatches} needs a policy that pipelines: "
             "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)"
         )
+    if not config.data.path:
+        raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:
         raise ConfigError("log.dir is empty: name the folder that receives the run")
 

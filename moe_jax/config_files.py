@@ -14,9 +14,21 @@ import yaml
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 
+# What stands for something other than text where it is not quoted. PyYAML's own table, of YAML 1.1, reads 3e-4 as
+# text, 010 as 8, 1:30 as 90, and on as true.
+_PLAIN = {
+    "null": r"~|[nN]ull|NULL|",
+    "bool": r"[tT]rue|TRUE|[fF]alse|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*)",
+    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.inf)|\.nan",
+}
+_RESOLVERS = {None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"({text})$")) for kind, text in _PLAIN.items()]}
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers, and no key twice."""
+    """YAML 1.2 with 1_000 and no key twice."""
+
+    yaml_implicit_resolvers = _RESOLVERS
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -29,12 +41,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML's own pattern wants a dot in every float and so reads 3e-4 as text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would read as something else."""
+
+    yaml_implicit_resolvers = _RESOLVERS
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -55,25 +65,27 @@ def config_from(values: Mapping[str, Any]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
-    path.write_text(to_yaml(config))
+    path.write_text(to_yaml(config), encoding="utf-8")
 
 
 def to_yaml(config: Config) -> str:
     """Every setting as YAML text."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        path = path / "config.yaml"
     try:
-        text = path.read_text()
+        if path.is_dir():
+            path = path / "config.yaml"
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.4)
-        hint = f": did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"config file {path} does not exist{hint}") from None
+        names = [p.name for p in path.parent.glob("*") if p.suffix == ".yaml" or (p / "config.yaml").exists()]
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+        cure = f"did you mean {path.parent / near[0]}?" if near else "name a YAML file, or the folder of a run"
+        raise ConfigError(f"config file {path} does not exist: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"config file {path} cannot be read ({reason}): name a YAML file") from None
     values = _parse(text, str(path))
     if values is None:
         return {}
@@ -87,7 +99,7 @@ def _parse(text: str, name: str) -> Any:
         loader = _Loader(text)
         loader.name = name
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
@@ -149,8 +161,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         return value
     elif float in options and isinstance(value, int | float):
         return float(value)
-    elif str in options and isinstance(value, str | int | float):
-        return str(value)
+    elif str in options and isinstance(value, str):
+        return value
     expected = {
         int: "a whole number",
         float: "a number",
@@ -158,7 +170,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         str: "text",
         type(None): "null",
     }
-    raise ConfigError(f"{name}={value!r} must be {' or '.join(expected[o] for o in options)}, not {_kind(value)}")
+    cure = ": put it in quotes" if str in options and isinstance(value, bool | int | float) else ""
+    raise ConfigError(f"{name}={value!r} must be {' or '.join(expected[o] for o in options)}, not {_kind(value)}{cure}")
 
 
 def _kind(value: Any) -> str:
@@ -176,17 +189,23 @@ def _kind(value: Any) -> str:
 def _suggestion(key: str, prefix: str) -> str:
     names = list(setting_names(Config))
     settings = [name for name in names if not any(n.startswith(f"{name}.") for n in names)] if prefix else names
-    here = difflib.get_close_matches(f"{prefix}{key}", settings, n=1, cutoff=0.8)
-    elsewhere = [name for name in settings if key in (last := name.rsplit(".", 1)[-1], _initials(last))]
-    near = here or elsewhere or difflib.get_close_matches(f"{prefix}{key}", settings, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
+
+    def likeness(name: str) -> float:
+        last = name.rpartition(".")[2]
+        initials = "".join(word[0] for word in last.split("_"))  # lr
+        if key == last or (key == initials and len(key) > 1):
+            alike = 1.0
+        elif key in last and len(key) > 3:  # warmup
+            alike = 0.9
+        else:
+            alike = difflib.SequenceMatcher(None, key, last).ratio()
+        return alike + (0.15 if name == prefix + last else 0)
+
+    nearest = max(settings, key=likeness)
+    if likeness(nearest) > 0.8:
+        return f"did you mean {nearest}?"
     siblings = sorted({name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)})
     return f"{prefix.rstrip('.') or 'a config'} has {', '.join(siblings)}"
-
-
-def _initials(name: str) -> str:
-    return "".join(word[0] for word in name.split("_"))
 
 
 def setting_names(section: type, prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,10 @@
 """Mistakes a user can make, told in one line, and the exit codes of every command."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_DONE = 0
 EXIT_BAD_INPUT = 2
@@ -29,12 +31,23 @@ class CheckpointError(UserError):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a UserError becomes one line on stderr and exit code 2."""
+    """Run a command line's `main`; a UserError, or a file that fails, becomes one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):  # sampled text may hold characters that the terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        sys.exit(EXIT_BAD_INPUT)
+        _exit_with(str(error))
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _exit_with(f"{os.fspath(error.filename)}: {error.strerror}")
+
+
+def _exit_with(message: str) -> NoReturn:
+    print("error:", *message.splitlines(), file=sys.stderr)
+    sys.stderr.flush()
+    sys.exit(EXIT_BAD_INPUT)

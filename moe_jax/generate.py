@@ -21,12 +21,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="how many to sample (default: 400)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. data.path, if it has moved")
+    arguments = parser.parse_intermixed_args()
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens} must be at least 1")
+    if not 0 <= arguments.seed < 2**31:
+        raise ConfigError(f"--seed={arguments.seed} must be 0..{2**31 - 1}")
     if not arguments.temperature >= 0:
         raise ConfigError(f"--temperature={arguments.temperature} must be 0 or more")
-    config = load_config(arguments.run)
+    config = load_config(arguments.run, arguments.overrides)
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), param_shapes(config.model))
     params = load_params(arguments.run, shapes)

@@ -1,9 +1,11 @@
 """Does the MoE learn more per token? python profiling/moe_vs_dense.py [STEPS]
 
-Trains the model of `configs/shakespeare_cpu.yaml` and a dense one with the same active parameters per token (its MLP
-as wide as the k experts a token meets), on the same tokens in the same order. Same seed, optimiser and steps.
+Trains the model of `configs/shakespeare_cpu.yaml` and a dense one with the same active parameters per token: its MLP is
+as wide as the k experts a token meets, plus what the router's parameters would make, rounded up. Both see the same
+tokens in the same order, with the same seed, optimiser and number of steps.
 """
 
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -21,10 +23,12 @@ CONFIG = "configs/shakespeare_cpu.yaml"
 def main() -> None:
     """Train both and write results/moe_vs_dense.json."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
-    moe = load_config(CONFIG).model.moe
+    model = load_config(CONFIG).model
+    moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
+    width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
     variants = {
         "moe": [],
-        "dense": ["model.moe.num_experts=0", f"model.hidden_dim={moe.top_k * moe.hidden_dim}"],
+        "dense": ["model.moe.num_experts=0", f"model.hidden_dim={width}"],
     }
     values: dict[str, object] = {"steps": steps}
     for name, settings in variants.items():

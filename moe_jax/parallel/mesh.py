@@ -28,7 +28,9 @@ def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
     """Devices along each axis, -1 resolved. Raises MeshError unless their product is `num_devices`."""
     sizes = {axis: int(getattr(settings, axis)) for axis in Axis}
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
+    text = " × ".join(
+        f"{axis}={size}" for axis, size in sizes.items() if size > 1 or (axis in BATCH_AXES and size == 1)
+    )
     free = [axis for axis, size in sizes.items() if size == -1]
     if free and num_devices % fixed:
         raise MeshError(

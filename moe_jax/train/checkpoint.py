@@ -8,9 +8,8 @@ import orbax.checkpoint as ocp
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import CheckpointError
-
-_FOLDER = "checkpoints"
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.train.checkpoint_files import FOLDER, damaged, newest_checkpoint
 
 
 class Checkpoints:
@@ -18,7 +17,7 @@ class Checkpoints:
 
     def __init__(self, run: Path, keep: int = 1):
         self._manager = ocp.CheckpointManager(
-            (run / _FOLDER).absolute(),
+            (run / FOLDER).absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
         )
         self._run = run
@@ -49,14 +48,8 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=items)
         except Exception as error:  # orbax and its storage layer have no common error type
-            raise _damaged(self._run, step, error) from error
+            raise damaged(self._run, step, error) from error
         return restored["state"], restored["data"]
-
-
-def newest_checkpoint(run: Path) -> int | None:
-    """The step of the newest complete checkpoint below a run's folder; touches nothing."""
-    steps = [int(p.name) for p in (run / _FOLDER).glob("*") if p.name.isdigit() and p.is_dir()]
-    return max(steps, default=None)
 
 
 def load_params(run: Path, params_shapes: Any) -> Any:
@@ -64,7 +57,7 @@ def load_params(run: Path, params_shapes: Any) -> Any:
     step = newest_checkpoint(run)
     if step is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
-    path = run.absolute() / _FOLDER / str(step) / "state"
+    path = run.absolute() / FOLDER / str(step) / "state"
     wanted = {"params": params_shapes}
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     try:
@@ -72,12 +65,17 @@ def load_params(run: Path, params_shapes: Any) -> Any:
             args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
             return checkpointer.restore(path, args)["params"]
     except Exception as error:  # orbax and its storage layer have no common error type
-        raise _damaged(run, step, error) from error
+        raise damaged(run, step, error) from error
 
 
 def check_same_run(config: Config, run: Path) -> None:
     """Raise CheckpointError unless the run's saved config has this config's model."""
-    saved = load_config(run).model
+    try:
+        saved = load_config(run).model
+    except ConfigError as error:
+        raise CheckpointError(
+            f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
+        ) from None
     for name, here, there in _differences(config.model, saved, "model"):
         raise CheckpointError(
             f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
@@ -93,9 +91,3 @@ def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]
         for field in here.__dataclass_fields__
         for difference in _differences(getattr(here, field), getattr(there, field), f"{name}.{field}")
     ]
-
-
-def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
-    folder = run / _FOLDER / str(step)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    return CheckpointError(f"checkpoint {folder} cannot be read ({reason}): delete that folder to use an older one")

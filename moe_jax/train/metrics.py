@@ -226,4 +226,7 @@ def _from_json(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return record | {key: float(text) for key, text in record.pop("not_finite", {}).items()}
+    try:
+        return record | {key: float(text) for key, text in record.pop("not_finite", {}).items()}
+    except (AttributeError, ValueError):
+        return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.train.checkpoint import check_same_run, newest_checkpoint
+from moe_jax.train.checkpoint import check_same_run
+from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.data import Batches, train_batches, validation_batches
+from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
@@ -69,6 +72,13 @@ def open_run(config: Config) -> Run:
         config=config,
         folder=folder,
         trainer=make_trainer(config, mesh),
+        validation=validation_batches(
+            tokens.validation,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            num_batches=config.train.eval_batches,
+            rows=rows,
+        ),
         batches=train_batches(
             tokens.train,
             seq_len=seq_len,
@@ -76,13 +86,6 @@ def open_run(config: Config) -> Run:
             seed=config.train.seed,
             rows=rows,
             prefetch=config.data.prefetch,
-        ),
-        validation=validation_batches(
-            tokens.validation,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            num_batches=config.train.eval_batches,
-            rows=rows,
         ),
         first_step=first_step,
     )
@@ -113,6 +116,7 @@ def write_start(run: Run) -> None:
 
 
 def _resume_step(config: Config, folder: Path) -> int:
+    _check_folder(folder)
     step = newest_checkpoint(folder)
     if step is None:
         return 0
@@ -122,7 +126,28 @@ def _resume_step(config: Config, folder: Path) -> int:
             "use another log.dir, or checkpoint.resume=true"
         )
     check_same_run(config, folder)
+    if step > config.train.steps:
+        raise CheckpointError(
+            f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "
+            f"use train.steps={step} or more, or another log.dir"
+        )
+    if (folder / FILE_NAME).exists():
+        read_metrics(folder)
     return step
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder cannot be made."""
+    existing = folder
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        raise ConfigError(f"log.dir={folder} cannot be created ({error.strerror}): name another folder") from None
+    if not existing.is_dir():
+        raise ConfigError(f"log.dir={folder} cannot be created ({existing} is a file): name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"log.dir={folder} cannot be created (no right to write in {existing}): name another folder")
 
 
 def _rows_here(sharding: NamedSharding, batch_size: int) -> list[range]:

@@ -1,0 +1,85 @@
+"""The files of a run's checkpoints: which there are, and whether they are whole."""
+
+import json
+from pathlib import Path
+
+import tensorstore
+
+from moe_jax.errors import CheckpointError
+
+FOLDER = "checkpoints"
+
+
+def newest_checkpoint(run: Path) -> int | None:
+    """The step of the newest complete checkpoint below a run's folder; touches nothing.
+
+    Raises CheckpointError if one of its files is missing, cut short, or not what orbax writes.
+    """
+    folder = run / FOLDER
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder: remove it, or use another log.dir")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another log.dir") from None
+    step = max(_steps(run), default=None)
+    if step is not None:
+        try:
+            _check_files(folder / str(step))
+        except ValueError as error:
+            raise damaged(run, step, error) from error
+    return step
+
+
+def _steps(run: Path) -> list[int]:
+    return [int(p.name) for p in (run / FOLDER).glob("*") if p.name.isdigit() and p.is_dir()]
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Raise ValueError unless every file that the checkpoint's indices name is there in its full length.
+
+    Restoring would fail as well, but in many threads at once, each of which prints its stack.
+    """
+    for name in ("state/_METADATA", "data/metadata"):
+        _require(checkpoint, name, 1)
+        try:
+            json.loads((checkpoint / name).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    _require(checkpoint, "state/manifest.ocdbt", 1)
+    store = tensorstore.KvStore.open(f"file://{(checkpoint / 'state').absolute()}/").result()
+    nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
+    sizes: dict[str, int] = {}
+    while nodes:
+        name, size = _extent(nodes[-1])
+        _require(checkpoint, name, size)
+        for entry in tensorstore.ocdbt.dump(store, nodes.pop()).result()["entries"]:
+            if "location" in entry:
+                nodes.append(entry["location"])
+            elif "indirect_value" in entry:
+                name, size = _extent(entry["indirect_value"])
+                sizes[name] = max(size, sizes.get(name, 0))
+    for name in sorted(sizes):
+        _require(checkpoint, name, sizes[name])
+
+
+def _extent(location: str) -> tuple[str, int]:
+    """The file of a `kind:folder:name:offset:length`, and the bytes that it must have for it."""
+    _, folder, name, offset, length = location.split(":")
+    return f"state/{folder}{name}", int(offset) + int(length)
+
+
+def _require(checkpoint: Path, name: str, size: int) -> None:
+    file = checkpoint / name
+    if not file.is_file():
+        raise ValueError(f"{name} is missing")
+    if file.stat().st_size < size:
+        raise ValueError(f"{name} has {file.stat().st_size} of {size} bytes")
+
+
+def damaged(run: Path, step: int, error: Exception) -> CheckpointError:
+    """What to tell the user whose checkpoint of this step cannot be read."""
+    older = max((other for other in _steps(run) if other < step), default=None)
+    cure = "start again" if older is None else f"go on from step {older}"
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0]  # of tensorstore: its spec
+    folder = run / FOLDER / str(step)
+    return CheckpointError(f"checkpoint {folder} is damaged ({reason[:200]}): delete that folder to {cure}")

@@ -1,0 +1,222 @@
+"""The config's own rules: what it refuses and with which words, what it derives, and that all of it is used."""
+
+import ast
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_jax
+from moe_jax import config as config_module
+from moe_jax.config import Config, Model, MoE, check_batch_split
+from moe_jax.config_files import load_config, setting_names
+from moe_jax.errors import ConfigError
+from moe_jax.parallel.mesh import Axis
+
+SOURCES = Path(moe_jax.__file__).parent
+SECTIONS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+NAMES = list(setting_names(Config))
+LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for other in NAMES)]
+
+
+def made(changes: str) -> Config:
+    """The default config with these `section.key=value` words, which also fits a mesh of four devices."""
+    config = load_config(overrides=changes.split())
+    check_batch_split(config, batch_shards=4)
+    return config
+
+
+REFUSED = {
+    "train.steps=0": "train.steps=0 must be at least 1",
+    "model.moe.top_k=0": "model.moe.top_k=0 must be at least 1",
+    "model.num_kv_heads=0": "model.num_kv_heads=0 must be at least 1",
+    "train.seed=2147483648": "train.seed=2147483648 must be at most 2147483647",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan must be a finite number",
+    "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
+    "model.moe.capacity_factor=-1": "model.moe.capacity_factor=-1.0 must be above 0 (or null)",
+    "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
+    "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must lie in 0..1",
+    "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
+    "data.path=": "data.path is empty: name a .txt file or a prepared folder",
+    "log.dir=": "log.dir is empty: name the folder that receives the run",
+    "model.d_model=50 model.num_heads=4": (
+        "model.d_model=50 is not divisible by model.num_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or set model.head_dim"
+    ),
+    "model.d_model=60 model.num_heads=7": (
+        "model.d_model=60 is not divisible by model.num_heads=7: use 1, 2, 3, 4, 5 … or 60 heads, or set model.head_dim"
+    ),
+    "model.d_model=36 model.num_heads=4": (
+        "a head width of 9 is odd, and rotary embedding turns pairs: set an even model.head_dim"
+    ),
+    "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
+    "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
+    "model.num_layers=4 model.moe.first_dense_blocks=4": (
+        "model.moe.first_dense_blocks=4 leaves none of model.num_layers=4 for experts: "
+        "use 0..3, or model.moe.num_experts=0 for a dense model"
+    ),
+    "model.num_layers=4 model.moe.first_dense_blocks=2 model.moe.every=3": (
+        "model.moe.every=3 puts experts in none of the 2 blocks: use 1..2, or model.moe.num_experts=0 for a dense model"
+    ),
+    "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
+    "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
+    "mesh.pipeline=2": ("mesh.pipeline=2 is not supported: only data and expert may exceed 1, so set mesh.pipeline=1"),
+    "mesh.tensor=-1": "mesh.tensor=-1 is not supported: only data and expert may exceed 1, so set mesh.tensor=1",
+    "mesh.expert=-1": (
+        "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1"
+    ),
+    "model.moe.num_experts=6 mesh.expert=4": (
+        "model.moe.num_experts=6 is not divisible by mesh.expert=4: use 4 or 8 experts, or mesh.expert=1, 2, 3 or 6"
+    ),
+    "model.moe.num_experts=2 mesh.expert=4": (
+        "model.moe.num_experts=2 is not divisible by mesh.expert=4: use 4 experts, or mesh.expert=1 or 2"
+    ),
+    "model.moe.num_experts=0 mesh.expert=2": (
+        "mesh.expert=2 has no experts to hold (model.moe.num_experts=0): set mesh.expert=1"
+    ),
+    "train.batch_size=30": (
+        "train.batch_size=30 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) = 4: "
+        "use 28 or 32"
+    ),
+    "train.batch_size=4 train.grad_accumulation=2": (
+        "train.batch_size=4 is not divisible by train.grad_accumulation=2 × 4 devices (data × expert) = 8: use 8"
+    ),
+    "schedule.microbatches=2": (
+        "schedule.microbatches=2 needs a policy that pipelines: "
+        "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)"
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.items(), ids=list(REFUSED))
+def test_a_refusal_gives_name_value_and_cure(changes: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        made(changes)
+    assert str(refusal.value) == message
+    names = [change.partition("=")[0] for change in changes.split()]
+    assert any(name in message for name in names) or "head width" in message
+    assert re.search(r"\b(must|use|set|name|needs)\b", message), "what can the user do?"
+
+
+def test_every_refusal_of_the_config_is_in_the_table() -> None:
+    """A new check without an entry above fails here."""
+    source = Path(config_module.__file__)
+    raised = set()
+    for changes in REFUSED:
+        with pytest.raises(ConfigError) as refusal:
+            made(changes)
+        raised.add(refusal.traceback[-1].lineno + 1)
+    raises = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)]
+    missed = [node.lineno for node in raises if not raised & {*range(node.lineno, (node.end_lineno or 0) + 1)}]
+    assert not missed, f"{source.name} raises in lines {missed} what the table does not have"
+
+
+def numbers() -> Iterator[tuple[str, type]]:
+    for name in LEAVES:
+        section: Any = Config()
+        for part in name.split(".")[:-1]:
+            section = getattr(section, part)
+        hint = typing.get_type_hints(type(section))[name.rpartition(".")[2]]
+        for kind in {int, float} & ({hint} | set(typing.get_args(hint))):
+            yield name, kind
+
+
+@pytest.mark.parametrize("name", [name for name, kind in numbers() if kind is float])
+@pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
+def test_no_float_may_be_infinite_or_no_number(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(name)}=-?(nan|inf) must "):
+        made(f"{name}={text}")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in numbers() if kind is int])
+def test_no_whole_number_leaves_its_range(name: str) -> None:
+    too_large = [] if name in {f"mesh.{axis}" for axis in Axis} else [2**31]  # those the number of devices bounds
+    for value in [-3, *too_large]:
+        with pytest.raises(ConfigError, match=f"^{re.escape(name)}={value} must be at "):
+            made(f"{name}={value}")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_a_section_is_frozen_and_keyword_only(section: type) -> None:
+    fields = dataclasses.fields(section)
+    assert fields
+    assert all(field.kw_only for field in fields)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(section(), fields[0].name, None)
+    assert section() == section()
+    assert hash(section()) == hash(section()), "jit's static arguments are hashed"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "moe", "expected"),
+    [
+        (3, MoE(num_experts=0), "dense dense dense"),
+        (3, MoE(), "moe moe moe"),
+        (4, MoE(every=2), "dense moe dense moe"),
+        (5, MoE(every=2), "dense moe dense moe dense"),
+        (4, MoE(first_dense_blocks=1), "dense moe moe moe"),
+        (6, MoE(first_dense_blocks=1, every=2), "dense dense moe dense moe dense"),
+        (3, MoE(first_dense_blocks=2), "dense dense moe"),
+    ],
+)
+def test_experts_stand_in_every_nth_block_above_the_first_dense_ones(num_layers: int, moe: MoE, expected: str) -> None:
+    assert " ".join(Model(num_layers=num_layers, moe=moe).block_kinds) == expected
+
+
+def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
+    accepted = 0
+    for layers in range(1, 6):
+        for first in range(6):
+            for every in range(1, 6):
+                model = Model(num_layers=layers, moe=MoE(first_dense_blocks=first, every=every))
+                try:
+                    Config(model=model)
+                except ConfigError:
+                    assert "moe" not in model.block_kinds
+                else:
+                    assert "moe" in model.block_kinds
+                    accepted += 1
+    assert accepted > 20
+
+
+def test_null_heads_follow_the_model() -> None:
+    assert (Model(num_heads=4).kv_heads, Model(num_heads=4, num_kv_heads=2).kv_heads) == (4, 2)
+    assert (Model(d_model=64, num_heads=4).head_width, Model(head_dim=10).head_width) == (16, 10)
+
+
+def settings_read() -> set[str]:
+    """`section.key` of every attribute that the package reads from a section, the config's own checks left out.
+
+    A section is known by its name, by a name that it was given (`settings = config.optimizer`), or is `self`.
+    """
+    read = set()
+    for file in SOURCES.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        parts: list[tuple[ast.AST, str]] = [(tree, "")]
+        if file == SOURCES / "config.py":
+            parts = [(node, node.name.lower()) for node in tree.body if isinstance(node, ast.ClassDef)]
+        for part, itself in parts:
+            nodes = list(ast.walk(part))
+            alias = {"self": itself} | {
+                target.id: node.value.attr
+                for node in nodes
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for node in nodes:
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    owner = node.value
+                    name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                    read |= {f"{name}.{node.attr}", f"{alias.get(name, '')}.{node.attr}"}
+    return read | {f"mesh.{axis}" for axis in Axis}  # mesh_sizes reads them by name
+
+
+def test_every_setting_is_read() -> None:
+    """A setting that nothing reads is a promise that nothing keeps."""
+    read = settings_read()
+    assert [name for name in LEAVES if ".".join(name.split(".")[-2:]) not in read] == []
+    assert not {"model.top_k", "train.microbatches", "optimizer.steps", "log.keep"} & read, "this search finds anything"

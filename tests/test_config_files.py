@@ -1,0 +1,283 @@
+"""YAML files and overrides: what stands there is what the config has, and a slip is answered with the right name."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train, setting
+from moe_jax.config_files import config_from, load_config, save_config, setting_names, to_yaml
+from moe_jax.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+NAMES = list(setting_names(Config))
+LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for other in NAMES)]
+
+CONFIGS = {
+    "defaults": Config(),
+    "dense": Config(model=Model(moe=MoE(num_experts=0), num_kv_heads=2, head_dim=32, tie_embeddings=True)),
+    "experts": Config(
+        model=Model(d_model=48, num_layers=5, moe=MoE(first_dense_blocks=1, every=2, capacity_factor=None)),
+        mesh=Mesh(data=2, expert=4, cpu_devices=8),
+        optimizer=Optimizer(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
+    ),
+    "long": Config(train=Train(steps=2**31 - 1, seed=2**31 - 1), data=Data(validation_fraction=1 / 3)),
+}
+
+
+def as_values(config: Config) -> dict[str, object]:
+    return {name: setting(config, name) for name in LEAVES}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_a_config_survives_its_file(config: Config, tmp_path: Path) -> None:
+    assert config_from(yaml.safe_load(to_yaml(config))) == config, "other programs read the file as well"
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path) == config, "a run's folder stands for its config"
+    assert load_config(None, [f"{name}={_plain(value)}" for name, value in as_values(config).items()]) == config
+
+
+def _plain(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("3e-4", "1_000", "010", "1:30", ".5", "2026-01-01", "2026-13-45", "on", "no", "true", "null", "~", "=", "<<"),
+        *(
+            "",
+            "\n",
+            " ",
+            "a: b",
+            "#",
+            "- x",
+            "'",
+            '"',
+            "é 言葉 🙂",
+            "{a}",
+            "\t",
+            "\x7f",
+            "a\n\nb ",
+            "&a",
+            "*a",
+            "!x",
+            "%",
+        ),
+    ],
+)
+def test_a_text_that_looks_like_something_else_survives_its_file(text: str, tmp_path: Path) -> None:
+    config = Config(log=Log(sample_prompt=text))
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def candidates(name: str) -> Iterator[Any]:
+    """Values that a setting might be changed to."""
+    section: Any = Config
+    *parts, key = name.split(".")
+    for part in parts:
+        section = typing.get_type_hints(section)[part]
+    hint = typing.get_type_hints(section)[key]
+    kinds = typing.get_args(hint) or (hint,)
+    if isinstance(kinds[0], str):
+        yield from kinds
+    value = setting(Config(), name)
+    others: dict[type, list[Any]] = {bool: [not value], str: ["other"], float: [0.75, 12.0]}
+    yield from others.get(kinds[0], [])
+    if int in kinds:
+        yield from [2, 1, 8, 32]
+
+
+FIXED = {"schedule.policy", "schedule.microbatches", "mesh.pipeline", "mesh.tensor", "mesh.context"}
+
+
+def test_every_setting_can_be_overridden_by_name_alone() -> None:
+    """And the override changes that setting and no other. Those of one value are known."""
+    before = as_values(Config())
+    unchangeable = set()
+    for name in LEAVES:
+        for value in candidates(name):
+            try:
+                after = as_values(load_config(None, [f"{name}={_plain(value)}"]))
+            except ConfigError:
+                continue
+            if value != before[name]:
+                assert after == before | {name: value}
+                assert type(after[name]) is type(value)
+                break
+        else:
+            unchangeable.add(name)
+    assert unchangeable == FIXED
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1e4", 1e4),
+        ("1E+2", 100.0),
+        ("1e-3", 1e-3),
+        ("1.5e3", 1500.0),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("1_000", 1000.0),
+        ("1_000.5", 1000.5),
+        ("+2", 2.0),
+        ("7", 7.0),
+    ],
+)
+def test_a_number_is_a_number(text: str, value: float) -> None:
+    read = load_config(None, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate
+    assert (read, type(read)) == (value, float)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e", "e4", "1e4x", "3-4", "010", "0x10", "1:30", "1,5", "nan", "on", "2026-01-01", "."]
+)
+def test_what_only_resembles_a_number_is_text(text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [f"optimizer.learning_rate={text}"])
+    assert str(refusal.value) == f"optimizer.learning_rate={text!r} must be a number, not text"
+    assert load_config(None, [f"log.dir={text}"]).log.dir == text
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("train.steps=1e4", 10_000),
+        ("train.steps=1_000", 1000),
+        ("train.steps=20.0", 20),
+        ("optimizer.clip_norm=2", 2.0),
+        ("optimizer.clip_norm=null", None),
+        ("model.head_dim=~", None),
+        ("mesh.cpu_devices=NULL", None),
+        ("model.qk_norm=True", True),
+        ("log.sample_prompt=", ""),
+        ('log.sample_prompt="\\n"', "\n"),
+        ("log.sample_prompt='7'", "7"),
+        ("log.dir=a=b", "a=b"),
+    ],
+)
+def test_an_override_is_read_as_what_the_setting_wants(override: str, value: object) -> None:
+    read = setting(load_config(None, [override]), override.partition("=")[0])
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=1.5", "train.steps=1.5 must be a whole number, not a number"),
+        ("train.steps=true", "train.steps=True must be a whole number, not true or false"),
+        ("train.steps=null", "train.steps=None must be a whole number, not null"),
+        ("train.steps=", "train.steps='' must be a whole number, not text"),
+        ("train.steps=[1]", "train.steps=[1] must be a whole number, not a list"),
+        ("train.steps={a: 1}", "train.steps={'a': 1} must be a whole number, not a section"),
+        ("optimizer.clip_norm=x", "optimizer.clip_norm='x' must be a number or null, not text"),
+        ("model.qk_norm=yes", "model.qk_norm='yes' must be true or false, not text"),
+        ("model.qk_norm=1", "model.qk_norm=1 must be true or false, not a number"),
+        ("log.dir=7", "log.dir=7 must be text, not a number: put it in quotes"),
+        ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
+        ("model.moe.gate=sofmax", "model.moe.gate=sofmax must be softmax or sigmoid: did you mean softmax?"),
+        ("model.moe.gate=3", "model.moe.gate=3 must be softmax or sigmoid"),
+        ("model=3", f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(Model))}"),
+        ("train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
+        ("=3", "override '=3' is not of the form section.key=value, e.g. train.steps=100"),
+        (
+            "train.steps={",
+            "override 'train.steps={': expected the node content, but found '<stream end>' at line 1, column 2",
+        ),
+        ("train.steps=" + "9" * 5000, f"override 'train.steps={'9' * 5000}': not YAML"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_allowed(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [override])
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("lr", "optimizer.learning_rate"),
+        ("train.lr", "optimizer.learning_rate"),
+        ("train.learning_rate", "optimizer.learning_rate"),
+        ("optimizer.wd", "optimizer.weight_decay"),
+        ("optimizer.warmup", "optimizer.warmup_steps"),
+        ("n_layers", "model.num_layers"),
+        ("model.num_layer", "model.num_layers"),
+        ("model.n_heads", "model.num_heads"),
+        ("model.hidden", "model.hidden_dim"),
+        ("d_model", "model.d_model"),
+        ("topk", "model.moe.top_k"),
+        ("model.top_k", "model.moe.top_k"),
+        ("model.num_expert", "model.moe.num_experts"),
+        ("model.moe.experts", "model.moe.num_experts"),
+        ("model.moe.capacity", "model.moe.capacity_factor"),
+        ("batchsize", "train.batch_size"),
+        ("data.batch_size", "train.batch_size"),
+        ("train.max_steps", "train.steps"),
+        ("steps", "train.steps"),
+        ("train.dtype", "train.compute_dtype"),
+        ("train.seq_len", "data.seq_len"),
+        ("data.seqlen", "data.seq_len"),
+        ("mesh.experts", "mesh.expert"),
+        ("train.microbatches", "schedule.microbatches"),
+        ("checkpoint.save_every", "checkpoint.every"),
+        ("log.path", "data.path"),
+        ("moe.top_k", "model.moe"),
+        ("optimiser.eps", "optimizer"),
+        ("modle.d_model", "model"),
+    ],
+)
+def test_a_typical_slip_is_answered_with_the_right_name(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^unknown setting .*: did you mean {re.escape(meant)}\?$"):
+        load_config(None, [f"{typo}=1"])
+
+
+@pytest.mark.parametrize(("name", "has"), [("model.foo", "model has "), ("foo", "a config has ")])
+def test_what_resembles_no_setting_is_answered_with_all_there_are(name: str, has: str) -> None:
+    siblings = sorted(field.name for field in dataclasses.fields(Model if name == "model.foo" else Config))
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [f"{name}=1"])
+    assert str(refusal.value) == f"unknown setting {name}: {has}{', '.join(siblings)}"
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("train: {steps: 5, seed: 3}\nmodel:\n")
+    config = load_config(file, ["train.steps=6", "model.moe.top_k=1", "train.steps=7", "log={dir: there, every: 2}"])
+    assert config == Config(model=Model(moe=MoE(top_k=1)), train=Train(steps=7, seed=3), log=Log(dir="there", every=2))
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("train: 5\n")
+    with pytest.raises(ConfigError, match=r"^override 'train.steps=1': train is a value, not a section$"):
+        load_config(file, ["train.steps=1"])
+
+
+def test_an_empty_file_is_the_default_config(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "x.yaml") == load_config() == Config()
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS)
+def test_an_experiment_loads_and_its_first_lines_tell_its_command(path: str) -> None:
+    load_config(ROOT / path)
+    comment = re.match(r"(#.*\n)*", (ROOT / path).read_text())
+    assert comment is not None
+    commands = re.findall(r"python -m moe_jax\.\w+[^\n]* --config (\S+)", comment[0])
+    assert commands, f"{path} begins with no comment that has its command"
+    assert set(commands) == {path}, "the command of another file"
+
+
+def test_there_are_experiments() -> None:
+    assert "configs/shakespeare_cpu.yaml" in EXPERIMENTS
