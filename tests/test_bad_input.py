@@ -495,6 +495,12 @@ RESUMED = [
         "use model.moe.gate=softmax, or another log.dir",
     ),
     (
+        "fewer steps than it has",
+        "train.steps=3",
+        "train.steps=3, but log.dir=run has a checkpoint of step 4 already: "
+        "use train.steps=4 or more, or another log.dir",
+    ),
+    (
         "without leave to resume",
         "checkpoint.resume=false",
         "log.dir=run holds checkpoints up to step 4 and checkpoint.resume=false would overwrite them: "
