@@ -1,0 +1,96 @@
+"""The predicted timeline of a schedule: times, exposed communication, live memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
+from moe_jax.schedule.dependencies import task_graph
+from moe_jax.schedule.play import in_list_order, play
+from moe_jax.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Task:
+    """One action on its stream."""
+
+    action: Action
+    stream: Stream
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All tasks of a step, sorted by start."""
+
+    schedule: Schedule
+    tasks: tuple[Task, ...]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Time of the step."""
+        return max(task.end_s for task in self.tasks)
+
+    @cached_property
+    def busy_s(self) -> dict[Stream, float]:
+        """How long each stream works: its time if it were alone."""
+        busy_s = dict.fromkeys(Stream, 0.0)
+        for task in self.tasks:
+            busy_s[task.stream] += task.end_s - task.start_s
+        return busy_s
+
+    @property
+    def bound_s(self) -> float:
+        """No order of these tasks on these streams is faster."""
+        return max(self.busy_s.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """Time in which something communicates and nothing computes: streams never rest all at once."""
+        return self.makespan_s - self.busy_s[Stream.COMPUTE]
+
+    @cached_property
+    def span(self) -> dict[Action, Task]:
+        """Each action's task."""
+        return {task.action: task for task in self.tasks}
+
+    def peak_bytes(self, output_bytes: Callable[[Action], float]) -> float:
+        """Most bytes alive at once: an output lives from its task's start to the end of the last task that needs it.
+
+        A forward task's output includes what its backward task will read. What nothing needs lives to the end.
+        """
+        last_use_s: dict[Action, float] = {}
+        needs = task_graph(self.schedule.shape)
+        for task in self.tasks:
+            for need in needs[task.action]:
+                last_use_s[need] = max(last_use_s.get(need, 0.0), task.end_s)
+        changes = chain.from_iterable(
+            (
+                (task.start_s, output_bytes(task.action)),
+                (last_use_s.get(task.action, self.makespan_s), -output_bytes(task.action)),
+            )
+            for task in self.tasks
+        )
+        live = peak = 0.0
+        for _, change in sorted(changes):  # at the same instant bytes are freed first
+            live += change
+            peak = max(peak, live)
+        return peak
+
+
+def simulate(
+    schedule: Schedule,
+    seconds: Seconds,
+    stream_of: StreamOf = three_streams,
+    rank_of: Callable[[Action], int] = in_list_order,
+) -> Timeline:
+    """Run a schedule: every task to its end, one at a time per stream, streams beside each other without slowing down.
+
+    `seconds` maps an action to its time (`times.__getitem__` for a mapping). Streams take their tasks as listed; with
+    `rank_of=exchanges_first` a free stream takes a reduction only if no exchange is ready.
+    Raises ScheduleError if tasks wait for each other.
+    """
+    spans = play(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of)
+    return Timeline(schedule, tuple(Task(action, stream_of(action), *span) for action, span in spans.items()))

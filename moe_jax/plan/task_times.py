@@ -1,0 +1,98 @@
+"""How long each task takes: alpha-beta models of measured costs.
+
+Amounts are those of one device's whole batch; cut into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_jax.schedule.actions import Action, Seconds
+from moe_jax.schedule.shape import Shape
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Seconds as a start-up time plus an amount (bytes or flops) at a rate."""
+
+    alpha_s: float
+    beta_s: float  # per byte or flop
+
+    def seconds(self, amount: float, parts: int = 1) -> float:
+        """Of one of `parts` equal parts."""
+        return self.alpha_s + amount / parts * self.beta_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Floating-point operations of a compute stage."""
+
+    rate: Linear
+    forward_flops: float
+    backward_flops: float  # gradients of activations
+    weight_flops: float = 0.0  # gradients of weights
+
+    def seconds(self, action: Action, shape: Shape) -> float:
+        """Of one task; with inline weight gradients a B task takes the time of both."""
+        parts = shape.num_parts(action.direction, action.op)
+        weight_s = self.rate.seconds(self.weight_flops, parts) if self.weight_flops else 0.0
+        if action.direction == "W":
+            return weight_s
+        if action.direction == "F":
+            return self.rate.seconds(self.forward_flops, parts)
+        return self.rate.seconds(self.backward_flops, parts) + (0.0 if shape.split_weight_grad else weight_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Bytes that a communication stage moves, the same in both directions."""
+
+    link: Linear
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTimes:
+    """Costs of all tasks of a step."""
+
+    compute: Mapping[str, Compute]  # embed, attend (with the gate), dense (attention and MLP), expert, head
+    transfer: Mapping[str, Transfer]  # dispatch, combine; gather, scatter if experts are sharded
+    reduce: Linear  # sum over devices, per byte
+    reduction_bytes: tuple[tuple[float, ...], ...]  # of each chunk of each owner: embed, blocks, head
+    counts_bytes: float = 0.0  # routers' counts of all blocks
+
+    def of(self, shape: Shape) -> Seconds:
+        """Seconds of each task of a shape."""
+
+        def seconds(action: Action) -> float:
+            if action.direction == "G":
+                return self.reduce.seconds(self._bytes_of(action))
+            if action.op in self.transfer:
+                transfer = self.transfer[action.op]
+                return transfer.link.seconds(transfer.num_bytes, shape.num_parts(action.direction, action.op))
+            dense = action.op == "attend" and shape.kinds[action.block] == "dense"
+            return self.compute["dense" if dense else action.op].seconds(action, shape)
+
+        return seconds
+
+    def _bytes_of(self, action: Action) -> float:
+        if action.op == "counts":
+            return self.counts_bytes
+        owner = {"embed": 0, "head": -1}.get(action.op, action.block + 1)
+        return self.reduction_bytes[owner][action.part]
+
+
+def nominal(shape: Shape) -> TaskTimes:
+    """Costs to order tasks by where nothing has been measured: an exchange takes as long as attention or experts.
+
+    The unit is the time of one such task over the whole batch; all reductions of a block take half of it.
+    """
+    unit = Linear(0.0, 1.0)
+    full = Compute(rate=unit, forward_flops=1.0, backward_flops=1.0, weight_flops=1.0)
+    free = Compute(rate=unit, forward_flops=0.0, backward_flops=0.0)
+    exchange = Transfer(link=unit, num_bytes=1.0)
+    return TaskTimes(
+        compute={"embed": free, "attend": full, "dense": full, "expert": full, "head": full},
+        transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
+        reduce=unit,
+        reduction_bytes=tuple((0.5 / max(count, 1),) * count for count in shape.reductions),
+    )

@@ -1,0 +1,96 @@
+"""The tasks of a training step, by name.
+
+`F.attend.3.0` is direction F, op attend, block 3, microbatch 0. The last number is the *part*: the microbatch, the
+capacity chunk of an expert pipeline, or the chunk of a reduction. Ops that belong to no block have none: `F.head.1`.
+
+| direction | ops |
+|---|---|
+| F forward, B backward | embed, attend, dispatch, gather, expert, scatter, combine, head |
+| W weight gradients, where they are split from B | attend, expert, head |
+| G sums over devices | reduce (a block's gradients), embed, head (theirs), counts (all routers' counts) |
+"""
+
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+from moe_jax.errors import UserError
+
+NO_BLOCK = -1
+_BLOCKLESS = ("embed", "head", "counts")
+_CHAIN = ("embed", "attend", "dispatch", "gather", "expert", "scatter", "combine", "head")
+_OPS = {
+    "F": _CHAIN,
+    "B": _CHAIN,
+    "W": ("attend", "expert", "head"),
+    "G": ("reduce", "embed", "head", "counts"),
+}
+_FORM = re.compile(r"([FBWG])\.([a-z]+)(?:\.(\d+))?\.(\d+)", re.ASCII)
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot run, or whose text cannot be read."""
+
+
+class Action(NamedTuple):
+    """One task; sorts, hashes and prints."""
+
+    direction: str  # F, B, W or G
+    op: str
+    block: int  # NO_BLOCK for embed, head and counts
+    part: int
+
+    def __str__(self) -> str:
+        block = "" if self.block == NO_BLOCK else f".{self.block}"
+        return f"{self.direction}.{self.op}{block}.{self.part}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action of a name. Raises ScheduleError if it is none."""
+        form = _FORM.fullmatch(text)
+        if not form:
+            raise ScheduleError(f"{text!r} is not a task: write it like F.attend.3.0, or F.head.0 without a block")
+        direction, op, block, part = form.groups()
+        if op not in _OPS[direction]:
+            raise ScheduleError(f"{text!r} has an unknown op: {direction} has {', '.join(_OPS[direction])}")
+        if (block is None) != (op in _BLOCKLESS):
+            form_of_op = f"{direction}.{op}.0" if op in _BLOCKLESS else f"{direction}.{op}.3.0"
+            raise ScheduleError(f"{text!r} has {'no' if block is None else 'a'} block number: write {form_of_op}")
+        return cls(direction, op, NO_BLOCK if block is None else int(block), int(part))
+
+
+class Stream(StrEnum):
+    """What runs one task at a time, beside the other streams."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"  # between nodes, where there are three streams
+    INTRA_NODE = "intra-node"
+
+
+_STREAM = dict.fromkeys(("embed", "attend", "expert", "head"), Stream.COMPUTE)
+_STREAM |= dict.fromkeys(("dispatch", "combine"), Stream.COMMUNICATION)
+_STREAM |= dict.fromkeys(("gather", "scatter"), Stream.INTRA_NODE)
+
+StreamOf = Callable[[Action], Stream]
+Seconds = Callable[[Action], float]  # how long a task runs
+
+
+def stream_of_op(op: str) -> Stream:
+    """The stream of a forward or backward op."""
+    return _STREAM[op]
+
+
+def three_streams(action: Action) -> Stream:
+    """Compute, between nodes, inside a node: where expert shards' collectives have links of their own."""
+    return Stream.COMMUNICATION if action.direction == "G" else _STREAM[action.op]
+
+
+def two_streams(action: Action) -> Stream:
+    """Compute and communication: where all collectives share one link."""
+    return Stream.COMPUTE if three_streams(action) == Stream.COMPUTE else Stream.COMMUNICATION
+
+
+def is_reduction(action: Action) -> bool:
+    """Whether a task sums gradients over devices."""
+    return action.direction == "G" and action.op != "counts"

@@ -1,0 +1,69 @@
+"""From a policy's name to a schedule: cut, order, place weight gradients, place reductions, merge."""
+
+from collections.abc import Sequence
+
+from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
+from moe_jax.schedule.dependencies import task_graph
+from moe_jax.schedule.grad_chunks import by_readiness, fill_gaps
+from moe_jax.schedule.play import interleave, play
+from moe_jax.schedule.policies import POLICIES
+from moe_jax.schedule.policies.protocol import Orders, Policy
+from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.weight_grad import greedy
+
+
+def make_shape(
+    policy: str, kinds: Sequence[str], forward: int = 1, backward: int | None = None, **rest: object
+) -> Shape:
+    """The shape of a policy's step, cut to the degree `forward` and `backward` (None: the same).
+
+    `rest` are other fields of Shape. Raises ScheduleError.
+    """
+    parts = _policy(policy).parts
+    degree = forward if backward is None else backward
+    return Shape(kinds=tuple(kinds), forward=parts(forward), backward=parts(degree), **rest)  # type: ignore[arg-type]
+
+
+def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: StreamOf = three_streams) -> Schedule:
+    """Order a step. `seconds` decides only where weight gradients and chunked reductions go.
+
+    Raises ScheduleError.
+    """
+    orders, needs = _policy(policy).orders(shape), task_graph(shape)
+
+    def step_s(issued: list[Action]) -> float:
+        return max(span.end_s for span in play(issued, needs, seconds, stream_of).values())
+
+    computes = [orders[Stream.COMPUTE]]
+    if shape.split_weight_grad:
+        issued = interleave(computes[0], _exchanges(orders), needs)
+        computes = greedy(issued, shape, needs, seconds, stream_of)
+    lists = [_merge(compute, orders, shape, seconds, stream_of) for compute in computes]
+    best = min(lists, key=step_s) if len(lists) > 1 else lists[0]
+    return Schedule(policy, shape, tuple(best))
+
+
+def _merge(compute: list[Action], orders: Orders, shape: Shape, seconds: Seconds, stream_of: StreamOf) -> list[Action]:
+    """One order of issue of all tasks, reductions placed."""
+    needs = task_graph(shape)
+    issued = interleave(compute, [*_exchanges(orders), by_readiness(compute, shape, needs)], needs)
+    if shape.grad_reduce != "chunked":
+        return issued
+    filled = fill_gaps(issued, needs, seconds, stream_of)
+    lanes = [[task for task in filled if stream_of(task) == stream] for stream in _LANES]
+    return interleave(compute, lanes, needs)
+
+
+# a node's own collectives first: they let the experts start, and are issued one by one as exchanges are
+_LANES = (Stream.INTRA_NODE, Stream.COMMUNICATION)
+
+
+def _exchanges(orders: Orders) -> list[list[Action]]:
+    return [orders[stream] for stream in _LANES]
+
+
+def _policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ScheduleError(f"policy={name!r} is unknown: use {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,96 @@
+"""Which task needs which, and whether a list of tasks respects it."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, is_reduction
+from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.shape import Shape, Stage, is_compute, weight_gradient
+
+Needs = Mapping[Action, frozenset[Action]]
+
+_COUNTS = Action("G", "counts", NO_BLOCK, 0)
+
+
+def dependencies(action: Action, shape: Shape) -> frozenset[Action]:
+    """The tasks that must end before one of the shape's tasks can start.
+
+    - F: the parts of the stage below that share its tokens. In a block with experts also the microbatch before, which
+      took slots (capacity is passed on).
+    - B: the parts of the stage above, and what its own forward task saved. In a block with experts also the counts of
+      the whole global batch, for the load-balance loss.
+    - W: its B task and the same forward task.
+    - G: every gradient of its owner, all microbatches; if summed at the end, every gradient of the step.
+    """
+    if action.direction == "G":
+        return frozenset(_gradients(action, shape))
+    stage = Stage(action.op, action.block)
+    place = shape.place[stage]
+    moe_attend = action.op == "attend" and shape.kinds[action.block] == "moe"
+    needs: set[Action] = set()
+    if action.direction == "F":
+        if place > 0:
+            needs |= shape.overlapping("F", shape.stages[place - 1], action)
+        if moe_attend and action.part > 0:
+            needs.add(action._replace(part=action.part - 1))
+        return frozenset(needs)
+    if is_compute(stage):
+        needs |= shape.overlapping("F", stage, action)
+    if action.direction == "W":
+        return frozenset(needs | {action._replace(direction="B")})
+    if place < len(shape.stages) - 1:
+        needs |= shape.overlapping("B", shape.stages[place + 1], action)
+    return frozenset(needs | {_COUNTS} if moe_attend else needs)
+
+
+def _gradients(action: Action, shape: Shape) -> list[Action]:
+    if action == _COUNTS:
+        moe = [Stage("attend", block) for block, kind in enumerate(shape.kinds) if kind == "moe"]
+        return [task for stage in moe for task in shape.tasks_of("F", stage)]
+    owners = {"embed": 0, "head": len(shape.kinds) + 1}
+    if shape.grad_reduce == "end":
+        return [task for owner in range(len(shape.reductions)) for task in shape.gradients(owner)]
+    return shape.gradients(owners.get(action.op, action.block + 1))
+
+
+@lru_cache(maxsize=64)
+def task_graph(shape: Shape) -> Needs:
+    """Every task of a shape with what it needs."""
+    tasks: list[Action] = []
+    for stage in shape.stages:
+        backward = shape.tasks_of("B", stage)
+        tasks += [*shape.tasks_of("F", stage), *backward]
+        tasks += [weight for task in backward if (weight := weight_gradient(task, shape))]
+    tasks += [_COUNTS] if "moe" in shape.kinds else []
+    tasks += all_reductions(shape)
+    return {task: dependencies(task, shape) for task in tasks}
+
+
+def all_reductions(shape: Shape) -> list[Action]:
+    """The sums of gradients over devices, in the order in which the backward pass reaches their owners."""
+    return [task for owner in reversed(range(len(shape.reductions))) for task in shape.reductions_of(owner)]
+
+
+def check(schedule: Schedule) -> None:
+    """Raise ScheduleError if a task is missing, listed twice, unknown, or stands before one that it needs."""
+    needs = task_graph(schedule.shape)
+    listed = set(schedule.actions)
+    seen: set[Action] = set()
+    for action in schedule.actions:
+        if action not in needs:
+            raise ScheduleError(f"{action} is no task of a step with these blocks and parts: take it out")
+        if action in seen:
+            raise ScheduleError(f"{action} is listed twice: take one out")
+        early = sorted(needs[action] - seen)
+        if missing := [task for task in early if task not in listed]:
+            raise ScheduleError(f"{_names(missing)} is missing, and {action} needs it: add it before")
+        if early:
+            raise ScheduleError(f"{action} stands before {_names(early)}, which it needs: move it behind")
+        seen.add(action)
+    if missing := sorted(needs.keys() - seen):
+        role = "sums gradients" if is_reduction(missing[0]) else "is part of the step"
+        raise ScheduleError(f"{_names(missing)} is missing, and {role}: add it")
+
+
+def _names(actions: list[Action]) -> str:
+    return ", ".join(map(str, actions))

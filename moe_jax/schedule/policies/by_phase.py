@@ -1,0 +1,26 @@
+"""Breadth first: all parts of one phase, then all parts of the next; backward the mirror image.
+
+A phase is a run of stages on one stream. Between two exchanges compute goes through a run microbatch by microbatch:
+dense blocks below an MoE block belong to its attention.
+"""
+
+from itertools import groupby
+
+from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, stream_of_op
+from moe_jax.schedule.policies.protocol import Orders
+from moe_jax.schedule.shape import Shape
+
+
+def orders(shape: Shape) -> Orders:
+    """FlowMoE, eqs. 2-5: compute AT1…ATR E1…ER, communication D1…DR C1…CR, block by block."""
+    streams: Orders = {stream: [] for stream in Stream}
+    phases = [(stream, list(run)) for stream, run in groupby(shape.stages, lambda stage: stream_of_op(stage.op))]
+    for stream, run in phases:
+        tasks = zip(*(shape.tasks_of("F", stage) for stage in run), strict=True)
+        streams[stream] += [task for part in tasks for task in part]
+    if "moe" in shape.kinds:
+        streams[Stream.COMMUNICATION].append(Action("G", "counts", NO_BLOCK, 0))
+    for stream, run in reversed(phases):
+        tasks = zip(*(shape.tasks_of("B", stage)[::-1] for stage in reversed(run)), strict=True)
+        streams[stream] += [task for part in tasks for task in part]
+    return streams

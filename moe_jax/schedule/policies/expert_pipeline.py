@@ -1,0 +1,13 @@
+"""Only exchanges and experts are cut, by capacity, inside each MoE layer (Tutel, PipeMoE); attention is one task."""
+
+from moe_jax.schedule.policies import by_phase
+from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.shape import Parts
+
+
+def parts(degree: int) -> Parts:
+    """`degree` chunks of the slots; forward and backward may differ (FSMoE)."""
+    return Parts(1, degree)
+
+
+POLICY = Policy(parts, by_phase.orders)

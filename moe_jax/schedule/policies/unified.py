@@ -1,0 +1,13 @@
+"""The batch is cut, so attention and gate of one microbatch hide exchanges of another (FlowMoE)."""
+
+from moe_jax.schedule.policies import by_phase
+from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.shape import Parts
+
+
+def parts(degree: int) -> Parts:
+    """`degree` microbatches; the backward pass may have a divisor of the forward pass's."""
+    return Parts(degree, degree)
+
+
+POLICY = Policy(parts, by_phase.orders)

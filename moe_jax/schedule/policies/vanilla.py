@@ -1,0 +1,16 @@
+"""Nothing is cut, so every exchange waits for compute and compute for every exchange."""
+
+from moe_jax.schedule.actions import ScheduleError
+from moe_jax.schedule.policies import by_phase
+from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.shape import Parts
+
+
+def parts(degree: int) -> Parts:
+    """One part; raises ScheduleError for more."""
+    if degree != 1:
+        raise ScheduleError(f"microbatches={degree} needs a policy that pipelines: policy=vanilla cuts nothing, set 1")
+    return Parts(1, 1)
+
+
+POLICY = Policy(parts, by_phase.orders)

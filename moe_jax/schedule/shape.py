@@ -1,0 +1,136 @@
+"""What is to be scheduled: the blocks, and into how many parts each kind of task is cut."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, stream_of_op
+
+KINDS = ("dense", "moe")
+WEIGHT_GRADS = ("inline", "greedy")
+GRAD_REDUCES = ("end", "block", "chunked")
+_PER_MICROBATCH = ("embed", "attend", "head")
+_WITH_WEIGHTS = ("attend", "expert", "head")
+
+
+class Parts(NamedTuple):
+    """Equal parts of a device's batch; exchanges and experts may be cut finer than the rest."""
+
+    microbatches: int  # of embedding, attention and head
+    chunks: int  # of exchanges and experts: a multiple of microbatches
+
+
+_WHOLE = Parts(1, 1)
+
+
+class Stage(NamedTuple):
+    """One link of the forward chain, all parts of it."""
+
+    op: str
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The tasks of a step, before they have an order. Raises ScheduleError if the numbers do not fit.
+
+    The backward pass may have fewer microbatches than the forward pass: one backward task then covers several forward
+    ones. A dense block is one `attend` task with its MLP. Owners of gradients are embed, the blocks, head.
+    """
+
+    kinds: tuple[str, ...]  # dense or moe, from the bottom up
+    forward: Parts = _WHOLE
+    backward: Parts = _WHOLE
+    weight_grad: str = "inline"  # inline: B tasks include it; greedy: W tasks
+    grad_reduce: str = "end"  # when gradients are summed: behind the backward pass, per block, in chunks
+    reductions: tuple[int, ...] = ()  # chunks per owner; (): one each; 0: nothing to sum
+    sharded_experts: bool = False  # gather tokens before, scatter sums behind the experts
+    tied: bool = False  # embedding and head are one matrix, owned by embed
+
+    def __post_init__(self) -> None:
+        if not self.reductions:
+            object.__setattr__(self, "reductions", (1,) * (len(self.kinds) + 2))
+        for name, value, allowed in (
+            ("weight_grad", self.weight_grad, WEIGHT_GRADS),
+            ("grad_reduce", self.grad_reduce, GRAD_REDUCES),
+            *(("kinds", kind, KINDS) for kind in self.kinds or ("",)),
+        ):
+            if value not in allowed:
+                raise ScheduleError(f"{name} has {value!r}: use {' or '.join(allowed)}")
+        for name, parts in (("forward", self.forward), ("backward", self.backward)):
+            if parts.microbatches < 1 or parts.chunks < 1 or parts.chunks % parts.microbatches:
+                raise ScheduleError(
+                    f"{name}: {parts.chunks} chunks cannot be shared by {parts.microbatches} microbatches: "
+                    "use a multiple, at least 1"
+                )
+        if self.forward.microbatches % self.backward.microbatches:
+            raise ScheduleError(
+                f"backward: {self.backward.microbatches} microbatches cannot be made of the forward pass's "
+                f"{self.forward.microbatches}: use a divisor"
+            )
+        if len(self.reductions) != len(self.kinds) + 2 or min(self.reductions) < 0:
+            raise ScheduleError(
+                f"reductions={self.reductions} must be {len(self.kinds) + 2} counts of at least 0: "
+                f"embed, {len(self.kinds)} blocks, head"
+            )
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The forward chain. The inverse order of a block is at the head of the compute stage behind its combine."""
+        inner = ("gather", "expert", "scatter") if self.sharded_experts else ("expert",)
+        ops = {"dense": ("attend",), "moe": ("attend", "dispatch", *inner, "combine")}
+        blocks = (Stage(op, block) for block, kind in enumerate(self.kinds) for op in ops[kind])
+        return (Stage("embed", NO_BLOCK), *blocks, Stage("head", NO_BLOCK))
+
+    @cached_property
+    def place(self) -> dict[Stage, int]:
+        """Where in `stages` each stage is."""
+        return {stage: i for i, stage in enumerate(self.stages)}
+
+    @property
+    def split_weight_grad(self) -> bool:
+        """Whether weight gradients are tasks of their own."""
+        return self.weight_grad != "inline"
+
+    def num_parts(self, direction: str, op: str) -> int:
+        """Into how many parts a stage is cut."""
+        parts = self.forward if direction == "F" else self.backward
+        return parts.microbatches if op in _PER_MICROBATCH else parts.chunks
+
+    def tasks_of(self, direction: str, stage: Stage) -> list[Action]:
+        """All parts of a stage, in order."""
+        return [Action(direction, *stage, part) for part in range(self.num_parts(direction, stage.op))]
+
+    def overlapping(self, direction: str, stage: Stage, action: Action) -> set[Action]:
+        """The parts of a stage that share tokens (or slots) with an action of the chain."""
+        own, other = self.num_parts(action.direction, action.op), self.num_parts(direction, stage.op)
+        first, last = action.part * other // own, ((action.part + 1) * other - 1) // own
+        return {Action(direction, *stage, part) for part in range(first, last + 1)}
+
+    def gradients(self, owner: int) -> list[Action]:
+        """The tasks after which the gradients of an owner are complete (0 embed, 1 block 0, …, last head)."""
+        head = self.stages[-1]
+        direction = "W" if self.split_weight_grad else "B"
+        if owner == len(self.kinds) + 1:
+            return self.tasks_of(direction, head)
+        if owner == 0:  # embedding has no input to differentiate: B.embed is its weight gradient
+            return self.tasks_of("B", self.stages[0]) + (self.tasks_of(direction, head) if self.tied else [])
+        stages = [stage for stage in self.stages if stage.block == owner - 1 and stage.op in _WITH_WEIGHTS]
+        return [task for stage in stages for task in self.tasks_of(direction, stage)]
+
+    def reductions_of(self, owner: int) -> list[Action]:
+        """The chunks in which an owner's gradients are summed over devices."""
+        op = "embed" if owner == 0 else "head" if owner == len(self.kinds) + 1 else "reduce"
+        block = owner - 1 if op == "reduce" else NO_BLOCK
+        return [Action("G", op, block, chunk) for chunk in range(self.reductions[owner])]
+
+
+def weight_gradient(action: Action, shape: Shape) -> Action | None:
+    """The W task of a B task, if it has one."""
+    split = shape.split_weight_grad and action.direction == "B" and action.op in _WITH_WEIGHTS
+    return action._replace(direction="W") if split else None
+
+
+def is_compute(stage: Stage) -> bool:
+    """Whether a stage computes rather than communicates."""
+    return stream_of_op(stage.op) == Stream.COMPUTE

@@ -1,0 +1,55 @@
+"""Where weight gradients run, once they are tasks of their own."""
+
+from collections.abc import Sequence
+
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
+from moe_jax.schedule.dependencies import Needs
+from moe_jax.schedule.shape import Shape, weight_gradient
+
+
+def greedy(
+    issued: Sequence[Action], shape: Shape, needs: Needs, seconds: Seconds, stream_of: StreamOf
+) -> list[list[Action]]:
+    """Orders of compute in which W tasks run while compute would wait for an exchange; the fastest is to be chosen.
+
+    Lancet, alg. 1: walk the exchanges; while one has uncovered time t_u left, take the candidate whose time is closest
+    to t_u. An exchange's uncovered time is the wait of the next compute task of `issued` (all tasks but W and
+    reductions, in order of issue), so that what other microbatches cover already counts as covered. Candidates are the
+    W whose B stands before that task: no path leads from or to an exchange that is under way.
+    W that no exchange needs stay behind their B (1: least memory) or run last, oldest first (2: they hide reductions).
+    Without reductions neither is slower than every W behind its B (3), however long the chosen W are; with them it can
+    be, because a W that waits for an exchange holds up its block's reductions.
+    """
+    compute: list[Action] = []
+    candidates: list[Action] = []
+    free_s = dict.fromkeys(Stream, 0.0)
+    end_s: dict[Action, float] = {}
+    for action in issued:
+        stream = stream_of(action)
+        ready_s = max((end_s[need] for need in needs[action]), default=0.0)
+        if stream == Stream.COMPUTE:
+            while candidates and free_s[stream] < ready_s:
+                chosen = _closest(candidates, ready_s - free_s[stream], seconds)
+                candidates.remove(chosen)
+                compute.append(chosen)
+                free_s[stream] += seconds(chosen)
+            compute.append(action)
+            if weight := weight_gradient(action, shape):
+                candidates.append(weight)
+        end_s[action] = free_s[stream] = max(free_s[stream], ready_s) + seconds(action)
+    every_w = {w for b in issued if (w := weight_gradient(b, shape))}
+    plain = [task for task in compute if task not in every_w]
+    return [
+        _behind_their_b(compute, shape, set(candidates)),
+        compute + candidates,
+        _behind_their_b(plain, shape, every_w),
+    ]
+
+
+def _closest(candidates: Sequence[Action], wanted_s: float, seconds: Seconds) -> Action:
+    return min(candidates, key=lambda task: abs(seconds(task) - wanted_s))
+
+
+def _behind_their_b(compute: Sequence[Action], shape: Shape, left: set[Action]) -> list[Action]:
+    pairs = ((task, weight_gradient(task, shape)) for task in compute)
+    return [task for b, w in pairs for task in ((b, w) if w in left else (b,)) if task]
