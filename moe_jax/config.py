@@ -21,7 +21,7 @@ class MoE:
     num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
     gate: Literal["softmax", "sigmoid"] = "softmax"
-    normalize_weights: bool = True  # the k weights of a token sum to 1
+    normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
     order: Literal["sort", "einsum"] = "sort"  # how tokens reach their slots: scatter, or GShard's one-hot product
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
@@ -86,7 +86,7 @@ class Schedule:
     policy: Literal["vanilla"] = "vanilla"
     microbatches: int = 1
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
-    remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes: nothing, all but matmuls, all
+    remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Train:
     steps: int = 1000
     seed: int = 0
     batch_size: int = 32  # sequences in one optimiser step, over all devices
-    grad_accumulation: int = 1  # parts that the batch is cut into, one after another
+    grad_accumulation: int = 1  # parts of a batch, one after another; each fills slots and is balanced by itself
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
     eval_every: int = 250  # steps; 0: only at the end
     eval_batches: int = 8
@@ -188,7 +188,7 @@ _AT_LEAST: dict[str, float] = {
     "mesh.cpu_devices": 1,
     "schedule.microbatches": 1,
     "schedule.unroll": 1,
-    "data.seq_len": 1,
+    "data.seq_len": 2,
     "data.prefetch": 0,
     "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0,

@@ -1,13 +1,15 @@
 """Mistakes a user can make, told in one line, and the exit codes of every command."""
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-EXIT_DONE = 0
 EXIT_BAD_INPUT = 2
+# What the system says of a path that a user got wrong.
+_BAD_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.ENAMETOOLONG)
 
 
 class UserError(Exception):
@@ -31,7 +33,7 @@ class CheckpointError(UserError):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a UserError, or a file that fails, becomes one line on stderr and exit code 2."""
+    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and exit code 2."""
     for stream in (sys.stdout, sys.stderr):  # sampled text may hold characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -42,9 +44,9 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.filename is None:
+        if error.errno not in _BAD_NAME or error.filename is None:
             raise
-        _exit_with(f"{os.fspath(error.filename)}: {error.strerror}")
+        _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")
 
 
 def _exit_with(message: str) -> NoReturn:

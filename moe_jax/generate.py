@@ -9,7 +9,7 @@ from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.train.checkpoint import load_params
+from moe_jax.train.checkpoint import check_same_run, load_params
 from moe_jax.train.sample import one_device_mesh, sample_text
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     if not arguments.temperature >= 0:
         raise ConfigError(f"--temperature={arguments.temperature} must be 0 or more")
     config = load_config(arguments.run, arguments.overrides)
+    check_same_run(config, arguments.run)
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), param_shapes(config.model))
     params = load_params(arguments.run, shapes)

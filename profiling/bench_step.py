@@ -19,6 +19,7 @@ from results_file import write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
+from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, read_metrics
 from moe_jax.train.setup import compile_programs, open_run
@@ -75,6 +76,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
     A bare step has its batch on the devices already and no log.
     """
     run = open_run(config)
+    peak = matrix_flops_per_s(config.train.compute_dtype)
     start = time.perf_counter()
     programs = compile_programs(run)
     init, _ = programs.init.result(), programs.evaluate.result()
@@ -82,7 +84,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
     state, batch = init(), run.on_mesh(next(run.batches))
     loop_s, bare_s = [], []
     with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), 0, _ROUND * STEPS, 1, False, quiet=False) as log:
-        meter = Meter(config, 0, log)
+        meter = Meter(config, 0, log, peak)
         for step in range(STEPS):
             start = time.perf_counter()
             for turn in range(_ROUND):

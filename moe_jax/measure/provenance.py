@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def provenance() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([_program(), *sys.argv[1:]]),
+        "command": f"{_program()} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "devices": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
         "processes": jax.process_count(),
@@ -32,7 +33,9 @@ def provenance() -> dict[str, Any]:
 def _program() -> str:
     """As typed: `python -m moe_jax.train` or `python profiling/bench_step.py`, without absolute paths."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {os.path.relpath(sys.argv[0])}"
+    if spec:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    return f"python {os.path.relpath(sys.argv[0])}" if sys.argv[0] else "python"
 
 
 def _version(package: str) -> str | None:

@@ -1,6 +1,6 @@
 """Sampling text, one token at a time, with cached keys and values; runs inside `shard_map` over one device.
 
-B sequences, S tokens in the cache, G key/value heads, K head width, D model width, V vocabulary.
+B sequences, S tokens in the cache, H query heads, G key/value heads, K head width, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def _next_logits(
     how: Computation,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
-    x_B1D = jnp.take(params["embedding"].astype(how.dtype), token_B[:, None], axis=0)
+    x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(how.dtype)
     position_B1 = jnp.full((x_B1D.shape[0], 1), position)
     seen = (jnp.arange(cache[0][0].shape[1]) <= position)[None, None, None, :]
     updated: Cache = []

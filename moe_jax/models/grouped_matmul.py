@@ -32,7 +32,8 @@ def blocks(x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[
     x_pad = jnp.zeros((num_blocks * _BLOCK, x_SD.shape[1]), x_SD.dtype).at[place_S].set(x_SD, mode="drop")
     first_row = jnp.arange(num_blocks) * _BLOCK
     group_of_block = jnp.searchsorted(jnp.cumsum(padded_L), first_row, side="right")
-    w_blocks = jnp.take(w_LDF, jnp.minimum(group_of_block, groups - 1), axis=0)
+    # float32 copies: a matrix's gradient is the sum over its blocks
+    w_blocks = jnp.take(w_LDF.astype(jnp.float32), jnp.minimum(group_of_block, groups - 1), axis=0).astype(x_SD.dtype)
     y_pad = jnp.einsum("nbd,ndf->nbf", x_pad.reshape(num_blocks, _BLOCK, -1), w_blocks)
     return jnp.take(y_pad.reshape(num_blocks * _BLOCK, -1), place_S, axis=0, mode="fill", fill_value=0)
 

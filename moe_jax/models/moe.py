@@ -1,6 +1,7 @@
 """The MoE layer: three functions with an exchange between each two.
 
-B sequences, N tokens of each, T = B·N tokens of this device, D model width, E experts, P expert ranks.
+T tokens of this device, k choices of each, D model width, E experts, P expert ranks, M blocks with experts.
+`*M` is there once blocks are collected.
 
     route ──► exchange ──► run_experts ──► exchange ──► combine
 """
@@ -34,7 +35,8 @@ def route(params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int) -> tuple
 
     Router logits are computed in float32.
     """
-    logit_TE = h_TD.astype(jnp.float32) @ params["router"]
+    # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
+    logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
     choice = GATES[moe.gate](logit_TE, moe)
     sent, ticket = order_of(moe).order(h_TD, choice, moe, ranks)
     stats = RouterStats(

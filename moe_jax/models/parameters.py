@@ -21,24 +21,23 @@ _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any oth
 
 @dataclass(frozen=True)
 class Segment:
-    """`repeats` periods, each of blocks of these `kinds`, from block number `first` on."""
+    """`repeats` periods, each of blocks of these `kinds`."""
 
     kinds: tuple[str, ...]
     repeats: int
-    first: int
 
 
 def segments(model: Model) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
     kinds, moe = model.block_kinds, model.moe
     if moe.num_experts == 0:
-        return (Segment(kinds=("dense",), repeats=model.num_layers, first=0),)
+        return (Segment(kinds=("dense",), repeats=model.num_layers),)
     bottom, period = moe.first_dense_blocks, moe.every
     repeats, rest = divmod(model.num_layers - bottom, period)
     runs = (
-        Segment(kinds=("dense",), repeats=bottom, first=0),
-        Segment(kinds=kinds[bottom : bottom + period], repeats=repeats, first=bottom),
-        Segment(kinds=("dense",), repeats=rest, first=bottom + repeats * period),
+        Segment(kinds=("dense",), repeats=bottom),
+        Segment(kinds=kinds[bottom : bottom + period], repeats=repeats),
+        Segment(kinds=("dense",), repeats=rest),
     )
     return tuple(run for run in runs if run.repeats)
 

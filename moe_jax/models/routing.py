@@ -6,6 +6,7 @@ Both directions are gathers, forward and backward: scattering rows is slow on ev
 """
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,8 @@ def capacity(moe: MoE, tokens: int) -> int:
     """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
     if moe.capacity_factor is None:
         return tokens
-    return min(tokens, math.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts))
+    factor = Fraction(str(moe.capacity_factor))  # as written: 1.1 · 100 / 10 is 11 slots, not 12
+    return min(tokens, math.ceil(factor * moe.top_k * tokens / moe.num_experts))
 
 
 def expert_counts(expert_Tk: Int[Array, "T k"], num_experts: int) -> Int[Array, " E"]:

@@ -55,7 +55,8 @@ def forward(
     params: Any, token_BN: Int[Array, "B N"], model: Model, how: Computation
 ) -> tuple[Float[Array, "B N V"], RouterStats | None]:
     """Logits in float32 and, if any block has experts, router statistics with a leading dimension M."""
-    x_BND = jnp.take(params["embedding"].astype(how.dtype), token_BN, axis=0)
+    # cast behind the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
+    x_BND = jnp.take(params["embedding"], token_BN, axis=0).astype(how.dtype)
     stats = []
     for number, segment in enumerate(segments(model)):
         x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how)
@@ -86,10 +87,12 @@ def _run_segment(
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 
+    unroll = min(how.unroll, segment.repeats)
     if how.remat != "none":
-        # inside a scan nothing can be moved out of the backward pass, so no barrier is needed against it
-        period = jax.checkpoint(period, policy=_REMAT_POLICIES[how.remat], prevent_cse=False)
-    x_BND, stats = jax.lax.scan(period, x_BND, params, unroll=min(how.unroll, segment.repeats))
+        # a loop keeps the compiler from merging the second computation with the first; unrolled, it must be told
+        fully_unrolled = unroll == segment.repeats
+        period = jax.checkpoint(period, policy=_REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
+    x_BND, stats = jax.lax.scan(period, x_BND, params, unroll=unroll)
     if not stats:
         return x_BND, []
     in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)  # [repeats, per period, …]

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 
-Dims = tuple[str | None, ...]
+Dims = tuple[str, ...]
 
 AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "batch": BATCH_AXES,
@@ -27,7 +27,7 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
 
 def partition(dims: Dims) -> PartitionSpec:
     """The PartitionSpec of an array with these dimensions. Raises ValueError if two dimensions claim one axis."""
-    axes = [AXES_OF_DIM[dim] if dim is not None else () for dim in dims]
+    axes = [AXES_OF_DIM[dim] for dim in dims]
     used = [axis for group in axes for axis in group]
     if len(used) != len(set(used)):
         raise ValueError(f"dimensions {dims} use a mesh axis twice: {used}")

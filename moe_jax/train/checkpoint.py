@@ -9,13 +9,22 @@ import orbax.checkpoint as ocp
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.train.checkpoint_files import FOLDER, damaged, newest_checkpoint
+from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
+
+# What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
+_FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
+_FREE = {
+    "model.moe.capacity_factor",
+    "model.moe.order",
+    "model.moe.load_balance_weight",
+    "model.moe.router_z_weight",
+}
 
 
 class Checkpoints:
     """The checkpoints below a run's folder. A context: leaving it waits for saves under way."""
 
-    def __init__(self, run: Path, keep: int = 1):
+    def __init__(self, run: Path, keep: int):
         self._manager = ocp.CheckpointManager(
             (run / FOLDER).absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
@@ -28,14 +37,9 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._manager.close()
 
-    @property
-    def newest_step(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        return self._manager.latest_step()
-
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> None:
         """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept."""
-        if step == self.newest_step:
+        if step == self._manager.latest_step():
             return
         self._manager.save(
             step,
@@ -48,7 +52,7 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=items)
         except Exception as error:  # orbax and its storage layer have no common error type
-            raise damaged(self._run, step, error) from error
+            raise _not_restored(self._run, step, error) from error
         return restored["state"], restored["data"]
 
 
@@ -65,22 +69,23 @@ def load_params(run: Path, params_shapes: Any) -> Any:
             args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
             return checkpointer.restore(path, args)["params"]
     except Exception as error:  # orbax and its storage layer have no common error type
-        raise damaged(run, step, error) from error
+        raise _not_restored(run, step, error) from error
 
 
 def check_same_run(config: Config, run: Path) -> None:
-    """Raise CheckpointError unless the run's saved config has this config's model."""
+    """Raise CheckpointError unless the run's saved config has this config's model and order of data."""
     try:
-        saved = load_config(run).model
+        saved = load_config(run)
     except ConfigError as error:
         raise CheckpointError(
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
-    for name, here, there in _differences(config.model, saved, "model"):
-        raise CheckpointError(
-            f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
-            f"use {name}={there}, or another log.dir"
-        )
+    for name, here, there in _differences(config, saved, ""):
+        if name.startswith(_FIXED) and name not in _FREE:
+            raise CheckpointError(
+                f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
+                f"use {name}={there}, or another log.dir"
+            )
 
 
 def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]:
@@ -89,5 +94,13 @@ def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]
     return [
         difference
         for field in here.__dataclass_fields__
-        for difference in _differences(getattr(here, field), getattr(there, field), f"{name}.{field}")
+        for difference in _differences(getattr(here, field), getattr(there, field), f"{name}.{field}".lstrip("."))
     ]
+
+
+def _not_restored(run: Path, step: int, error: Exception) -> CheckpointError:
+    folder = run / FOLDER / str(step)
+    return CheckpointError(
+        f"checkpoint {folder} cannot be restored ({first_line(error)}): "
+        "move that folder away to use the one before, or use another log.dir"
+    )

@@ -26,7 +26,7 @@ def newest_checkpoint(run: Path) -> int | None:
         try:
             _check_files(folder / str(step))
         except ValueError as error:
-            raise damaged(run, step, error) from error
+            raise _damaged(run, step, error) from error
     return step
 
 
@@ -76,10 +76,13 @@ def _require(checkpoint: Path, name: str, size: int) -> None:
         raise ValueError(f"{name} has {file.stat().st_size} of {size} bytes")
 
 
-def damaged(run: Path, step: int, error: Exception) -> CheckpointError:
-    """What to tell the user whose checkpoint of this step cannot be read."""
+def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
     older = max((other for other in _steps(run) if other < step), default=None)
     cure = "start again" if older is None else f"go on from step {older}"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0]  # of tensorstore: its spec
     folder = run / FOLDER / str(step)
-    return CheckpointError(f"checkpoint {folder} is damaged ({reason[:200]}): delete that folder to {cure}")
+    return CheckpointError(f"checkpoint {folder} is damaged ({first_line(error)}): delete that folder to {cure}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error of orbax or tensorstore says first, without the description of the store behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200]

@@ -1,5 +1,6 @@
-"""SIGINT and SIGTERM: finish the step, save, exit 0. A second signal ends the process at once."""
+"""SIGINT and SIGTERM: finish the step, save, exit 0. A second signal ends a lone process at once."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,23 +23,30 @@ class StopRequest:
             return bool(multihost_utils.reached_preemption_sync_point(step))
         return self._signalled
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
         signal.signal(number, signal.SIG_DFL)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """What jax's handler does not listen to, as what it does."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Handle SIGINT and SIGTERM inside this context, where they can be handled (the main thread)."""
-    request, before = StopRequest(), {}
-    handled = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else ()
+    request = StopRequest()
+    alone = {signal.SIGINT: request._remember, signal.SIGTERM: request._remember}
+    handlers = alone if jax.process_count() == 1 else {signal.SIGINT: _pass_on}
+    before = {}
     try:
-        for number in handled:
-            before[number] = signal.signal(number, request._handle)
+        for number, handler in handlers.items():
+            before[number] = signal.signal(number, handler)
     except ValueError:  # in a thread, e.g. of a notebook: the caller keeps its own handlers
         pass
     try:
         yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

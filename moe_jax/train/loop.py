@@ -6,7 +6,9 @@ import jax
 from jax.stages import Compiled
 
 from moe_jax.config import Config
+from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.describe import describe, table
 from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
@@ -20,20 +22,23 @@ def train(config: Config) -> State:
 
     Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/ and checkpoints/ there. SIGINT or SIGTERM ends
     the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
-    checkpoints that do not fit each other.
+    checkpoints that do not fit each other, and CheckpointError for one that cannot be restored.
     """
-    run = open_run(config)
-    programs = compile_programs(run)
-    write_start(run)
-    last, step = config.train.steps, run.first_step
-    with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
-        if step > 0:
-            state, data_position = checkpoints.restore(step, run.trainer.state_shapes)
-            run.batches.set_state(data_position)
-        else:
-            state = programs.init.result()()
-        with stop_on_signals() as stop:
-            meter = Meter(config, step, log)
+    with stop_on_signals() as stop:
+        run = open_run(config)
+        _say(table(describe(run)))
+        peak = matrix_flops_per_s(config.train.compute_dtype)
+        programs = compile_programs(run)
+        write_start(run)
+        last, step = config.train.steps, run.first_step
+        with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
+            if step > 0:
+                state, data_position = checkpoints.restore(step, run.trainer.state_shapes)
+                run.batches.set_state(data_position)
+                _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
+            else:
+                state = programs.init.result()()
+            meter = Meter(config, step, log, peak)
             while step < last and not stop.reached(step):
                 state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
                 step += 1
@@ -45,9 +50,20 @@ def train(config: Config) -> State:
                 if _is_due(step, config.checkpoint.every, last):
                     with meter.paused():
                         checkpoints.save(step, state, run.batches.get_state())
-            meter.finish()
-            checkpoints.save(step, state, run.batches.get_state())
+            meter.finish(stopping=True)
+            if 0 < step < last:
+                checkpoints.save(step, state, run.batches.get_state())
+        if step < last:
+            _say(f"stopped after step {step}: the same command goes on from there")
     return state
+
+
+_ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"
+
+
+def _say(text: str) -> None:
+    if is_main_process():
+        print(text, flush=True)
 
 
 def _open_log(run: Run) -> RunLog:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.metrics import RunLog
 
@@ -19,11 +18,10 @@ Metrics = dict[str, jax.Array]
 class Meter:
     """Reads each step's metrics while the next step runs, so that the devices never wait for the host."""
 
-    def __init__(self, config: Config, first_step: int, log: RunLog):
-        self._config, self._log = config, log
+    def __init__(self, config: Config, first_step: int, log: RunLog, peak_flops_per_s: float):
+        self._config, self._log, self._peak = config, log, peak_flops_per_s
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
-        self._peak = matrix_flops_per_s(config.train.compute_dtype)
         self._waiting: tuple[int, Metrics] | None = None
         self._since, self._step = time.perf_counter(), first_step
 
@@ -32,13 +30,13 @@ class Meter:
         self.finish()
         self._waiting = step, metrics
 
-    def finish(self) -> None:
-        """Wait for the last step handed over and record it, if it is due."""
+    def finish(self, stopping: bool = False) -> None:
+        """Wait for the last step handed over and record it, if it is due or the run ends with it."""
         if self._waiting is not None:
             step, metrics = self._waiting
             self._waiting = None
             jax.block_until_ready(metrics)
-            if step % self._config.log.every == 0 or step in (1, self._config.train.steps):
+            if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
 
     @contextmanager

@@ -73,12 +73,12 @@ class RunLog:
         if self._line_is_open:
             print(flush=True)
 
-    def write(self, record: Mapping[str, Any] | None) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append a training record (`step, loss, step_s, …`) or an evaluation (`step, validation_loss`) and show it.
 
-        Values are numbers (NaN and infinities too) or, not for TensorBoard, lists of them. None: nothing is due.
+        Values are numbers (NaN and infinities too) or, not for TensorBoard, lists of them.
         """
-        if self._file is None or record is None:
+        if self._file is None:
             return
         step = record["step"]
         self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step}) + "\n")

@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     load_balance_loss: Float[Array, ""]
     router_z_loss: Float[Array, ""]
     count_ME: Int[Array, "M E"]
-    num_dropped: Int[Array, ""]
+    num_dropped: Float[Array, ""]
 
 
 def local_objective(
@@ -37,14 +37,14 @@ def local_objective(
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BNV, token_BN1[:, 1:])
     cross_entropy = losses.sum() / global_tokens
     if stats is None:
-        nothing = Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.int32(0))
+        nothing = Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.float32(0))
         return cross_entropy, nothing
     parts = Parts(
         cross_entropy=cross_entropy,
         load_balance_loss=load_balance_loss(stats, sum_over_batch(stats.count_E), global_tokens),
         router_z_loss=stats.z_sum.sum() / global_tokens,
         count_ME=stats.count_E,
-        num_dropped=stats.num_dropped.sum(),
+        num_dropped=stats.num_dropped.astype(jnp.float32).sum(),
     )
     moe = model.moe
     auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss

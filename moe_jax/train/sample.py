@@ -1,6 +1,5 @@
 """Text from a trained model, on one device."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from moe_jax.models.decode import sample
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.train.metrics import write_atomically
 from moe_jax.train.tokenizer import load_tokenizer
 
 
@@ -33,8 +33,7 @@ def sample_tokens(
     """
     mesh, length = one_device_mesh(), config.data.seq_len
     params = jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED))
-    how = dataclasses.replace(Computation.of(config, mesh), remat="none")
-    body = functools.partial(sample, model=config.model, how=how)
+    body = functools.partial(sample, model=config.model, how=Computation.of(config, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)
     while len(text) < len(prompt) + count:
@@ -47,19 +46,22 @@ def sample_tokens(
 
 
 def sample_text(config: Config, params: Any, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """Prompt and continuation as text. Raises ConfigError for an empty prompt."""
-    tokenizer = load_tokenizer(Path(config.data.path))
-    tokens = tokenizer.encode(prompt)
+    """Prompt and continuation as text. Raises ConfigError for an empty prompt, DataError for a missing tokenizer."""
+    tokens = sample_tokens(config, params, encode_prompt(config, prompt), count, temperature, seed)
+    return prompt + load_tokenizer(Path(config.data.path)).decode(tokens.tolist())
+
+
+def encode_prompt(config: Config, prompt: str) -> NDArray[np.int32]:
+    """The prompt's tokens. Raises ConfigError if there are none, DataError for a missing tokenizer."""
+    tokens = load_tokenizer(Path(config.data.path)).encode(prompt)
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character, e.g. a line break")
-    return prompt + tokenizer.decode(
-        sample_tokens(config, params, np.array(tokens, np.int32), count, temperature, seed).tolist()
-    )
+    return np.array(tokens, np.int32)
 
 
 def write_sample(config: Config, params: Any, run: Path) -> str:
     """Sample as `log` says, at temperature 0.8, into the run's sample.txt; returns the text."""
     log = config.log
     text = sample_text(config, params, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=config.train.seed)
-    (run / "sample.txt").write_text(text)
+    write_atomically(run / "sample.txt", text)
     return text

@@ -1,6 +1,7 @@
 """Everything a run needs before its first step, checked before anything is written."""
 
 import dataclasses
+import functools
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from numpy.typing import NDArray
 
 from moe_jax.config import Config, check_batch_split, check_expert_split
-from moe_jax.config_files import save_config
+from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
@@ -21,8 +23,9 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.data import Batches, train_batches, validation_batches
-from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
 from moe_jax.train.processes import is_main_process
+from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
 
@@ -38,7 +41,7 @@ class Run:
     validation: list[NDArray[np.int32]]
     first_step: int  # steps done before; 0: a new run
 
-    @property
+    @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
         """Of the global batch, with its sharding."""
         shape = (self.config.train.batch_size, self.config.data.seq_len + 1)
@@ -65,7 +68,9 @@ def open_run(config: Config) -> Run:
     check_batch_split(config, batch_shards(mesh))
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
-    first_step = _resume_step(config, folder)
+    first_step = _agree(_resume_step(config, folder), folder)
+    if config.log.sample_tokens:
+        encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
     return Run(
@@ -109,8 +114,8 @@ def write_start(run: Run) -> None:
     facts = provenance() | {"mesh": {str(axis): size for axis, size in run.trainer.mesh.shape.items()}}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        save_config(run.config, run.folder / "config.yaml")
-        (run.folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_atomically(run.folder / "config.yaml", to_yaml(run.config))
+        write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 
@@ -134,6 +139,19 @@ def _resume_step(config: Config, folder: Path) -> int:
     if (folder / FILE_NAME).exists():
         read_metrics(folder)
     return step
+
+
+def _agree(first_step: int, folder: Path) -> int:
+    """The step that all processes found. Raises CheckpointError if they differ."""
+    if jax.process_count() == 1:
+        return first_step
+    steps = multihost_utils.process_allgather(np.int32(first_step)).tolist()
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"log.dir={folder} holds other checkpoints on other processes (steps {steps}): "
+            "put it on a disk that all share"
+        )
+    return first_step
 
 
 def _check_folder(folder: Path) -> None:

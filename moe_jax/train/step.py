@@ -1,6 +1,7 @@
 """One optimiser step as one jitted `shard_map` program over the whole mesh.
 
-b sequences of this device and step, A accumulated parts, N tokens of a sequence, M blocks with experts, E experts.
+B sequences of this device, in A accumulated parts of b; N tokens of a sequence and N1 = N + 1; M blocks with experts,
+E experts.
 """
 
 import dataclasses
@@ -31,7 +32,6 @@ State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}
 class Trainer:
     """The programs of a run, all over the same mesh and state layout."""
 
-    config: Config
     mesh: Mesh
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
@@ -57,8 +57,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
-    def step(state: State, token_bN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        grads, parts = _accumulate(state["params"], token_bN1, config, how, global_tokens)
+    def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens)
         grads = sync_gradients(grads, specs)
         norm = global_norm(grads, specs)
         factor = clip_factor(norm, config.optimizer.clip_norm)
@@ -72,12 +72,13 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         }
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
 
-    def evaluate(params: Any, token_bN1: jax.Array) -> jax.Array:
-        _, parts = local_objective(params, token_bN1, config.model, how, global_tokens)
-        return sum_over_batch(parts.cross_entropy)
+    def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
+        def share(token_bN1: jax.Array) -> jax.Array:
+            return local_objective(params, token_bN1, config.model, how, global_tokens)[1].cross_entropy
+
+        return sum_over_batch(jax.lax.map(share, _in_parts(token_BN1, config)).sum())
 
     return Trainer(
-        config=config,
         mesh=mesh,
         state_shapes=jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -98,18 +99,22 @@ def local_gradients(
     return gradient(params, token_bN1, config.model, how, global_tokens)
 
 
+def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
+    """This device's sequences as `train.grad_accumulation` parts [A, b, N1]."""
+    return token_BN1.reshape(config.train.grad_accumulation, -1, token_BN1.shape[-1])
+
+
 def _accumulate(
-    params: Any, token_bN1: jax.Array, config: Config, how: Computation, global_tokens: int
+    params: Any, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int
 ) -> tuple[Any, Parts]:
     """Gradients and parts summed over `train.grad_accumulation` parts of the batch, one after another.
 
     The load-balance loss looks at one part's tokens at a time, and the parts' losses are averaged.
     """
-    parts = config.train.grad_accumulation
+    token_AbN1 = _in_parts(token_BN1, config)
     gradients = functools.partial(local_gradients, params, config=config, how=how, global_tokens=global_tokens)
-    if parts == 1:
-        return gradients(token_bN1)
-    token_AbN1 = token_bN1.reshape(parts, -1, token_bN1.shape[-1])
+    if len(token_AbN1) == 1:
+        return gradients(token_AbN1[0])
 
     def add(total: Any, token_bN1: jax.Array) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradients(token_bN1)), None
@@ -131,11 +136,12 @@ def _metrics(parts: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> 
     moe = config.model.moe
     auxiliary = moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
     pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
+    pairs = pairs_M1.astype(jnp.float32).sum()  # of all blocks: more than 32 bits count
     return metrics | {
         "loss": total.cross_entropy + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
-        "dropped_fraction": total.num_dropped / total.count_ME.sum(),
+        "dropped_fraction": total.num_dropped / pairs,
         "expert_load": total.count_ME / pairs_M1,
         "load_max_over_mean": jnp.max(total.count_ME / pairs_M1) * moe.num_experts,
     }

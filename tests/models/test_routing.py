@@ -33,6 +33,7 @@ def test_capacity_is_the_share_rounded_up_and_never_more_than_the_tokens():
     moe = MoE(num_experts=8, top_k=2, capacity_factor=1.25)
     assert routing.capacity(moe, 64) == 20
     assert routing.capacity(moe, 65) == 21  # 20.3
+    assert routing.capacity(MoE(num_experts=10, top_k=1, capacity_factor=1.1), 100) == 11  # in binary a bit above
     assert routing.capacity(MoE(num_experts=8, top_k=2, capacity_factor=100.0), 64) == 64
     assert routing.capacity(MoE(num_experts=8, top_k=2, capacity_factor=None), 64) == 64
 

@@ -155,7 +155,6 @@ def test_quiet_log_of_another_process_touches_nothing(tmp_path: Path, capsys: py
 def test_records_are_on_disk_at_once_and_say_how_many_tokens_were_seen(tmp_path: Path) -> None:
     with open_log(tmp_path) as log:
         log.write(RECORD)
-        log.write(None)
         assert read_metrics(tmp_path) == [{**RECORD, "tokens": 120 * 64}]
 
 

@@ -11,6 +11,6 @@ def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
     """The k likeliest experts, weighted by their probability, renormalised if the config says so."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     weight_Tk, expert_Tk = jax.lax.top_k(prob_TE, moe.top_k)
-    if moe.normalize_weights and moe.top_k > 1:  # one renormalised weight is 1 and would not train the router
+    if moe.normalize_weights and moe.top_k > 1:  # one renormalised weight would always be 1
         weight_Tk = weight_Tk / weight_Tk.sum(axis=-1, keepdims=True)
     return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk * moe.routed_scale, prob_TE=prob_TE)

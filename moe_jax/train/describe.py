@@ -1,0 +1,49 @@
+"""What a run is going to do, in words: printed at its start, and by a dry run instead of it."""
+
+import jax
+
+from moe_jax.config import Config
+from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.parallel.mesh import Axis
+from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
+from moe_jax.train.setup import Run, compile_programs, open_run
+
+_MIB = 2**20
+
+
+def describe(run: Run) -> dict[str, str]:
+    """Devices, mesh, model and data of a run."""
+    config, shape = run.config, run.trainer.mesh.shape
+    counts = count_parameters(config.model)
+    tokens = config.train.batch_size * config.data.seq_len
+    state = state_bytes_per_device(config.model, shape[Axis.EXPERT])
+    return {
+        "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
+        "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
+        "blocks": " ".join(config.model.block_kinds),
+        "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
+        "their memory": f"{state / _MIB:,.1f} MiB per device, with the optimiser's moments",
+        "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
+        "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
+    }
+
+
+def dry_run(config: Config) -> dict[str, str]:
+    """`describe`, and the memory and least time of a step, which is compiled for it. Raises UserError."""
+    run = open_run(config)
+    memory = compile_programs(run).step.memory_analysis()
+    assert memory is not None, "every supported platform's compiler reports its memory"
+    tokens = config.train.batch_size * config.data.seq_len
+    flops = tokens * train_flops_per_token(config.model, config.data.seq_len)
+    floor_s = flops / matrix_flops_per_s(config.train.compute_dtype)
+    return describe(run) | {
+        "temporaries": f"{memory.temp_size_in_bytes / _MIB:,.1f} MiB per device, as compiled",
+        "step time": f"at least {floor_s:.3g} s: {flops:.3g} FLOP at the matrix rate measured here",
+    }
+
+
+def table(rows: dict[str, str]) -> str:
+    """Names and values in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
