@@ -4,7 +4,6 @@ Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a fe
 compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
 """
 
-import os
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from moe_jax.config_files import load_config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, read_metrics
+from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.setup import compile_programs, open_run
 
 CONFIG = "configs/shakespeare_cpu.yaml"
@@ -106,9 +106,10 @@ def inside_one_process(config: Config) -> dict[str, float]:
 def main() -> None:
     """Run both and write results/bench_step.json."""
     overrides = [*SETTINGS, *sys.argv[1:]]
-    config = load_config(CONFIG, [*overrides, f"log.dir={os.devnull}/none"])
-    jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices or 1)
-    values = whole_command(overrides) | inside_one_process(config)
+    with tempfile.TemporaryDirectory() as empty:
+        config = load_config(CONFIG, [*overrides, f"log.dir={empty}"])
+        initialize(Processes(mode="off"), config.mesh.cpu_devices)
+        values = whole_command(overrides) | inside_one_process(config)
     values["steps_per_s"] = 1 / values["step_s"]
     values["tokens_per_s"] = config.train.batch_size * config.data.seq_len / values["step_s"]
     write_result("bench_step", {name: float(f"{value:.4g}") for name, value in values.items()})
