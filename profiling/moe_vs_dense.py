@@ -22,7 +22,7 @@ CONFIG = "configs/shakespeare_cpu.yaml"
 
 def main() -> None:
     """Train both and write results/moe_vs_dense.json."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 800
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     model = load_config(CONFIG).model
     moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
     width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
