@@ -308,12 +308,17 @@ def check_expert_split(num_experts: int, ranks: int) -> None:
     if num_experts == 0 and ranks > 1:
         raise ConfigError(f"mesh.expert={ranks} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
     if num_experts % ranks:
-        lower = num_experts - num_experts % ranks
-        counts = " or ".join(str(n) for n in (lower, lower + ranks) if n)
+        counts = nearest_multiples(num_experts, ranks)
         raise ConfigError(
             f"model.moe.num_experts={num_experts} is not divisible by mesh.expert={ranks}: "
             f"use {counts} experts, or mesh.expert={_divisors_text(num_experts)}"
         )
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The positive multiples of `unit` next to a number that is none: "6 or 9" for 8 and 3."""
+    lower = number - number % unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
 def check_batch_split(config: Config, batch_shards: int) -> None:
@@ -321,11 +326,9 @@ def check_batch_split(config: Config, batch_shards: int) -> None:
     size, parts = config.train.batch_size, config.train.grad_accumulation
     unit = parts * batch_shards
     if size % unit:
-        lower = size - size % unit
-        sizes = " or ".join(str(n) for n in (lower, lower + unit) if n)
         raise ConfigError(
             f"train.batch_size={size} is not divisible by train.grad_accumulation={parts} × {batch_shards} devices "
-            f"(data × expert) = {unit}: use {sizes}"
+            f"(data × expert) = {unit}: use {nearest_multiples(size, unit)}"
         )
 
 

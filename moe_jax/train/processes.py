@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from moe_jax.config import nearest_multiples
 from moe_jax.errors import EXIT_BAD_INPUT, UserError
 
 CONNECT_TIMEOUT_S = 300  # until every process has come
@@ -204,11 +205,9 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | No
             "processes: pass --coordinator HOST:PORT --num-processes N --process-id I, or --distributed=off"
         )
     if cpu_devices % num_processes:
-        lower = cpu_devices - cpu_devices % num_processes
-        counts = " or ".join(str(n) for n in (lower, lower + num_processes) if n)
         raise ProcessError(
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
-            f"(each simulates an equal share): set mesh.cpu_devices={counts}"
+            f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
     share = cpu_devices // num_processes
     try:
