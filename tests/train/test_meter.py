@@ -1,0 +1,102 @@
+"""Which steps are recorded, what counts as their time, and the arithmetic of the speeds."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.config import Config, Data, Log, Train
+from moe_jax.plan.resources import train_flops_per_token
+from moe_jax.train.meter import Meter
+
+BATCH, LENGTH = 4, 32
+MATRIX_RATE = 1e9  # FLOP/s
+
+
+class Clock:
+    """A clock that only moves when it is told to."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+class Records(list):
+    """In the place of a RunLog."""
+
+    def write(self, record: dict) -> None:
+        self.append(record)
+
+
+def metered(every: int, steps: int = 12, first_step: int = 0) -> tuple[Meter, Records]:
+    config = Config(
+        data=Data(seq_len=LENGTH), train=Train(steps=steps, batch_size=BATCH), log=Log(every=every, tensorboard=False)
+    )
+    records = Records()
+    return Meter(config, first_step, records, MATRIX_RATE), records
+
+
+@pytest.mark.parametrize(("first_step", "recorded"), [(0, [1, 5, 10, 12]), (7, [10, 12]), (11, [12])])
+def test_the_first_the_last_and_every_nth_step_are_recorded(first_step, recorded, clock):
+    reader, records = metered(every=5, first_step=first_step)
+    for step in range(first_step + 1, 13):
+        clock.now_s += 1
+        reader.add(step, {"loss": jnp.float32(step / 8)})
+    reader.finish()
+    assert [(record["step"], record["loss"]) for record in records] == [(step, step / 8) for step in recorded]
+
+
+@pytest.mark.parametrize(("stopping", "recorded"), [(False, [1]), (True, [1, 3])])
+def test_the_step_that_a_run_is_stopped_after_is_recorded(stopping, recorded, clock):
+    reader, records = metered(every=5)
+    for step in (1, 2, 3):
+        clock.now_s += 1
+        reader.add(step, {})
+    reader.finish(stopping=stopping)
+    assert [record["step"] for record in records] == recorded
+
+
+def test_a_step_is_read_only_when_the_next_one_has_started(clock):
+    """Or the devices would wait for the host after every step."""
+    reader, records = metered(every=1)
+    for step in (1, 2, 3):
+        clock.now_s += 1
+        reader.add(step, {})
+        assert [record["step"] for record in records] == list(range(1, step))
+
+
+def test_step_time_is_the_mean_since_the_last_record_without_the_pauses(clock):
+    reader, records = metered(every=4)
+    for step, step_s in enumerate((8, 1, 2, 3, 1, 1, 1, 5), start=1):
+        clock.now_s += step_s
+        reader.add(step, {})
+        with reader.paused():
+            clock.now_s += 1000
+    assert [(record["step"], record["step_s"]) for record in records] == [(1, 8), (4, 2), (8, 2)]
+
+
+def test_a_pause_begins_when_the_step_under_way_is_recorded(clock):
+    reader, records = metered(every=1)
+    clock.now_s += 3
+    reader.add(1, {})
+    with reader.paused():
+        assert [record["step_s"] for record in records] == [3]
+
+
+def test_speeds_follow_from_the_step_time(clock):
+    reader, records = metered(every=1)
+    clock.now_s += 0.5
+    reader.add(1, {"expert_load": jnp.full((1, 3), 1 / 3)})
+    reader.finish()
+    tokens_per_s = BATCH * LENGTH / 0.5
+    utilisation = tokens_per_s * train_flops_per_token(Config().model, LENGTH) / MATRIX_RATE
+    expected = {"step": 1, "step_s": 0.5, "tokens_per_s": tokens_per_s, "mfu": pytest.approx(utilisation)}
+    assert records == [{**expected, "expert_load": [[0.333333] * 3]}]

@@ -1,0 +1,49 @@
+"""Text longer than a window: how much, and what each window of it sees."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Data, Train
+from moe_jax.train.sample import sample_tokens
+from tests.models.test_decode import MODEL, logits_of
+from tests.small import first_params
+
+LENGTH, COUNT = 8, 18
+CONFIG = Config(model=MODEL, data=Data(seq_len=LENGTH), train=Train(compute_dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Sharper than at the start, so that no two logits tie and every earlier token matters."""
+    return jax.tree.map(lambda x: 3 * x, first_params(MODEL))
+
+
+# In windows of 8, 3 tokens leave room for 5 more in the first one; of 8 or 11 the first one sees the last 4.
+@pytest.mark.parametrize(("prompt_length", "first_start"), [(3, 0), (8, 4), (11, 7)])
+def test_each_window_begins_with_the_second_half_of_the_one_before(prompt_length, first_start, params):
+    prompt = np.random.default_rng(prompt_length).integers(0, MODEL.vocab_size, prompt_length, dtype=np.int32)
+    new = sample_tokens(CONFIG, params, prompt, COUNT, temperature=0, seed=0)
+    assert new.shape == (COUNT,)
+    text = np.concatenate([prompt, new, np.zeros(LENGTH, np.int32)])
+    end = prompt_length + COUNT
+    starts = range(first_start, end - LENGTH // 2, LENGTH // 2)
+    best = np.asarray(logits_of(params, np.stack([text[s : s + LENGTH] for s in starts]))).argmax(axis=-1)
+    expected = {s + i + 1: best[w, i] for w, s in enumerate(starts) for i in range(LENGTH // 2 - 1, LENGTH - 1)}
+    if first_start == 0:
+        expected |= {i + 1: best[0, i] for i in range(prompt_length - 1, LENGTH - 1)}
+    wanted = [expected[position] for position in range(prompt_length, end)]
+    np.testing.assert_array_equal(new, wanted, err_msg="each token is the likeliest after those of its window")
+    assert len(set(wanted)) > 3, "the text is too dull to show what a window sees"
+
+
+def test_windows_draw_from_keys_of_their_own(params):
+    """A key used again would repeat the draws of the window before: half of every window would come twice."""
+    flat = jax.tree.map(lambda x: 0 * x, params)  # equal logits, so that the key alone decides
+    config = dataclasses.replace(CONFIG, data=Data(seq_len=32))
+    prompt = np.zeros(32, np.int32)
+    new = sample_tokens(config, flat, prompt, 64, temperature=1, seed=0).reshape(4, 16)
+    assert len({tuple(window) for window in new.tolist()}) == 4
+    np.testing.assert_array_equal(new.ravel(), sample_tokens(config, flat, prompt, 64, temperature=1, seed=0))
