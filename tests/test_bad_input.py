@@ -1,7 +1,8 @@
 """What every command says to bad input: one exact line and exit code 2, no stack, and not a byte written.
 
 Each case is a command line, run in a folder that has the files of `INPUTS`, the token folders of `prepared` and,
-where a case needs it, a trained run in `run/`.
+where a case needs it, a trained run in `run/`. The file is long because it is one table of such cases after another,
+over one set of fixtures that compiles and trains once.
 """
 
 import importlib.util
