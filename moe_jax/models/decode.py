@@ -81,5 +81,6 @@ def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation) -> ja
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)
     sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1)
-    returned = moe_layer.run_experts(p["moe"], sent, model.moe, how.platform)
-    return moe_layer.combine(p["moe"], returned, ticket, h_BD, model.moe)
+    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.platform)
+    y_BD = moe_layer.combine(returned, ticket, model.moe)
+    return y_BD + mlp(p["moe"]["shared"], h_BD) if "shared" in p["moe"] else y_BD

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates import GATES
-from moe_jax.models.layers import mlp
 from moe_jax.models.orders import order_of
+from moe_jax.models.orders.protocol import Room
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis
 
@@ -30,15 +30,17 @@ class RouterStats(NamedTuple):
     num_dropped: Int[Array, " *M"]  # pairs that found no slot
 
 
-def route(params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int) -> tuple[Any, Any, RouterStats]:
+def route(
+    params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int, room: Room | None = None
+) -> tuple[Any, Any, RouterStats]:
     """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
 
-    Router logits are computed in float32.
+    Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left.
     """
     # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
     logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
     choice = GATES[moe.gate](logit_TE, moe)
-    sent, ticket = order_of(moe).order(h_TD, choice, moe, ranks)
+    sent, ticket = order_of(moe).order(h_TD, choice, moe, ranks, room)
     stats = RouterStats(
         count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),
         prob_sum_E=choice.prob_TE.sum(axis=0),
@@ -56,13 +58,12 @@ def exchange(rows: Any, name: str) -> Any:
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
     """This rank's experts on the rows they were sent."""
-    return order_of(moe).experts(params["experts"], received, moe, platform)
+    return order_of(moe).experts(params, received, moe, platform)
 
 
-def combine(params: Any, returned: jax.Array, ticket: Any, h_TD: Float[Array, "T D"], moe: MoE) -> Float[Array, "T D"]:
-    """Inverse order, plus the shared experts on every token."""
-    y_TD = order_of(moe).inverse(returned, ticket)
-    return y_TD + mlp(params["shared"], h_TD) if "shared" in params else y_TD
+def combine(returned: jax.Array, ticket: Any, moe: MoE) -> Float[Array, "T D"]:
+    """Inverse order: each token's weighted sum of what its experts returned."""
+    return order_of(moe).inverse(returned, ticket)
 
 
 def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:

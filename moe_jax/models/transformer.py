@@ -4,7 +4,7 @@ B sequences of this device, N tokens of each, T = B·N, D model width, V vocabul
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
+from moe_jax.models.orders.protocol import Room
 from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.mesh import Axis
 
@@ -35,28 +36,59 @@ class Computation:
         return cls(config.train.compute_dtype, config.schedule.remat, config.schedule.unroll, platform)
 
 
+class Routed(NamedTuple):
+    """A block with experts in front of its dispatch."""
+
+    x_BND: Float[Array, "B N D"]  # the residual stream with attention and shared experts
+    sent: Any
+    ticket: Any
+    stats: RouterStats
+
+
+def attend_and_route(params: Any, x_BND: Float[Array, "B N D"], model: Model, room: Room | None = None) -> Routed:
+    """Attention, shared experts, gate and order. `room` (None: all) is what earlier parts of the batch left."""
+    x_BND = x_BND + attend(params["attention"], x_BND, model)
+    h_TD = rms_norm(x_BND, params["norm"], model.norm_eps).reshape(-1, x_BND.shape[-1])
+    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room)
+    if "shared" in params["moe"]:
+        x_BND = x_BND + mlp(params["moe"]["shared"], h_TD).reshape(x_BND.shape)
+    return Routed(x_BND, sent, ticket, stats)
+
+
+def rejoin(x_BND: Float[Array, "B N D"], returned: Any, ticket: Any, model: Model) -> Float[Array, "B N D"]:
+    """The residual stream with what the experts returned."""
+    return x_BND + moe_layer.combine(returned, ticket, model.moe).reshape(x_BND.shape)
+
+
+def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N D"]:
+    """One block without experts."""
+    x_BND = x_BND + attend(params["attention"], x_BND, model)
+    return x_BND + mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
+
+
 def block(
     params: Any, x_BND: Float[Array, "B N D"], model: Model, how: Computation
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model)
-    h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     if "mlp" in params:
-        return x_BND + mlp(params["mlp"], h_BND), None
-    h_TD = h_BND.reshape(-1, h_BND.shape[-1])
-    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT))
+        return dense_block(params, x_BND, model), None
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
     received = moe_layer.exchange(sent, "dispatch")
-    returned = moe_layer.exchange(moe_layer.run_experts(params["moe"], received, model.moe, how.platform), "combine")
-    y_TD = moe_layer.combine(params["moe"], returned, ticket, h_TD, model.moe)
-    return x_BND + y_TD.reshape(x_BND.shape), stats
+    out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
+    return rejoin(x_BND, moe_layer.exchange(out, "combine"), ticket, model), stats
+
+
+def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:
+    """The tokens' rows of the embedding."""
+    # cast behind the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
+    return jnp.take(embedding, token_BN, axis=0).astype(how.dtype)
 
 
 def forward(
     params: Any, token_BN: Int[Array, "B N"], model: Model, how: Computation
 ) -> tuple[Float[Array, "B N V"], RouterStats | None]:
     """Logits in float32 and, if any block has experts, router statistics with a leading dimension M."""
-    # cast behind the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
-    x_BND = jnp.take(params["embedding"], token_BN, axis=0).astype(how.dtype)
+    x_BND = embed(params["embedding"], token_BN, how)
     stats = []
     for number, segment in enumerate(segments(model)):
         x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how)

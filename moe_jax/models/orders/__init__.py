@@ -1,11 +1,13 @@
 """How tokens are put in order for the exchange, run through the experts, and put back. One file each.
 
-Each has three functions. P expert ranks, each with L of the E experts; T tokens of this device; D model width.
+Each has four functions. P expert ranks, each with L of the E experts; T tokens of this device, or of a microbatch of
+its batch; D model width.
 
-- `order(x_TD, choice, moe, ranks)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
+- `order(x_TD, choice, moe, ranks, room)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
   and a ticket that finds the way back;
 - `experts(params, received, moe, platform)` → outputs in the shape of the received rows [P, …];
-- `inverse(returned, ticket)` → each token's weighted sum [T, D].
+- `inverse(returned, ticket)` → each token's weighted sum [T, D];
+- `cut(sent, pieces)` → the same in pieces along the slots, which exchange and experts may treat one by one.
 """
 
 from moe_jax.config import MoE
@@ -13,9 +15,9 @@ from moe_jax.models.orders import dropless, one_hot, slots
 from moe_jax.models.orders.protocol import Order
 
 ORDERS: dict[str, Order] = {
-    "slots": Order(slots.order, slots.experts, slots.inverse),
-    "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse),
-    "dropless": Order(dropless.order, dropless.experts, dropless.inverse),
+    "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),
+    "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse, slots.cut, slot_axis=2),
+    "dropless": Order(dropless.order, dropless.experts, dropless.inverse, dropless.cut, slot_axis=1),
 }
 
 

@@ -4,6 +4,7 @@ P expert ranks, L experts on each, W rows from each source at most, S = P·W row
 W = T·min(k, L): all tokens might choose this rank. Rows beyond the real ones are 0 and belong to no expert.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,13 +15,15 @@ from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
 from moe_jax.models.layers import mlp
-from moe_jax.models.orders.protocol import Ticket
+from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds
 
 Sent = tuple[Float[Array, "P W D"], Int[Array, "P L"]]
 
 
-def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int) -> tuple[Sent, Ticket]:
-    """Rows for each rank, sorted by expert, and how many of them each of its experts gets."""
+def order(
+    x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room | None = None
+) -> tuple[Sent, Ticket]:
+    """Rows for each rank, sorted by expert, and how many of them each of its experts gets; `room` never runs out."""
     held = moe.num_experts // ranks
     width = x_TD.shape[0] * min(moe.top_k, held)
     count_E = routing.expert_counts(choice.expert_Tk, moe.num_experts)
@@ -31,6 +34,18 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int) -> tu
     rows = routing.assign_rows(row_Tk, jnp.ones_like(row_Tk, bool), ranks * width)
     sent = routing.to_rows(x_TD, rows).reshape(ranks, width, -1)
     return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.int32(0))
+
+
+def cut(sent: Sent, pieces: int) -> list[Sent]:
+    """Equal ranges of each rank's rows, and how many rows of each expert lie in them."""
+    x_PWD, count_PL = sent
+    end_PL = jnp.cumsum(count_PL, axis=1)
+    start_PL = end_PL - count_PL
+
+    def piece(low: int, high: int) -> Sent:
+        return x_PWD[:, low:high], jnp.maximum(jnp.minimum(end_PL, high) - jnp.maximum(start_PL, low), 0)
+
+    return [piece(*bounds) for bounds in pairwise(piece_bounds(x_PWD.shape[1], pieces))]
 
 
 def experts(params: Any, received: Sent, moe: MoE, platform: str) -> Float[Array, "P W D"]:

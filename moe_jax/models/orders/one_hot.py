@@ -1,7 +1,7 @@
 """Capacity slots by one-hot matrix products (GShard, Lepikhin et al. 2020, algorithm 1).
 
 Does T·E·C·D multiplications to move T·k rows: the obviously right twin of `slots`.
-P expert ranks, L experts on each, E = P·L, C slots per expert and source device, T tokens, k choices.
+P expert ranks, L experts on each, E = P·L, C rows sent to an expert, T tokens, k choices.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
-from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
+from moe_jax.models.orders.protocol import Room, whole_room
 
 
 class OneHotTicket(NamedTuple):
@@ -23,20 +23,21 @@ class OneHotTicket(NamedTuple):
 
 
 def order(
-    x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int
+    x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room | None = None
 ) -> tuple[Float[Array, "P L C D"], OneHotTicket]:
-    """Tokens in their slots."""
+    """Tokens in their slots; `room` as for `slots`."""
     tokens = x_TD.shape[0]
-    slots = routing.capacity(moe, tokens)
+    room = room or whole_room(moe, tokens)
+    width = min(room.slots, tokens)
     chosen_TkE = jax.nn.one_hot(choice.expert_Tk, moe.num_experts, dtype=jnp.int32)
     pairs = chosen_TkE.reshape(-1, moe.num_experts)
-    slot_TkE = (jnp.cumsum(pairs, axis=0) - 1).reshape(chosen_TkE.shape)
-    # one_hot gives no 1 at all for a slot beyond the last: such pairs are dropped
-    place_TkEC = jax.nn.one_hot(slot_TkE, slots) * chosen_TkE[..., None]
+    rank_TkE = (jnp.cumsum(pairs, axis=0) - 1).reshape(chosen_TkE.shape)
+    kept_TkE = chosen_TkE * (room.used_E + rank_TkE < room.slots)
+    place_TkEC = jax.nn.one_hot(rank_TkE, width) * kept_TkE[..., None]
     combine_TEC = jnp.einsum("tk,tkec->tec", choice.weight_Tk, place_TkEC)
     sent = jnp.einsum("tkec,td->ecd", place_TkEC.astype(x_TD.dtype), x_TD)
     dropped = pairs.sum() - place_TkEC.sum().astype(jnp.int32)
-    return sent.reshape(ranks, -1, slots, x_TD.shape[1]), OneHotTicket(combine_TEC=combine_TEC, num_dropped=dropped)
+    return sent.reshape(ranks, -1, width, x_TD.shape[1]), OneHotTicket(combine_TEC=combine_TEC, num_dropped=dropped)
 
 
 def inverse(returned_PLCD: Float[Array, "P L C D"], ticket: OneHotTicket) -> Float[Array, "T D"]:

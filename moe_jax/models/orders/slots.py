@@ -1,10 +1,11 @@
 """Capacity slots: each device gives every expert C slots, filled in token order; later pairs are dropped.
 
-P expert ranks, L experts on each, C slots per expert and source device, T tokens, D model width, F hidden width.
+P expert ranks, L experts on each, C rows sent to an expert by a source device, T tokens, D model width, F hidden width.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,18 +13,29 @@ from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.layers import mlp
-from moe_jax.models.orders.protocol import Ticket
+from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds, whole_room
 
 
-def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int) -> tuple[Float[Array, "P L C D"], Ticket]:
-    """Tokens in their slots."""
-    slots = routing.capacity(moe, x_TD.shape[0])
+def order(
+    x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room | None = None
+) -> tuple[Float[Array, "P L C D"], Ticket]:
+    """Tokens in their slots; `room` (None: all) is what earlier parts of the batch left.
+
+    A part brings an expert at most one row per token, so it sends no more slots than it has tokens.
+    """
+    room = room or whole_room(moe, x_TD.shape[0])
+    width = min(room.slots, x_TD.shape[0])
     count_E = routing.expert_counts(choice.expert_Tk, moe.num_experts)
-    slot_Tk = routing.rank_in_expert(choice.expert_Tk, count_E)
-    kept_Tk = slot_Tk < slots
-    rows = routing.assign_rows(choice.expert_Tk * slots + slot_Tk, kept_Tk, moe.num_experts * slots)
-    sent = routing.to_rows(x_TD, rows).reshape(ranks, moe.num_experts // ranks, slots, -1)
+    rank_Tk = routing.rank_in_expert(choice.expert_Tk, count_E)
+    kept_Tk = room.used_E[choice.expert_Tk] + rank_Tk < room.slots
+    rows = routing.assign_rows(choice.expert_Tk * width + rank_Tk, kept_Tk, moe.num_experts * width)
+    sent = routing.to_rows(x_TD, rows).reshape(ranks, moe.num_experts // ranks, width, -1)
     return sent, Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
+
+
+def cut(sent_PLCD: Float[Array, "P L C D"], pieces: int) -> list[jax.Array]:
+    """The slots of every expert in equal pieces."""
+    return jnp.split(sent_PLCD, piece_bounds(sent_PLCD.shape[2], pieces)[1:-1], axis=2)
 
 
 def experts(params: Any, received_PLCD: Float[Array, "P L C D"], moe: MoE, platform: str) -> Float[Array, "P L C D"]:
