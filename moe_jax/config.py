@@ -83,10 +83,22 @@ class Mesh:
 class Schedule:
     """In which order an iteration's tasks run."""
 
-    policy: Literal["vanilla"] = "vanilla"
-    microbatches: int = 1
+    policy: Literal["vanilla", "expert_pipeline", "unified"] = "vanilla"
+    microbatches: int = 1  # unified: parts of a device's sequences; expert_pipeline: of the slots
+    backward_microbatches: int | None = None  # null: as many; unified: a divisor
+    weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
+    grad_reduce: Literal["end", "block", "chunked"] = "end"  # when gradients are summed over devices
+    chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """In which form tokens and gradients travel between devices."""
+
+    algorithm: Literal["flat", "ring"] = "flat"  # all-to-all: one collective, or collective-permutes
+    reduction: Literal["all_reduce", "scatter_gather", "ring"] = "all_reduce"  # of gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +166,7 @@ class Config:
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
     schedule: Schedule = field(default_factory=Schedule)
+    exchange: Exchange = field(default_factory=Exchange)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
@@ -164,6 +177,7 @@ class Config:
         _check_ranges(self)
         _check_model(self.model)
         _check_mesh(self)
+        _check_schedule(self.schedule)
         _check_training(self)
 
 
@@ -187,6 +201,7 @@ _AT_LEAST: dict[str, float] = {
     "model.moe.router_z_weight": 0,
     "mesh.cpu_devices": 1,
     "schedule.microbatches": 1,
+    "schedule.backward_microbatches": 1,
     "schedule.unroll": 1,
     "data.seq_len": 2,
     "data.prefetch": 0,
@@ -322,13 +337,36 @@ def nearest_multiples(number: int, unit: int) -> str:
 
 
 def check_batch_split(config: Config, batch_shards: int) -> None:
-    """Raise ConfigError unless `train.batch_size` divides over the accumulated parts and `batch_shards` devices."""
+    """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
     size, parts = config.train.batch_size, config.train.grad_accumulation
-    unit = parts * batch_shards
+    microbatches = config.schedule.microbatches if config.schedule.policy == "unified" else 1
+    unit = parts * batch_shards * microbatches
     if size % unit:
+        cut = f" × schedule.microbatches={microbatches}" if microbatches > 1 else ""
         raise ConfigError(
             f"train.batch_size={size} is not divisible by train.grad_accumulation={parts} × {batch_shards} devices "
-            f"(data × expert) = {unit}: use {nearest_multiples(size, unit)}"
+            f"(data × expert){cut} = {unit}: use {nearest_multiples(size, unit)}"
+        )
+
+
+def _check_schedule(settings: Schedule) -> None:
+    parts, backward = settings.microbatches, settings.backward_microbatches
+    if settings.policy == "vanilla" and (parts, backward or 1) != (1, 1):
+        name = "microbatches" if parts > 1 else "backward_microbatches"
+        raise ConfigError(
+            f"schedule.{name}={parts if parts > 1 else backward} needs a policy that pipelines: "
+            "use schedule.policy=unified or expert_pipeline "
+            "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+        )
+    if settings.policy == "unified" and backward is not None and parts % backward:
+        raise ConfigError(
+            f"schedule.backward_microbatches={backward} cannot be made of schedule.microbatches={parts}: "
+            f"use {_divisors_text(parts)}"
+        )
+    if settings.chunk_mb is not None and settings.grad_reduce != "chunked":
+        raise ConfigError(
+            f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
+            "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
         )
 
 
@@ -338,11 +376,6 @@ def _check_training(config: Config) -> None:
         raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
     if not 0 <= config.optimizer.final_fraction <= 1:
         raise ConfigError(f"optimizer.final_fraction={config.optimizer.final_fraction} must lie in 0..1")
-    if config.schedule.microbatches != 1:
-        raise ConfigError(
-            f"schedule.microbatches={config.schedule.microbatches} needs a policy that pipelines: "
-            "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)"
-        )
     if not config.data.path:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:

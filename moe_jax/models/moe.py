@@ -50,10 +50,10 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str) -> Any:
+def exchange(rows: Any, name: str, algorithm: str) -> Any:
     """All-to-all of every array of a tree over the expert axis: block p goes to rank p. Its own inverse."""
     with jax.named_scope(name):
-        return jax.tree.map(lambda x: EXCHANGES["flat"](x, Axis.EXPERT), rows)
+        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT), rows)
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:

@@ -28,12 +28,19 @@ class Computation:
     remat: Literal["none", "dots", "full"]
     unroll: int  # periods of blocks in one turn of the scan
     platform: str  # of the devices: cpu, gpu or tpu
+    exchange: str  # the all-to-all's algorithm
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh."""
         platform = mesh.devices.flat[0].platform
-        return cls(config.train.compute_dtype, config.schedule.remat, config.schedule.unroll, platform)
+        return cls(
+            config.train.compute_dtype,
+            config.schedule.remat,
+            config.schedule.unroll,
+            platform,
+            config.exchange.algorithm,
+        )
 
 
 class Routed(NamedTuple):
@@ -73,9 +80,9 @@ def block(
     if "mlp" in params:
         return dense_block(params, x_BND, model), None
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
-    received = moe_layer.exchange(sent, "dispatch")
+    received = moe_layer.exchange(sent, "dispatch", how.exchange)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    return rejoin(x_BND, moe_layer.exchange(out, "combine"), ticket, model), stats
+    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange), ticket, model), stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:
@@ -104,7 +111,7 @@ def unembed(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Ar
     return jnp.matmul(x_BND, head.astype(x_BND.dtype), preferred_element_type=jnp.float32)
 
 
-_REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
 def _run_segment(
@@ -123,7 +130,7 @@ def _run_segment(
     if how.remat != "none":
         # a loop keeps the compiler from merging the second computation with the first; unrolled, it must be told
         fully_unrolled = unroll == segment.repeats
-        period = jax.checkpoint(period, policy=_REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
+        period = jax.checkpoint(period, policy=REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
     x_BND, stats = jax.lax.scan(period, x_BND, params, unroll=unroll)
     if not stats:
         return x_BND, []

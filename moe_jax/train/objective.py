@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model
-from moe_jax.models.moe import load_balance_loss
+from moe_jax.models.moe import RouterStats, load_balance_loss
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.grad_sync import sum_over_batch
 
@@ -36,16 +36,26 @@ def local_objective(
     logit_BNV, stats = forward(params, token_BN1[:, :-1], model, how)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BNV, token_BN1[:, 1:])
     cross_entropy = losses.sum() / global_tokens
-    if stats is None:
-        nothing = Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.float32(0))
-        return cross_entropy, nothing
-    parts = Parts(
+    counts_ME = None if stats is None else sum_over_batch(stats.count_E)
+    parts = parts_of(cross_entropy, stats, counts_ME, global_tokens)
+    moe = model.moe
+    auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
+    return cross_entropy + auxiliary, parts
+
+
+def parts_of(
+    cross_entropy: Float[Array, ""],
+    stats: RouterStats | None,
+    global_count_ME: Int[Array, "M E"] | None,
+    global_tokens: int,
+) -> Parts:
+    """The parts of a device's share, from what its routers did and what those of all devices counted."""
+    if stats is None or global_count_ME is None:
+        return Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.float32(0))
+    return Parts(
         cross_entropy=cross_entropy,
-        load_balance_loss=load_balance_loss(stats, sum_over_batch(stats.count_E), global_tokens),
+        load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens),
         router_z_loss=stats.z_sum.sum() / global_tokens,
         count_ME=stats.count_E,
         num_dropped=stats.num_dropped.astype(jnp.float32).sum(),
     )
-    moe = model.moe
-    auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
-    return cross_entropy + auxiliary, parts

@@ -14,11 +14,13 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Schedule
 from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
+from moe_jax.schedule import schedule
+from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
 
@@ -33,6 +35,7 @@ class Trainer:
     """The programs of a run, all over the same mesh and state layout."""
 
     mesh: Mesh
+    schedule: schedule.Schedule | None  # None: autodiff's and the compiler's order
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
     step: Wrapped  # State (donated), batch → State, metrics
@@ -57,9 +60,10 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
+    plan = None if is_plain(config) else make_plan(config, mesh)
+
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens)
-        grads = sync_gradients(grads, specs)
+        grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
         norm = global_norm(grads, specs)
         factor = clip_factor(norm, config.optimizer.clip_norm)
         updates, moments = optimizer.update(
@@ -80,6 +84,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     return Trainer(
         mesh=mesh,
+        schedule=plan.schedule if plan else None,
         state_shapes=jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             jax.eval_shape(init),
@@ -91,12 +96,12 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     )
 
 
-def local_gradients(
-    params: Any, token_bN1: jax.Array, config: Config, how: Computation, global_tokens: int
-) -> tuple[Any, Parts]:
-    """Gradients of this device's share of the objective, not yet summed over devices, and its parts."""
-    gradient = jax.grad(local_objective, has_aux=True)
-    return gradient(params, token_bN1, config.model, how, global_tokens)
+def is_plain(config: Config) -> bool:
+    """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+    settings, unscheduled = config.schedule, Schedule()
+    names = ("policy", "weight_grad", "grad_reduce")
+    same = all(getattr(settings, name) == getattr(unscheduled, name) for name in names)
+    return same and config.exchange.reduction == "all_reduce"
 
 
 def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
@@ -105,22 +110,39 @@ def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
 
 
 def _accumulate(
-    params: Any, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int
+    params: Any,
+    token_BN1: jax.Array,
+    config: Config,
+    how: Computation,
+    global_tokens: int,
+    specs: Any,
+    plan: Plan | None,
 ) -> tuple[Any, Parts]:
-    """Gradients and parts summed over `train.grad_accumulation` parts of the batch, one after another.
+    """Gradients summed over devices, and this device's parts, of `train.grad_accumulation` parts of the batch.
 
-    The load-balance loss looks at one part's tokens at a time, and the parts' losses are averaged.
+    Parts run one after another, and devices are summed with the last. The load-balance loss looks at one part's tokens
+    at a time, and the parts' losses are averaged.
     """
-    token_AbN1 = _in_parts(token_BN1, config)
-    gradients = functools.partial(local_gradients, params, config=config, how=how, global_tokens=global_tokens)
-    if len(token_AbN1) == 1:
-        return gradients(token_AbN1[0])
+    plain = jax.grad(local_objective, has_aux=True)
+
+    def gradients(token_bN1: jax.Array) -> tuple[Any, Parts]:
+        if plan is None:
+            return plain(params, token_bN1, config.model, how, global_tokens)
+        return scheduled_gradients(params, token_bN1, config, how, global_tokens, plan.without_reductions())
 
     def add(total: Any, token_bN1: jax.Array) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradients(token_bN1)), None
 
-    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, token_AbN1[0]))
-    return jax.lax.scan(add, zeros, token_AbN1)[0]
+    *first, last = _in_parts(token_BN1, config)
+    earlier = None
+    if first:
+        zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, last))
+        earlier = jax.lax.scan(add, zeros, jnp.stack(first))[0]
+    if plan is None:
+        grads, parts = gradients(last) if earlier is None else add(earlier, last)[0]
+        return sync_gradients(grads, specs), parts
+    grads, parts = scheduled_gradients(params, last, config, how, global_tokens, plan, earlier and earlier[0])
+    return grads, parts if earlier is None else jax.tree.map(jnp.add, earlier[1], parts)
 
 
 def _metrics(parts: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> dict[str, jax.Array]:

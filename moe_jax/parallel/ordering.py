@@ -1,0 +1,24 @@
+"""Order that data does not impose, e.g. of two collectives."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+
+def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
+    """`x`, bit for bit, but nothing that uses it can start before `dependency` exists. Neither may be empty.
+
+    XLA:CPU drops optimisation barriers before it orders operations. There, 0 computed from an element of `dependency`
+    is subtracted from one of `x`; which kind of zero it is, and that x can be infinite or NaN, changes nothing.
+    """
+    if platform != "cpu":
+        return jax.lax.optimization_barrier((x, dependency))[0]
+    # a truth value, shifted out: XLA folds products with 0 and comparisons with itself, but knows no ranges
+    zero = ((_first(dependency) > 0).astype(jnp.uint32) >> 1).reshape((1,) * x.ndim)
+    # one element in place; subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
+    changed = _first(x) - zero.astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, changed, (0,) * x.ndim)
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)

@@ -1,0 +1,20 @@
+"""A reduce-scatter and an all-gather: half of an all-reduce each, and other work fits between them.
+
+P ranks, m numbers of each.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from moe_jax.parallel.mesh import Axis
+
+
+def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
+    """The sum of `x_n` over all ranks of `axes`, on each of them."""
+    ranks = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    padded = jnp.pad(x_n, (0, -len(x_n) % ranks))
+    sum_m = jax.lax.psum_scatter(padded, axes, tiled=True)
+    return jax.lax.all_gather(sum_m, axes, tiled=True)[: len(x_n)]

@@ -1,0 +1,129 @@
+"""Backward passes whose weight gradients can wait, while their input gradients go on.
+
+Differentiating y = x·W gives two products, dX = dY·Wᵀ, which the block below waits for, and dW = Xᵀ·dY, which nobody
+does. The pullback of a whole task is taken apart by what each of its operations is needed for: first everything that
+input gradients need, later the rest. Nothing is computed twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+Tree = Any
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf of a tree has gradients."""
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact))
+
+
+def floats_of(tree: Tree) -> list[jax.Array]:
+    """The leaves that have gradients."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def with_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
+    """A tree with the leaves that have gradients replaced, in order."""
+    leaves, structure = jax.tree.flatten(tree)
+    new = iter(floats)
+    return jax.tree.unflatten(structure, [next(new) if is_float(leaf) else leaf for leaf in leaves])
+
+
+def differentiate(
+    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree
+) -> tuple[Tree, Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]]:
+    """`function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the weights
+    and of the inputs' float leaves. Leaves that are no floats pass through without a gradient.
+    """
+    traced: list[tuple[Any, list[bool]]] = []
+
+    def on_floats(weights: Tree, floats: list[jax.Array]) -> tuple[list[jax.Array], Tree]:
+        leaves, structure = jax.tree.flatten(function(weights, with_floats(inputs, floats)))
+        traced.append((structure, [is_float(leaf) for leaf in leaves]))
+        return floats_of(leaves), [leaf for leaf in leaves if not is_float(leaf)]
+
+    floats, pullback, others = jax.vjp(on_floats, weights, floats_of(inputs), has_aux=True)
+    structure, kinds = traced[-1]
+    of_kind = {True: iter(floats), False: iter(others)}
+    return jax.tree.unflatten(structure, [next(of_kind[kind]) for kind in kinds]), pullback
+
+
+class SplitPullback:
+    """One call of a pullback in two parts, inside one trace."""
+
+    def __init__(self, pullback: Callable[[Any], tuple[Tree, Any]], cotangents: Sequence[jax.Array]):
+        traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
+        traced = _inlined(traced)
+        jaxpr = traced.jaxpr
+        self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+        self._values |= dict(zip(jaxpr.invars, cotangents, strict=True))
+        weight_shapes, input_shapes = shapes
+        num_weights = len(jax.tree.leaves(weight_shapes))
+        self._structures = jax.tree.structure(weight_shapes), jax.tree.structure(input_shapes)
+        self._weight_vars, self._input_vars = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
+        self._first = _needed_for(self._input_vars, jaxpr.eqns)
+        first = set(map(id, self._first))
+        self._rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in first]
+
+    def inputs(self) -> Any:
+        """Gradients of the inputs; to be called before `weights`."""
+        _evaluate(self._first, self._values)
+        return jax.tree.unflatten(self._structures[1], [_read(self._values, var) for var in self._input_vars])
+
+    def weights(self) -> Tree:
+        """Gradients of the weights: all that `inputs` did not need."""
+        _evaluate(self._rest, self._values)
+        return jax.tree.unflatten(self._structures[0], [_read(self._values, var) for var in self._weight_vars])
+
+
+def _needed_for(outputs: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    wanted = {var for var in outputs if not isinstance(var, Literal)}
+    needed = []
+    for eqn in reversed(eqns):
+        if wanted.intersection(eqn.outvars):
+            needed.append(eqn)
+            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
+    return needed[::-1]
+
+
+def _inlined(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """The same without calls: an operation inside one may be needed for inputs and another for weights."""
+
+    def run(*inputs: Any) -> list[Any]:
+        values = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        values |= dict(zip(traced.jaxpr.invars, inputs, strict=True))
+        _evaluate(traced.jaxpr.eqns, values)
+        return [_read(values, var) for var in traced.jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.invars))
+
+
+def _evaluate(eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> None:
+    for eqn in eqns:
+        inputs = [_read(values, var) for var in eqn.invars]
+        inner = _body_of_call(eqn)
+        if inner is not None:
+            called = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+            if eqn.params.get("prevent_cse"):  # a second computation that must not be merged with the first
+                inputs = jax.lax.optimization_barrier(inputs)
+            called |= dict(zip(inner.jaxpr.invars, inputs, strict=True))
+            _evaluate(inner.jaxpr.eqns, called)
+            outputs = [_read(called, var) for var in inner.jaxpr.outvars]
+        else:
+            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        values.update(zip(eqn.outvars, outputs, strict=True))
+
+
+def _body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What a jit or checkpoint calls; None for everything else."""
+    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
+        return None
+    body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def _read(values: dict[Var, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else values[var]

@@ -1,0 +1,301 @@
+"""What each action of a schedule does: per-device code inside `shard_map`, one method per direction and op.
+
+B sequences of this device, N tokens of each, M blocks with experts, E experts. A microbatch is a part of the device's
+sequences. A *piece* is the finest cut of the rows that exchanges and experts see: where forward and backward chunks
+differ, a chunk is several pieces.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moe_jax.config import Config
+from moe_jax.models import routing
+from moe_jax.models.moe import RouterStats, run_experts
+from moe_jax.models.orders import order_of
+from moe_jax.models.orders.protocol import Room
+from moe_jax.models.transformer import (
+    REMAT_POLICIES,
+    Computation,
+    Routed,
+    attend_and_route,
+    dense_block,
+    embed,
+    rejoin,
+    unembed,
+)
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ordering import after
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.shape import Shape
+from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float
+
+Tree = Any
+Key = tuple[str, int, int]  # op, block, microbatch or piece
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change during a step."""
+
+    config: Config
+    how: Computation
+    shape: Shape
+    global_tokens: int
+    tokens: int  # of this device
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the device's rows in a block."""
+        return math.lcm(self.shape.forward.chunks, self.shape.backward.chunks)
+
+    @property
+    def microbatches(self) -> int:
+        """Of the forward pass; the backward pass may take several at once."""
+        return self.shape.forward.microbatches
+
+    @property
+    def slots(self) -> int:
+        """Of an expert for the device's whole batch, however it is cut."""
+        return routing.capacity(self.config.model.moe, self.tokens)
+
+    def microbatches_of(self, action: Action) -> range:
+        """The forward microbatches that an action covers."""
+        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.microbatches)
+
+    def pieces_of(self, action: Action) -> range:
+        """The pieces that an action covers."""
+        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.num_pieces)
+
+    def pieces_of_microbatch(self, microbatch: int) -> range:
+        """The pieces that a microbatch's rows are cut into."""
+        return _share(microbatch, self.microbatches, self.num_pieces)
+
+
+def _share(part: int, parts: int, total: int) -> range:
+    return range(part * total // parts, (part + 1) * total // parts)
+
+
+class Tasks:
+    """Runs forward and backward tasks and keeps what lies between them.
+
+    `blocks` are parameters by block number; `ends` holds embedding, norm and head.
+    """
+
+    def __init__(self, facts: Facts, ends: Tree, blocks: dict[int, Tree], token_BN1: jax.Array):
+        self.facts, self.ends, self.blocks = facts, ends, blocks
+        self.token = jnp.split(token_BN1, facts.microbatches)
+        self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
+        self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
+        self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
+        self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
+        self.dticket: dict[int, list[jax.Array]] = {}
+        self.dflow: dict[int, jax.Array] = {}
+        self.pullbacks: dict[Key, Callable[..., Any]] = {}
+        self.waiting: dict[Key, SplitPullback] = {}
+        self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
+        self.share: dict[int, jax.Array] = {}  # of all pairs that chose each expert, by block
+        self.grads: dict[tuple[str, int], Tree] = {}
+        self.cross_entropy = jnp.float32(0)
+        self.last: jax.Array | None = None  # result of the collective before
+
+    # forward
+
+    def forward(self, action: Action) -> None:
+        """Run an F task."""
+        runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
+        if action.op in runs:
+            runs[action.op](action)
+        else:
+            self._exchange(self.flow, action)
+
+    def _embed(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            tokens = self.token[r][:, :-1]
+            look_up = partial(_look_up, tokens=tokens, how=self.facts.how)
+            self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
+
+    def settle(self, r: int, consumer: int) -> None:
+        """Join what the experts of the block below returned with the residual stream of microbatch r."""
+        if self.ticket.get(r) is None:
+            return
+        model, order = self.facts.config.model, order_of(self.facts.config.model.moe)
+        pieces = [self.flow.pop(p) for p in self.facts.pieces_of_microbatch(r)]
+        self._widths = [piece.shape[order.slot_axis] for piece in pieces]
+        rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=order.slot_axis)
+        inputs = (self.x[r], rows, self.ticket.pop(r))
+        self.x[r] = self._differentiate(("settle", consumer, r), partial(_rejoin, model=model), (), inputs)
+
+    def _attend(self, action: Action) -> None:
+        facts, block = self.facts, action.block
+        model, weights = facts.config.model, self.blocks[block]
+        for r in facts.microbatches_of(action):
+            self.settle(r, block)
+            if facts.shape.kinds[block] == "dense":
+                function = self._remat(partial(_dense, model=model))
+                self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                continue
+            room = Room(facts.slots, self._used(block, r))
+            function = self._remat(lambda w, x, room=room: attend_and_route(w, x, model, room))
+            routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
+            self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
+            pieces = facts.pieces_of_microbatch(r)
+            cut = order_of(model.moe).cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
+            self.flow.update(zip(pieces, cut, strict=True))
+
+    def _used(self, block: int, r: int) -> jax.Array:
+        """Pairs that earlier microbatches brought to each expert."""
+        nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
+        return sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
+
+    def _experts(self, action: Action) -> None:
+        facts, weights = self.facts, self.blocks[action.block]["moe"]["experts"]
+        moe, platform = facts.config.model.moe, facts.how.platform
+        function = self._remat(lambda w, rows: run_experts(w, rows, moe, platform))
+        for p in facts.pieces_of(action):
+            self.flow[p] = self._differentiate(("expert", action.block, p), function, weights, self.flow[p])
+
+    def _head(self, action: Action) -> None:
+        model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
+
+        def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
+            logits = unembed(weights, x, model)
+            losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens)
+            return losses.sum() / self.facts.global_tokens
+
+        matrix = "embedding" if model.tie_embeddings else "head"
+        weights = {name: self.ends[name] for name in ("norm", matrix)}
+        for r in self.facts.microbatches_of(action):
+            self.settle(r, blocks)
+            function = partial(share, tokens=self.token[r][:, 1:])
+            self.cross_entropy += self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+
+    # backward
+
+    def backward(self, action: Action) -> None:
+        """Run a B task."""
+        runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
+        runs |= {"expert": self._experts_back}
+        if action.op in runs:
+            runs[action.op](action)
+        else:
+            self._exchange(self.dflow, action)
+
+    def _head_back(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            (self.dx[r],) = self._pull("head", action.block, r, [jnp.float32(1)])
+            self.settle_back(r, len(self.facts.shape.kinds))
+
+    def settle_back(self, r: int, consumer: int) -> None:
+        """Backward of `settle`: cotangents of the residual stream, of the returned rows and of their weights."""
+        pullback = self.pullbacks.pop(("settle", consumer, r), None)
+        if pullback is None:
+            return
+        _, (self.dx[r], drows, *self.dticket[r]) = pullback([self.dx[r]])
+        pieces = self.facts.pieces_of_microbatch(r)
+        bounds = [sum(self._widths[:i]) for i in range(1, len(pieces))]
+        axis = order_of(self.facts.config.model.moe).slot_axis
+        self.dflow.update(zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
+
+    def _experts_back(self, action: Action) -> None:
+        for p in self.facts.pieces_of(action):
+            (self.dflow[p],) = self._pull("expert", action.block, p, [self.dflow[p]])
+
+    def _attend_back(self, action: Action) -> None:
+        facts, block = self.facts, action.block
+        for r in facts.microbatches_of(action):
+            cotangents = [self.dx[r]]
+            if facts.shape.kinds[block] == "moe":
+                axis = order_of(facts.config.model.moe).slot_axis
+                pieces = [self.dflow.pop(p) for p in facts.pieces_of_microbatch(r)]
+                drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+                cotangents += [drows, *self.dticket.pop(r), *self._router_cotangents(block)]
+            (self.dx[r],) = self._pull("attend", block, r, cotangents)
+            self.settle_back(r, block)
+
+    def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
+        """Gradients of the auxiliary losses by a microbatch's summed probabilities [E] and squared logits."""
+        moe = self.facts.config.model.moe
+        per_token = 1 / self.facts.global_tokens
+        balance = moe.load_balance_weight * moe.num_experts * per_token
+        return balance * self.share[block], jnp.float32(moe.router_z_weight * per_token)
+
+    def _embed_back(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.dx.pop(r)])
+            self._add(("embed", action.block), gradient)
+
+    def weights(self, action: Action) -> None:
+        """Run a W task."""
+        parts = self.facts.pieces_of(action) if action.op == "expert" else self.facts.microbatches_of(action)
+        for part in parts:
+            self._add((action.op, action.block), self.waiting.pop((action.op, action.block, part)).weights())
+
+    # collectives
+
+    def _exchange(self, flow: dict[int, Any], action: Action) -> None:
+        """One all-to-all for all rows of an action's pieces; sizes travel with their piece."""
+        pieces = self.facts.pieces_of(action)
+        axis = order_of(self.facts.config.model.moe).slot_axis
+        rows = [floats_of(flow[p])[0] for p in pieces]
+        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
+        exchange = EXCHANGES[self.facts.how.exchange]
+        moved = exchange(self.in_order(joined), Axis.EXPERT)
+        self.last = moved
+        bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
+        for p, part in zip(pieces, jnp.split(moved, bounds, axis=axis), strict=True):
+            flow[p] = jax.tree.map(lambda x, part=part: part if is_float(x) else exchange(x, Axis.EXPERT), flow[p])
+
+    def in_order(self, x: jax.Array) -> jax.Array:
+        """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
+        if self.last is None or not self.last.size or not x.size:
+            return x
+        return after(x, self.last, self.facts.how.platform)
+
+    # pullbacks
+
+    def _remat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        remat = self.facts.how.remat
+        return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
+
+    def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
+        result, self.pullbacks[key] = differentiate(function, weights, inputs)
+        return result
+
+    def _pull(self, op: str, block: int, part: int, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task."""
+        pullback = self.pullbacks.pop((op, block, part))
+        if self.facts.shape.split_weight_grad:
+            split = self.waiting[op, block, part] = SplitPullback(pullback, cotangents)
+            return split.inputs()
+        gradient, inputs = pullback(list(cotangents))
+        self._add((op, block), gradient)
+        return inputs
+
+    def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
+        so_far = self.grads.get(owner)
+        self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
+
+
+def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:
+    return embed(embedding, tokens, how)
+
+
+def _dense(weights: Tree, x: jax.Array, model: Any) -> jax.Array:
+    return dense_block(weights, x, model)
+
+
+def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any) -> jax.Array:
+    x, returned, ticket = inputs
+    return rejoin(x, returned, ticket, model)
+
+
+def _without_experts(block: Tree) -> Tree:
+    return block | {"moe": {name: value for name, value in block["moe"].items() if name != "experts"}}
