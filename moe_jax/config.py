@@ -29,6 +29,11 @@ class MoE:
     load_balance_weight: float = 0.01
     router_z_weight: float = 0.001
 
+    @property
+    def sends_capacity_rows(self) -> bool:
+        """Whether tokens reach slots of a limited number as sorted rows."""
+        return self.capacity_factor is not None and self.order == "sort"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -97,7 +102,8 @@ class Schedule:
 class Exchange:
     """In which form tokens and gradients travel between devices."""
 
-    algorithm: Literal["flat", "ring"] = "flat"  # all-to-all: one collective, or collective-permutes
+    # all-to-all: one collective; collective-permutes; only existing rows (microbatches; auto: on TPU and GPU)
+    algorithm: Literal["auto", "flat", "ring", "ragged"] = "auto"
     reduction: Literal["all_reduce", "scatter_gather", "ring"] = "all_reduce"  # of gradients
 
 
@@ -178,6 +184,7 @@ class Config:
         _check_model(self.model)
         _check_mesh(self)
         _check_schedule(self.schedule)
+        _check_exchange(self)
         _check_training(self)
 
 
@@ -367,6 +374,21 @@ def _check_schedule(settings: Schedule) -> None:
         raise ConfigError(
             f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
             "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+        )
+
+
+def _check_exchange(config: Config) -> None:
+    if config.exchange.algorithm != "ragged":
+        return
+    if config.schedule.policy != "unified":
+        raise ConfigError(
+            f"exchange.algorithm=ragged sends microbatches, which schedule.policy={config.schedule.policy} does not "
+            "have: use schedule.policy=unified, or exchange.algorithm=auto"
+        )
+    if not config.model.moe.sends_capacity_rows:
+        raise ConfigError(
+            "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+            "set them, or exchange.algorithm=auto"
         )
 
 

@@ -31,7 +31,7 @@ class RouterStats(NamedTuple):
 
 
 def route(
-    params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int, room: Room | None = None
+    params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int, room: Room | None = None, ragged: bool = False
 ) -> tuple[Any, Any, RouterStats]:
     """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
 
@@ -40,7 +40,7 @@ def route(
     # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
     logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
     choice = GATES[moe.gate](logit_TE, moe)
-    sent, ticket = order_of(moe).order(h_TD, choice, moe, ranks, room)
+    sent, ticket = order_of(moe, ragged).order(h_TD, choice, moe, ranks, room)
     stats = RouterStats(
         count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),
         prob_sum_E=choice.prob_TE.sum(axis=0),
@@ -56,9 +56,9 @@ def exchange(rows: Any, name: str, algorithm: str) -> Any:
         return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT), rows)
 
 
-def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
+def run_experts(params: Any, received: Any, moe: MoE, platform: str, ragged: bool = False) -> Any:
     """This rank's experts on the rows they were sent."""
-    return order_of(moe).experts(params, received, moe, platform)
+    return order_of(moe, ragged).experts(params, received, moe, platform)
 
 
 def combine(returned: jax.Array, ticket: Any, moe: MoE) -> Float[Array, "T D"]:

@@ -28,19 +28,29 @@ class Computation:
     remat: Literal["none", "dots", "full"]
     unroll: int  # periods of blocks in one turn of the scan
     platform: str  # of the devices: cpu, gpu or tpu
-    exchange: str  # the all-to-all's algorithm
+    exchange: str  # the all-to-all's algorithm: flat, ring or ragged
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh."""
         platform = mesh.devices.flat[0].platform
+        platform = "gpu" if platform in ("cuda", "rocm") else platform
         return cls(
-            config.train.compute_dtype,
-            config.schedule.remat,
-            config.schedule.unroll,
-            platform,
-            config.exchange.algorithm,
+            dtype=config.train.compute_dtype,
+            remat=config.schedule.remat,
+            unroll=config.schedule.unroll,
+            platform=platform,
+            exchange=_algorithm(config, platform),
         )
+
+
+def _algorithm(config: Config, platform: str) -> str:
+    """What `exchange.algorithm=auto` stands for."""
+    if config.exchange.algorithm != "auto":
+        return config.exchange.algorithm
+    # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
+    ragged = platform != "cpu" and config.schedule.policy == "unified" and config.schedule.microbatches > 1
+    return "ragged" if ragged and config.model.moe.sends_capacity_rows else "flat"
 
 
 class Routed(NamedTuple):
@@ -52,11 +62,16 @@ class Routed(NamedTuple):
     stats: RouterStats
 
 
-def attend_and_route(params: Any, x_BND: Float[Array, "B N D"], model: Model, room: Room | None = None) -> Routed:
-    """Attention, shared experts, gate and order. `room` (None: all) is what earlier parts of the batch left."""
+def attend_and_route(
+    params: Any, x_BND: Float[Array, "B N D"], model: Model, room: Room | None = None, ragged: bool = False
+) -> Routed:
+    """Attention, shared experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
+
+    `ragged`: the rows are for an irregular exchange.
+    """
     x_BND = x_BND + attend(params["attention"], x_BND, model)
     h_TD = rms_norm(x_BND, params["norm"], model.norm_eps).reshape(-1, x_BND.shape[-1])
-    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room)
+    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
     if "shared" in params["moe"]:
         x_BND = x_BND + mlp(params["moe"]["shared"], h_TD).reshape(x_BND.shape)
     return Routed(x_BND, sent, ticket, stats)

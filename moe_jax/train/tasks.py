@@ -19,7 +19,8 @@ from moe_jax.config import Config
 from moe_jax.models import routing
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import order_of
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.orders.irregular import lane_widths
+from moe_jax.models.orders.protocol import Order, Room
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
     Computation,
@@ -30,7 +31,7 @@ from moe_jax.models.transformer import (
     rejoin,
     unembed,
 )
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
@@ -60,6 +61,16 @@ class Facts:
     def microbatches(self) -> int:
         """Of the forward pass; the backward pass may take several at once."""
         return self.shape.forward.microbatches
+
+    @property
+    def ragged(self) -> bool:
+        """Whether only existing rows are exchanged; each microbatch is one piece then."""
+        return self.how.exchange == "ragged"
+
+    @property
+    def order(self) -> Order:
+        """How rows are put in order."""
+        return order_of(self.config.model.moe, self.ragged)
 
     @property
     def slots(self) -> int:
@@ -97,7 +108,7 @@ class Tasks:
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
         self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
         self.dticket: dict[int, list[jax.Array]] = {}
-        self.dflow: dict[int, jax.Array] = {}
+        self.dflow: dict[int, list[jax.Array]] = {}
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitPullback] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
@@ -113,6 +124,8 @@ class Tasks:
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         if action.op in runs:
             runs[action.op](action)
+        elif self.facts.ragged:
+            self._exchange_ragged(action)
         else:
             self._exchange(self.flow, action)
 
@@ -126,10 +139,10 @@ class Tasks:
         """Join what the experts of the block below returned with the residual stream of microbatch r."""
         if self.ticket.get(r) is None:
             return
-        model, order = self.facts.config.model, order_of(self.facts.config.model.moe)
+        model, axis = self.facts.config.model, self.facts.order.slot_axis
         pieces = [self.flow.pop(p) for p in self.facts.pieces_of_microbatch(r)]
-        self._widths = [piece.shape[order.slot_axis] for piece in pieces]
-        rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=order.slot_axis)
+        self._widths = [piece.shape[axis] for piece in pieces]
+        rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
         inputs = (self.x[r], rows, self.ticket.pop(r))
         self.x[r] = self._differentiate(("settle", consumer, r), partial(_rejoin, model=model), (), inputs)
 
@@ -142,23 +155,25 @@ class Tasks:
                 function = self._remat(partial(_dense, model=model))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 continue
-            room = Room(facts.slots, self._used(block, r))
-            function = self._remat(lambda w, x, room=room: attend_and_route(w, x, model, room))
+            function = self._remat(
+                partial(_attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
+            )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
             pieces = facts.pieces_of_microbatch(r)
-            cut = order_of(model.moe).cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
+            cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, cut, strict=True))
 
-    def _used(self, block: int, r: int) -> jax.Array:
-        """Pairs that earlier microbatches brought to each expert."""
+    def _room(self, block: int, r: int) -> Room:
+        """What earlier microbatches leave of the slots."""
         nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
-        return sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
+        used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
+        return Room(self.facts.slots, used, self.facts.microbatches)
 
     def _experts(self, action: Action) -> None:
         facts, weights = self.facts, self.blocks[action.block]["moe"]["experts"]
         moe, platform = facts.config.model.moe, facts.how.platform
-        function = self._remat(lambda w, rows: run_experts(w, rows, moe, platform))
+        function = self._remat(lambda w, rows: run_experts(w, rows, moe, platform, facts.ragged))
         for p in facts.pieces_of(action):
             self.flow[p] = self._differentiate(("expert", action.block, p), function, weights, self.flow[p])
 
@@ -185,6 +200,8 @@ class Tasks:
         runs |= {"expert": self._experts_back}
         if action.op in runs:
             runs[action.op](action)
+        elif self.facts.ragged:
+            self._exchange_ragged_back(action)
         else:
             self._exchange(self.dflow, action)
 
@@ -201,20 +218,20 @@ class Tasks:
         _, (self.dx[r], drows, *self.dticket[r]) = pullback([self.dx[r]])
         pieces = self.facts.pieces_of_microbatch(r)
         bounds = [sum(self._widths[:i]) for i in range(1, len(pieces))]
-        axis = order_of(self.facts.config.model.moe).slot_axis
-        self.dflow.update(zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
+        axis = self.facts.order.slot_axis
+        self.dflow.update((p, [part]) for p, part in zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
 
     def _experts_back(self, action: Action) -> None:
         for p in self.facts.pieces_of(action):
-            (self.dflow[p],) = self._pull("expert", action.block, p, [self.dflow[p]])
+            self.dflow[p] = self._pull("expert", action.block, p, self.dflow[p])
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
         for r in facts.microbatches_of(action):
             cotangents = [self.dx[r]]
             if facts.shape.kinds[block] == "moe":
-                axis = order_of(facts.config.model.moe).slot_axis
-                pieces = [self.dflow.pop(p) for p in facts.pieces_of_microbatch(r)]
+                axis = facts.order.slot_axis
+                pieces = [self.dflow.pop(p)[0] for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 cotangents += [drows, *self.dticket.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
@@ -243,19 +260,44 @@ class Tasks:
     def _exchange(self, flow: dict[int, Any], action: Action) -> None:
         """One all-to-all for all rows of an action's pieces; sizes travel with their piece."""
         pieces = self.facts.pieces_of(action)
-        axis = order_of(self.facts.config.model.moe).slot_axis
+        axis = self.facts.order.slot_axis
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange = EXCHANGES[self.facts.how.exchange]
         moved = exchange(self.in_order(joined), Axis.EXPERT)
-        self.last = moved
+        self.last = moved if moved.size else self.last
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         for p, part in zip(pieces, jnp.split(moved, bounds, axis=axis), strict=True):
             flow[p] = jax.tree.map(lambda x, part=part: part if is_float(x) else exchange(x, Axis.EXPERT), flow[p])
 
+    def _exchange_ragged(self, action: Action) -> None:
+        """Sizes, then rows; each microbatch for itself."""
+        facts = self.facts
+        tokens, platform = facts.tokens // facts.microbatches, facts.how.platform
+        for p in facts.pieces_of(action):
+            if action.op == "dispatch":
+                rows, count_E = self.flow[p]
+                room = Room(facts.slots, count_E, facts.microbatches)
+                widths = lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
+                inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
+                function = partial(_to_lanes, widths=widths, platform=platform)
+            else:
+                lanes = self.flow[p]
+                inputs = lanes._replace(main_LbD=self.in_order(lanes.main_LbD))
+                num_rows = tokens * facts.config.model.moe.top_k
+                function = partial(_from_lanes, num_rows=num_rows, platform=platform)
+            self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
+            self.last = floats_of(self.flow[p])[0]
+
+    def _exchange_ragged_back(self, action: Action) -> None:
+        for p in self.facts.pieces_of(action):
+            first, *others = self.dflow[p]
+            _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.in_order(first), *others])
+            self.last = self.dflow[p][0]
+
     def in_order(self, x: jax.Array) -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
-        if self.last is None or not self.last.size or not x.size:
+        if self.last is None or not x.size:
             return x
         return after(x, self.last, self.facts.how.platform)
 
@@ -286,6 +328,19 @@ class Tasks:
 
 def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:
     return embed(embedding, tokens, how)
+
+
+def _attend_and_route(weights: Tree, x: jax.Array, model: Any, room: Room, ragged: bool) -> Routed:
+    return attend_and_route(weights, x, model, room, ragged)
+
+
+def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, platform: str) -> Tree:
+    rows, count_PE = sent
+    return ragged.Lanes(*ragged.to_lanes(rows, count_PE, widths, Axis.EXPERT, platform), count_PE)
+
+
+def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, platform: str) -> Tree:
+    return ragged.from_lanes(*lanes, num_rows, Axis.EXPERT, platform)
 
 
 def _dense(weights: Tree, x: jax.Array, model: Any) -> jax.Array:

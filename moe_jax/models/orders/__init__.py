@@ -11,18 +11,21 @@ its batch; D model width.
 """
 
 from moe_jax.config import MoE
-from moe_jax.models.orders import dropless, one_hot, slots
+from moe_jax.models.orders import dropless, irregular, one_hot, slots
 from moe_jax.models.orders.protocol import Order
 
 ORDERS: dict[str, Order] = {
     "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),
     "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse, slots.cut, slot_axis=2),
+    "irregular": Order(irregular.order, irregular.experts, slots.inverse, slots.cut, slot_axis=0),
     "dropless": Order(dropless.order, dropless.experts, dropless.inverse, dropless.cut, slot_axis=1),
 }
 
 
-def order_of(moe: MoE) -> Order:
-    """The order that a config asks for."""
+def order_of(moe: MoE, ragged: bool = False) -> Order:
+    """The order that a config asks for; `ragged`: no row that does not exist is sent, where there is a capacity."""
+    if ragged:
+        return ORDERS["irregular"]
     if moe.order == "einsum":
         return ORDERS["one_hot"]
     return ORDERS["dropless" if moe.capacity_factor is None else "slots"]

@@ -7,6 +7,7 @@ W = T·min(k, L): all tokens might choose this rank. Rows beyond the real ones a
 from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -36,13 +37,13 @@ def order(
     return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.int32(0))
 
 
-def cut(sent: Sent, pieces: int) -> list[Sent]:
+def cut(sent: Sent, pieces: int) -> list[tuple[Float[Array, "P _ D"], Int[Array, "P L"]]]:
     """Equal ranges of each rank's rows, and how many rows of each expert lie in them."""
     x_PWD, count_PL = sent
     end_PL = jnp.cumsum(count_PL, axis=1)
     start_PL = end_PL - count_PL
 
-    def piece(low: int, high: int) -> Sent:
+    def piece(low: int, high: int) -> tuple[jax.Array, jax.Array]:
         return x_PWD[:, low:high], jnp.maximum(jnp.minimum(end_PL, high) - jnp.maximum(start_PL, low), 0)
 
     return [piece(*bounds) for bounds in pairwise(piece_bounds(x_PWD.shape[1], pieces))]

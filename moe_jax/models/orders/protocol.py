@@ -15,7 +15,7 @@ class Order(NamedTuple):
     """The functions of an order, and which dimension of its rows [P, …] counts slots."""
 
     order: Callable[..., tuple[Any, Any]]
-    experts: Callable[..., jax.Array]
+    experts: Callable[..., Any]
     inverse: Callable[..., jax.Array]
     cut: Callable[..., list[Any]]
     slot_axis: int
@@ -26,6 +26,7 @@ class Room(NamedTuple):
 
     slots: int  # of each expert for this device's whole batch
     used_E: Int[Array, " E"]  # pairs of earlier parts that chose each expert, dropped ones included
+    parts: int = 1  # that the batch is cut into
 
 
 class Ticket(NamedTuple):

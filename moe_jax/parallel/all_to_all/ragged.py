@@ -1,0 +1,163 @@
+"""Irregular all-to-all: sizes first, then only the rows that exist, straight into a lane for each expert.
+
+P ranks with L experts each, E = P·L; S rows at the sender, sorted by expert; D features. An expert's lane takes the
+rows of all sources, one source behind the other: the first b in `main`, what is more in `rest`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.parallel.mesh import Axis
+
+
+class Widths(NamedTuple):
+    """Rows of each lane."""
+
+    main: int
+    rest: int
+
+
+class Lanes(NamedTuple):
+    """Rows at the experts' rank; a row that no source filled is 0."""
+
+    main_LbD: Float[Array, "L b D"]
+    rest_LwD: Float[Array, "L w D"]
+    count_PE: Int[Array, "P E"]  # rows from every rank to every expert
+
+
+def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
+    """How many rows each rank sends to each expert, known to all."""
+    return jax.lax.all_gather(count_E, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def to_lanes(
+    rows_SD: Float[Array, "S D"], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
+) -> tuple[Float[Array, "L b D"], Float[Array, "L w D"]]:
+    """Each row in its expert's lane."""
+    me, held = jax.lax.axis_index(axis), _held(count_PE)
+    own_PE, place_PE = _places(count_PE)
+    lanes = []
+    for low, width in ((0, widths.main), (widths.main, widths.rest)):
+        skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
+        lane_E = jnp.tile(jnp.arange(held, dtype=jnp.int32) * width, count_PE.shape[0])
+        slices = _Slices(
+            start=(own_PE + skip_PE)[me],
+            sent=size_PE[me],
+            target=lane_E + (place_PE + skip_PE)[me] - low,
+            received=_of_rank(size_PE, me),
+        )
+        with jax.named_scope("overflow" if low else "rows"):
+            lanes.append(
+                _move(rows_SD, jnp.zeros((held * width, rows_SD.shape[1]), rows_SD.dtype), slices, axis, platform)
+            )
+    return tuple(lane.reshape(held, len(lane) // held, rows_SD.shape[1]) for lane in lanes)  # type: ignore[return-value]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def from_lanes(
+    main_LbD: Float[Array, "L b D"],
+    rest_LwD: Float[Array, "L w D"],
+    count_PE: Int[Array, "P E"],
+    num_rows: int,
+    axis: Axis,
+    platform: str,
+) -> Float[Array, "S D"]:
+    """Each row back where `to_lanes` took it from; the other rows are 0."""
+    me, held = jax.lax.axis_index(axis), _held(count_PE)
+    own_PE, place_PE = _places(count_PE)
+    rows_SD = jnp.zeros((num_rows, main_LbD.shape[-1]), main_LbD.dtype)
+    for low, lane_LwD in ((0, main_LbD), (main_LbD.shape[1], rest_LwD)):
+        width = lane_LwD.shape[1]
+        skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
+        lane_L = jnp.arange(held, dtype=jnp.int32) * width - low
+        slices = _Slices(
+            start=jnp.tile(lane_L, count_PE.shape[0]) + _of_rank(place_PE + skip_PE, me),
+            sent=_of_rank(size_PE, me),
+            target=_of_rank(own_PE + skip_PE, me),
+            received=size_PE[me],
+        )
+        with jax.named_scope("overflow" if low else "rows"):
+            rows_SD = _move(lane_LwD.reshape(held * width, lane_LwD.shape[2]), rows_SD, slices, axis, platform)
+    return rows_SD
+
+
+def _to_lanes_forward(rows_SD, count_PE, widths, axis, platform):  # type: ignore[no-untyped-def]
+    return to_lanes(rows_SD, count_PE, widths, axis, platform), (count_PE, rows_SD.shape[0])
+
+
+def _to_lanes_backward(widths, axis, platform, saved, cotangents):  # type: ignore[no-untyped-def]
+    count_PE, num_rows = saved
+    return from_lanes(*cotangents, count_PE, num_rows, axis, platform), None
+
+
+def _from_lanes_forward(main_LbD, rest_LwD, count_PE, num_rows, axis, platform):  # type: ignore[no-untyped-def]
+    widths = Widths(main_LbD.shape[1], rest_LwD.shape[1])
+    return from_lanes(main_LbD, rest_LwD, count_PE, num_rows, axis, platform), (count_PE, widths)
+
+
+def _from_lanes_backward(num_rows, axis, platform, saved, cotangent):  # type: ignore[no-untyped-def]
+    count_PE, widths = saved
+    return *to_lanes(cotangent, count_PE, widths, axis, platform), None
+
+
+to_lanes.defvjp(_to_lanes_forward, _to_lanes_backward)
+from_lanes.defvjp(_from_lanes_forward, _from_lanes_backward)
+
+
+def _held(count_PE: jax.Array) -> int:
+    """Experts of a rank."""
+    return count_PE.shape[1] // count_PE.shape[0]
+
+
+def _places(count_PE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the rows for each expert begin: among those of their source, and in their expert's lane."""
+    return jnp.cumsum(count_PE, axis=1) - count_PE, jnp.cumsum(count_PE, axis=0) - count_PE
+
+
+def _inside(place_PE: jax.Array, count_PE: jax.Array, low: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Which rows of each run lie in places low … low + width: how many come before them, and how many they are."""
+    begin_PE = jnp.clip(place_PE, low, low + width)
+    return begin_PE - place_PE, jnp.clip(place_PE + count_PE, low, low + width) - begin_PE
+
+
+def _of_rank(x_PE: jax.Array, rank: jax.Array) -> jax.Array:
+    """The columns of a rank's experts, source by source [P · L]."""
+    ranks = len(x_PE)
+    return jax.lax.dynamic_index_in_dim(x_PE.reshape(ranks, ranks, -1), rank, axis=1, keepdims=False).ravel()
+
+
+class _Slices(NamedTuple):
+    """L slices for each rank, all [P · L]."""
+
+    start: jax.Array  # in the sender's rows
+    sent: jax.Array  # rows
+    target: jax.Array  # where the receiver puts them
+    received: jax.Array  # rows from each rank
+
+
+def _move(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axis, platform: str) -> jax.Array:
+    """`target` with the slices that arrive written over it."""
+    if target.size == 0 or source.size == 0:
+        return target
+    if platform == "cpu":
+        return _move_dense(source, target, slices, axis)
+    return jax.lax.ragged_all_to_all(
+        source, target, slices.start, slices.sent, slices.target, slices.received, axis_name=axis
+    )
+
+
+def _move_dense(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axis) -> jax.Array:
+    """The same rows in full blocks, for platforms without an irregular collective."""
+    ranks, width = jax.lax.axis_size(axis), source.shape[0]
+    start, sent, place = (x.reshape(ranks, -1, 1) for x in (slices.start, slices.sent, slices.target))
+    row = jnp.arange(width)
+    inside = (row >= start) & (row < start + sent)  # [P, L, S]
+    target_PS = jnp.min(jnp.where(inside, place + row - start, target.shape[0]), axis=1)
+    moved = jax.lax.all_to_all(jnp.broadcast_to(source, (ranks, *source.shape)), axis, 0, 0, tiled=True)
+    arrived_PS = jax.lax.all_to_all(target_PS, axis, 0, 0, tiled=True)
+    return target.at[arrived_PS.ravel()].set(moved.reshape(ranks * width, -1), mode="drop")
