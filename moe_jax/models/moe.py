@@ -50,10 +50,10 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str, algorithm: str) -> Any:
+def exchange(rows: Any, name: str, algorithm: str, platform: str) -> Any:
     """All-to-all of every array of a tree over the expert axis: block p goes to rank p. Its own inverse."""
     with jax.named_scope(name):
-        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT), rows)
+        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT, platform), rows)
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str, ragged: bool = False) -> Any:
@@ -61,9 +61,9 @@ def run_experts(params: Any, received: Any, moe: MoE, platform: str, ragged: boo
     return order_of(moe, ragged).experts(params, received, moe, platform)
 
 
-def combine(returned: jax.Array, ticket: Any, moe: MoE) -> Float[Array, "T D"]:
+def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) -> Float[Array, "T D"]:
     """Inverse order: each token's weighted sum of what its experts returned."""
-    return order_of(moe).inverse(returned, ticket)
+    return order_of(moe, ragged).inverse(returned, ticket)
 
 
 def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:

@@ -77,9 +77,11 @@ def attend_and_route(
     return Routed(x_BND, sent, ticket, stats)
 
 
-def rejoin(x_BND: Float[Array, "B N D"], returned: Any, ticket: Any, model: Model) -> Float[Array, "B N D"]:
+def rejoin(
+    x_BND: Float[Array, "B N D"], returned: Any, ticket: Any, model: Model, ragged: bool = False
+) -> Float[Array, "B N D"]:
     """The residual stream with what the experts returned."""
-    return x_BND + moe_layer.combine(returned, ticket, model.moe).reshape(x_BND.shape)
+    return x_BND + moe_layer.combine(returned, ticket, model.moe, ragged).reshape(x_BND.shape)
 
 
 def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N D"]:
@@ -95,9 +97,9 @@ def block(
     if "mlp" in params:
         return dense_block(params, x_BND, model), None
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
-    received = moe_layer.exchange(sent, "dispatch", how.exchange)
+    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.platform)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange), ticket, model), stats
+    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.platform), ticket, model), stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

@@ -63,6 +63,7 @@ class SplitPullback:
         num_weights = len(jax.tree.leaves(weight_shapes))
         self._structures = jax.tree.structure(weight_shapes), jax.tree.structure(input_shapes)
         self._weight_vars, self._input_vars = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
+        self._cotangents = jaxpr.invars
         self._first = _needed_for(self._input_vars, jaxpr.eqns)
         first = set(map(id, self._first))
         self._rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in first]
@@ -72,8 +73,17 @@ class SplitPullback:
         _evaluate(self._first, self._values)
         return jax.tree.unflatten(self._structures[1], [_read(self._values, var) for var in self._input_vars])
 
-    def weights(self) -> Tree:
-        """Gradients of the weights: all that `inputs` did not need."""
+    def weights(self, tie: Callable[[jax.Array], jax.Array]) -> Tree:
+        """Gradients of the weights: all that `inputs` did not need.
+
+        `tie` is applied to every cotangent that they are made of, so that they can be kept from starting early.
+        """
+        made = {var for eqn in self._first for var in eqn.outvars} | set(self._cotangents)
+        made -= {var for eqn in self._rest for var in eqn.outvars}
+        read = {var for eqn in self._rest for var in eqn.invars if not isinstance(var, Literal)}
+        for var in made & read:
+            if self._values[var].size and is_float(self._values[var]):
+                self._values[var] = tie(self._values[var])
         _evaluate(self._rest, self._values)
         return jax.tree.unflatten(self._structures[0], [_read(self._values, var) for var in self._weight_vars])
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.shape import Shape
-from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float
+from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float, with_floats
 
 Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
@@ -94,6 +94,29 @@ def _share(part: int, parts: int, total: int) -> range:
     return range(part * total // parts, (part + 1) * total // parts)
 
 
+class _Arrival(NamedTuple):
+    """A piece that is under way: its part of an exchange, and its leaves that are no rows."""
+
+    exchange: "_Moving"
+    place: int
+    rest: Any
+
+
+class _Moving:
+    """An exchange of several pieces that is put together when the first of them is needed."""
+
+    def __init__(self, under_way: tuple[jax.Array, ...], bounds: list[int], axis: int, how: Computation):
+        self._under_way, self._bounds, self._axis, self._how = under_way, bounds, axis, how
+        self._pieces: list[jax.Array] | None = None
+
+    def piece(self, place: int, tie: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if self._pieces is None:
+            *others, last = self._under_way
+            whole = EXCHANGES[self._how.exchange].finish((*others, tie(last)), Axis.EXPERT, self._how.platform)
+            self._pieces = jnp.split(whole, self._bounds, axis=self._axis)
+        return self._pieces[place]
+
+
 class Tasks:
     """Runs forward and backward tasks and keeps what lies between them.
 
@@ -116,6 +139,7 @@ class Tasks:
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
         self.last: jax.Array | None = None  # result of the collective before
+        self.computed: jax.Array | None = None  # result of the compute task before
 
     # forward
 
@@ -138,13 +162,16 @@ class Tasks:
     def settle(self, r: int, consumer: int) -> None:
         """Join what the experts of the block below returned with the residual stream of microbatch r."""
         if self.ticket.get(r) is None:
+            self.x[r] = self.in_turn(self.x[r])
             return
         model, axis = self.facts.config.model, self.facts.order.slot_axis
-        pieces = [self.flow.pop(p) for p in self.facts.pieces_of_microbatch(r)]
+        pieces = [self._arrived(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
         self._widths = [piece.shape[axis] for piece in pieces]
         rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
         inputs = (self.x[r], rows, self.ticket.pop(r))
-        self.x[r] = self._differentiate(("settle", consumer, r), partial(_rejoin, model=model), (), inputs)
+        self.x[r] = self._differentiate(
+            ("settle", consumer, r), partial(_rejoin, model=model, ragged=self.facts.ragged), (), inputs
+        )
 
     def _attend(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -153,13 +180,14 @@ class Tasks:
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
                 function = self._remat(partial(_dense, model=model))
-                self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                self.computed = self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 continue
             function = self._remat(
                 partial(_attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
+            self.computed = floats_of(routed.sent)[0]
             pieces = facts.pieces_of_microbatch(r)
             cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, cut, strict=True))
@@ -175,7 +203,9 @@ class Tasks:
         moe, platform = facts.config.model.moe, facts.how.platform
         function = self._remat(lambda w, rows: run_experts(w, rows, moe, platform, facts.ragged))
         for p in facts.pieces_of(action):
-            self.flow[p] = self._differentiate(("expert", action.block, p), function, weights, self.flow[p])
+            received = self._arrived(self.flow, p)
+            self.flow[p] = self._differentiate(("expert", action.block, p), function, weights, received)
+            self.computed = floats_of(self.flow[p])[0]
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -190,7 +220,9 @@ class Tasks:
         for r in self.facts.microbatches_of(action):
             self.settle(r, blocks)
             function = partial(share, tokens=self.token[r][:, 1:])
-            self.cross_entropy += self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+            loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+            self.computed = loss
+            self.cross_entropy += loss
 
     # backward
 
@@ -207,7 +239,8 @@ class Tasks:
 
     def _head_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            (self.dx[r],) = self._pull("head", action.block, r, [jnp.float32(1)])
+            (self.dx[r],) = self._pull("head", action.block, r, [self.in_turn(jnp.float32(1))])
+            self.computed = self.dx[r]
             self.settle_back(r, len(self.facts.shape.kinds))
 
     def settle_back(self, r: int, consumer: int) -> None:
@@ -223,18 +256,20 @@ class Tasks:
 
     def _experts_back(self, action: Action) -> None:
         for p in self.facts.pieces_of(action):
-            self.dflow[p] = self._pull("expert", action.block, p, self.dflow[p])
+            self.dflow[p] = self._pull("expert", action.block, p, self._arrived(self.dflow, p))
+            self.computed = self.dflow[p][0]
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
         for r in facts.microbatches_of(action):
-            cotangents = [self.dx[r]]
+            cotangents = [self.in_turn(self.dx[r])]
             if facts.shape.kinds[block] == "moe":
                 axis = facts.order.slot_axis
-                pieces = [self.dflow.pop(p)[0] for p in facts.pieces_of_microbatch(r)]
+                pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 cotangents += [drows, *self.dticket.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
+            self.computed = self.dx[r]
             self.settle_back(r, block)
 
     def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
@@ -246,14 +281,16 @@ class Tasks:
 
     def _embed_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.dx.pop(r)])
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.in_turn(self.dx.pop(r))])
             self._add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
         """Run a W task."""
         parts = self.facts.pieces_of(action) if action.op == "expert" else self.facts.microbatches_of(action)
         for part in parts:
-            self._add((action.op, action.block), self.waiting.pop((action.op, action.block, part)).weights())
+            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.in_turn)
+            self.computed = jax.tree.leaves(gradient)[0]
+            self._add((action.op, action.block), gradient)
 
     # collectives
 
@@ -263,12 +300,27 @@ class Tasks:
         axis = self.facts.order.slot_axis
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
-        exchange = EXCHANGES[self.facts.how.exchange]
-        moved = exchange(self.in_order(joined), Axis.EXPERT)
-        self.last = moved if moved.size else self.last
+        exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
+        under_way = exchange.start(self.in_order(joined), Axis.EXPERT)
+        self.last = under_way[-1] if joined.size else self.last
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        for p, part in zip(pieces, jnp.split(moved, bounds, axis=axis), strict=True):
-            flow[p] = jax.tree.map(lambda x, part=part: part if is_float(x) else exchange(x, Axis.EXPERT), flow[p])
+        moving = _Moving(under_way, bounds, axis, how)
+        for place, p in enumerate(pieces):
+            sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, Axis.EXPERT, how.platform), flow[p])
+            flow[p] = _Arrival(moving, place, sizes)
+
+    def _arrived(self, flow: dict[int, Any], p: int) -> Any:
+        """A piece that compute goes on with, now."""
+        piece = flow.pop(p)
+        if isinstance(piece, _Arrival):
+            rows = piece.exchange.piece(piece.place, self.in_turn)
+            return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
+        first, *others = floats_of(piece)
+        return with_floats(piece, [self.in_turn(first), *others])
+
+    def in_turn(self, x: jax.Array) -> jax.Array:
+        """`x`, tied to the compute task before it: compute tasks run in the order of the schedule."""
+        return x if self.computed is None or not x.size else after(x, self.computed, self.facts.how.platform)
 
     def _exchange_ragged(self, action: Action) -> None:
         """Sizes, then rows; each microbatch for itself."""
@@ -347,9 +399,9 @@ def _dense(weights: Tree, x: jax.Array, model: Any) -> jax.Array:
     return dense_block(weights, x, model)
 
 
-def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any) -> jax.Array:
+def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any, ragged: bool) -> jax.Array:
     x, returned, ticket = inputs
-    return rejoin(x, returned, ticket, model)
+    return rejoin(x, returned, ticket, model, ragged)
 
 
 def _without_experts(block: Tree) -> Tree:

@@ -17,7 +17,7 @@ from moe_jax.models.orders.protocol import Order
 ORDERS: dict[str, Order] = {
     "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),
     "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse, slots.cut, slot_axis=2),
-    "irregular": Order(irregular.order, irregular.experts, slots.inverse, slots.cut, slot_axis=0),
+    "irregular": Order(irregular.order, irregular.experts, irregular.inverse, slots.cut, slot_axis=0),
     "dropless": Order(dropless.order, dropless.experts, dropless.inverse, dropless.cut, slot_axis=1),
 }
 

@@ -5,6 +5,7 @@ The experts see lanes as wide as their share of all slots (see `all_to_all.ragge
 take a second, smaller product.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Room, Ticket
-from moe_jax.parallel.all_to_all.ragged import Lanes, Widths
+from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, filled, row_shape
+from moe_jax.parallel.mesh import Axis
 
 _TILE = 8  # rows that hardware handles at once
 
@@ -24,7 +26,7 @@ _TILE = 8  # rows that hardware handles at once
 class Sent(NamedTuple):
     """What a part of the batch sends."""
 
-    rows_SD: Float[Array, "S D"]
+    rows_S: Float[Array, "S ..."]  # D features in the shape of `row_shape`
     count_E: Int[Array, " E"]
 
 
@@ -37,7 +39,13 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room:
     start_E = jnp.cumsum(kept_E) - kept_E
     rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
     ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
-    return Sent(routing.to_rows(x_TD, rows), kept_E), ticket
+    rows_S = routing.to_rows(x_TD, rows).reshape(-1, *row_shape(x_TD.shape[1]))
+    return Sent(rows_S, kept_E), ticket
+
+
+def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
+    """Weighted sums of each token's rows."""
+    return routing.from_rows(returned_S.reshape(len(returned_S), -1), ticket.weight_Tk, ticket.rows)
 
 
 def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
@@ -49,48 +57,66 @@ def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
 
 def experts(params: Any, lanes: Lanes, moe: MoE, platform: str) -> Lanes:
     """Each expert on its lanes."""
-    if not lanes.rest_LwD.size:
-        return lanes._replace(main_LbD=_product(params, lanes.main_LbD))
     overflow = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]  # of any rank: all take the same way
-    main, rest = _lanes_through(params, lanes.main_LbD, lanes.rest_LwD, overflow)
-    return Lanes(main, rest, lanes.count_PE)
+    out = _through(params, lanes.main_LbD, lanes.rest_LwD, filled(lanes.count_PE, Axis.EXPERT), overflow)
+    return Lanes(*out, lanes.count_PE)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
     return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
 
 
+def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
+    """The rows that exist; 0 for the others. The first has place `low` in its lane."""
+    place_R = low + jnp.arange(rows_LRD.shape[1])
+    return jnp.where((place_R < filled_L[:, None])[..., None], rows_LRD, 0)
+
+
 @jax.custom_vjp
-def _lanes_through(
-    params: Any, main_LbD: Float[Array, "L b D"], rest_LwD: Float[Array, "L w D"], overflow: Bool[Array, ""]
+def _through(
+    params: Any,
+    main_LbD: Float[Array, "L b D"],
+    rest_LwD: Float[Array, "L w D"],
+    filled_L: Int[Array, " L"],
+    overflow: Bool[Array, ""],
 ) -> tuple[Float[Array, "L b D"], Float[Array, "L w D"]]:
     """Experts on both kinds of lanes; `rest` is only looked at if there is an overflow."""
-    return _product(params, main_LbD), _if(overflow, lambda: _product(params, rest_LwD), lambda: rest_LwD)
+    return _forward(params, main_LbD, rest_LwD, filled_L, overflow)[0]
 
 
-def _if(overflow: jax.Array, full: Any, empty: Any) -> Any:
-    with jax.named_scope("overflow"):
-        return jax.lax.cond(overflow, full, empty)
+def _forward(
+    params: Any, main: jax.Array, rest: jax.Array, filled_L: jax.Array, overflow: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    out, pullback = jax.vjp(_product, params, _real(main, filled_L))
+
+    def second() -> jax.Array:
+        return _product(params, _real(rest, filled_L, main.shape[1]))
+
+    return (out, _if(overflow, second, _anything(rest))), (pullback, params, rest, filled_L, overflow)
 
 
-def _forward(params: Any, main: jax.Array, rest: jax.Array, overflow: jax.Array) -> tuple[Any, Any]:
-    out, pullback = jax.vjp(_product, params, main)
-    out_rest = _if(overflow, lambda: _product(params, rest), lambda: rest)
-    return (out, out_rest), (pullback, params, rest, overflow)
+def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array, None, None]:
+    pullback, params, rest, filled_L, overflow = saved
+    low = cotangents[0].shape[1]
+    d_params, d_main = pullback(_real(cotangents[0], filled_L))
 
+    def rest_back() -> tuple[Any, jax.Array]:
+        return jax.vjp(_product, params, _real(rest, filled_L, low))[1](_real(cotangents[1], filled_L, low))
 
-def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array, None]:
-    pullback, params, rest, overflow = saved
-    d_main, d_rest = cotangents
-    d_params, d_main = pullback(d_main)
     # two conditions, so that the gradients of rows do not wait for those of weights
-    d_rows = _if(overflow, lambda: jax.vjp(lambda x: _product(params, x), rest)[1](d_rest)[0], lambda: d_rest)
-    d_params = _if(
-        overflow,
-        lambda: jax.tree.map(jnp.add, d_params, jax.vjp(lambda p: _product(p, rest), params)[1](d_rest)[0]),
-        lambda: d_params,
-    )
-    return d_params, d_main, d_rows, None
+    d_rest = _if(overflow, lambda: rest_back()[1], _anything(rest))
+    d_params = _if(overflow, lambda: jax.tree.map(jnp.add, d_params, rest_back()[0]), lambda: d_params)
+    return d_params, d_main, d_rest, None, None
 
 
-_lanes_through.defvjp(_forward, _backward)
+def _if(overflow: jax.Array, full: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    with jax.named_scope("overflow"):
+        return jax.lax.cond(overflow, full, otherwise)
+
+
+def _anything(rows: jax.Array) -> Callable[[], jax.Array]:
+    """Rows that nobody reads."""
+    return lambda: jax.lax.empty(rows.shape, rows.dtype)
+
+
+_through.defvjp(_forward, _backward)

@@ -1,10 +1,12 @@
 """Irregular all-to-all: sizes first, then only the rows that exist, straight into a lane for each expert.
 
-P ranks with L experts each, E = P·L; S rows at the sender, sorted by expert; D features. An expert's lane takes the
-rows of all sources, one source behind the other: the first b in `main`, what is more in `rest`.
+P ranks with L experts each, E = P·L; S rows at the sender, sorted by expert, each in the shape of `row_shape`; D
+features. An expert's lane takes the rows of all sources, one source behind the other: the first b in `main`, what is
+more in `rest`.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,6 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.parallel.mesh import Axis
+
+_LINE = 128  # features
+
+
+def row_shape(features: int) -> tuple[int, ...]:
+    """A row of many features as lines, so that no two rows share a tile of a TPU's memory."""
+    return (features // _LINE, _LINE) if features % (8 * _LINE) == 0 else (features,)
 
 
 class Widths(NamedTuple):
@@ -22,11 +31,20 @@ class Widths(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Rows at the experts' rank; a row that no source filled is 0."""
+    """Rows at the experts' rank; a row that no source filled can be anything, even NaN."""
 
     main_LbD: Float[Array, "L b D"]
     rest_LwD: Float[Array, "L w D"]
     count_PE: Int[Array, "P E"]  # rows from every rank to every expert
+
+
+def filled(count_PE: Int[Array, "P E"], axis: Axis) -> Int[Array, " L"]:
+    """Rows in the lanes of this rank's experts, both kinds."""
+    ranks = len(count_PE)
+    own_PL = jax.lax.dynamic_index_in_dim(
+        count_PE.reshape(ranks, ranks, -1), jax.lax.axis_index(axis), 1, keepdims=False
+    )
+    return own_PL.sum(axis=0)
 
 
 def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
@@ -36,9 +54,9 @@ def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def to_lanes(
-    rows_SD: Float[Array, "S D"], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
+    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
 ) -> tuple[Float[Array, "L b D"], Float[Array, "L w D"]]:
-    """Each row in its expert's lane."""
+    """Each row in its expert's lane; other rows can be anything."""
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
     lanes = []
@@ -52,10 +70,8 @@ def to_lanes(
             received=_of_rank(size_PE, me),
         )
         with jax.named_scope("overflow" if low else "rows"):
-            lanes.append(
-                _move(rows_SD, jnp.zeros((held * width, rows_SD.shape[1]), rows_SD.dtype), slices, axis, platform)
-            )
-    return tuple(lane.reshape(held, len(lane) // held, rows_SD.shape[1]) for lane in lanes)  # type: ignore[return-value]
+            lanes.append(_move(rows_S, held * width, None, slices, axis, platform))
+    return tuple(lane.reshape(held, len(lane) // held, math.prod(rows_S.shape[1:])) for lane in lanes)  # type: ignore[return-value]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -66,11 +82,11 @@ def from_lanes(
     num_rows: int,
     axis: Axis,
     platform: str,
-) -> Float[Array, "S D"]:
-    """Each row back where `to_lanes` took it from; the other rows are 0."""
+) -> Float[Array, "S ..."]:
+    """Each row back where `to_lanes` took it from; other rows can be anything."""
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
-    rows_SD = jnp.zeros((num_rows, main_LbD.shape[-1]), main_LbD.dtype)
+    rows_S = None
     for low, lane_LwD in ((0, main_LbD), (main_LbD.shape[1], rest_LwD)):
         width = lane_LwD.shape[1]
         skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
@@ -82,12 +98,15 @@ def from_lanes(
             received=size_PE[me],
         )
         with jax.named_scope("overflow" if low else "rows"):
-            rows_SD = _move(lane_LwD.reshape(held * width, lane_LwD.shape[2]), rows_SD, slices, axis, platform)
-    return rows_SD
+            rows_S = _move(
+                lane_LwD.reshape(held * width, *row_shape(lane_LwD.shape[2])), num_rows, rows_S, slices, axis, platform
+            )
+    assert rows_S is not None
+    return rows_S
 
 
-def _to_lanes_forward(rows_SD, count_PE, widths, axis, platform):  # type: ignore[no-untyped-def]
-    return to_lanes(rows_SD, count_PE, widths, axis, platform), (count_PE, rows_SD.shape[0])
+def _to_lanes_forward(rows_S, count_PE, widths, axis, platform):  # type: ignore[no-untyped-def]
+    return to_lanes(rows_S, count_PE, widths, axis, platform), (count_PE, len(rows_S))
 
 
 def _to_lanes_backward(widths, axis, platform, saved, cotangents):  # type: ignore[no-untyped-def]
@@ -140,9 +159,14 @@ class _Slices(NamedTuple):
     received: jax.Array  # rows from each rank
 
 
-def _move(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axis, platform: str) -> jax.Array:
-    """`target` with the slices that arrive written over it."""
-    if target.size == 0 or source.size == 0:
+def _move(
+    source: jax.Array, num_rows: int, target: jax.Array | None, slices: _Slices, axis: Axis, platform: str
+) -> jax.Array:
+    """`target` (None: anything) of `num_rows` rows with the slices that arrive written over it."""
+    if target is None:
+        # not zeros: filling and copying them costs as much as the exchange
+        target = jax.lax.empty((num_rows, *source.shape[1:]), source.dtype)
+    if not target.size or not source.size:
         return target
     if platform == "cpu":
         return _move_dense(source, target, slices, axis)
@@ -160,4 +184,4 @@ def _move_dense(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axi
     target_PS = jnp.min(jnp.where(inside, place + row - start, target.shape[0]), axis=1)
     moved = jax.lax.all_to_all(jnp.broadcast_to(source, (ranks, *source.shape)), axis, 0, 0, tiled=True)
     arrived_PS = jax.lax.all_to_all(target_PS, axis, 0, 0, tiled=True)
-    return target.at[arrived_PS.ravel()].set(moved.reshape(ranks * width, -1), mode="drop")
+    return target.at[arrived_PS.ravel()].set(moved.reshape(ranks * width, *source.shape[1:]), mode="drop")

@@ -1,20 +1,33 @@
-"""One collective-permute per distance: asynchronous on every platform, and each block can be used when it comes."""
+"""One collective-permute per distance: asynchronous on every platform."""
 
 import jax
 from jaxtyping import Array, Shaped
 
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ordering import after
 
 
-def exchange(x: Shaped[Array, "P ..."], axis: Axis) -> Shaped[Array, "P ..."]:
-    """Send block p to rank p of `axis`; block p of the result came from rank p. Its own inverse.
+def start(x: Shaped[Array, "P ..."], axis: Axis) -> tuple[jax.Array, ...]:
+    """Send block p to rank p of `axis`: P - 1 hops, of which hop s carries one block to the rank s further on.
 
-    P - 1 hops: hop s carries one block to the rank s further on.
+    Returns `x`, then for each hop the block that is sent and the one that arrives.
     """
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    received = x
+    under_way = [x]
     for hop in range(1, ranks):
-        block = jax.lax.dynamic_index_in_dim(x, (rank + hop) % ranks)
-        block = jax.lax.ppermute(block, axis, [(source, (source + hop) % ranks) for source in range(ranks)])
+        sent = jax.lax.dynamic_index_in_dim(x, (rank + hop) % ranks)
+        to_rank = [(source, (source + hop) % ranks) for source in range(ranks)]
+        under_way += [sent, jax.lax.ppermute(sent, axis, to_rank)]
+    return tuple(under_way)
+
+
+def finish(under_way: tuple[jax.Array, ...], axis: Axis, platform: str) -> Shaped[Array, "P ..."]:
+    """Block p of the result came from rank p."""
+    received, *hops = under_way
+    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    for hop in range(1, ranks):
+        sent, block = hops[2 * hop - 2 : 2 * hop]
+        # XLA:CPU would reuse what was sent for computations that then wait for this hop
+        block = after(block, sent, platform) if platform == "cpu" and sent.size else block
         received = jax.lax.dynamic_update_index_in_dim(received, block, (rank - hop) % ranks, axis=0)
     return received
