@@ -94,6 +94,8 @@ class Schedule:
     weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
     grad_reduce: Literal["end", "block", "chunked"] = "end"  # when gradients are summed over devices
     chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
+    device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
+    link_gb_per_s: float | None = None  # null: typical of the platform
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
 
@@ -234,7 +236,11 @@ _POSITIVE = (
     "model.moe.routed_scale",
     "optimizer.eps",
     "optimizer.clip_norm",
+    "schedule.chunk_mb",
+    "schedule.device_tflops",
+    "schedule.link_gb_per_s",
 )
+_MAY_BE_NULL = ("model.moe.capacity_factor", "optimizer.clip_norm", *_POSITIVE[-3:])
 # Numbers that must lie in [0, 1).
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 
@@ -264,7 +270,7 @@ def _check_ranges(config: Config) -> None:
     for name in _POSITIVE:
         value = _number(config, name)
         if value is not None and value <= 0:
-            null = " (or null)" if name in ("model.moe.capacity_factor", "optimizer.clip_norm") else ""
+            null = " (or null)" if name in _MAY_BE_NULL else ""
             raise ConfigError(f"{name}={value} must be above 0{null}")
     for name in _FRACTIONS:
         value = _number(config, name)

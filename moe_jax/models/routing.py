@@ -59,49 +59,54 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def to_rows(x_TD: Float[Array, "T D"], rows: Rows) -> Float[Array, "R D"]:
+def to_rows(x_T: Float[Array, "T ..."], rows: Rows) -> Float[Array, "R ..."]:
     """Copy each token into the rows of its kept choices; empty rows are 0."""
-    return _take(x_TD, rows.token_R)
+    return _take(x_T, rows.token_R)
 
 
-def _to_rows_forward(x_TD: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
-    return to_rows(x_TD, rows), rows
+def _to_rows_forward(x_T: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
+    return to_rows(x_T, rows), rows
 
 
-def _to_rows_backward(rows: Rows, dy_RD: jax.Array) -> tuple[jax.Array, None]:
+def _to_rows_backward(rows: Rows, dy_R: jax.Array) -> tuple[jax.Array, None]:
     choices = rows.row_Tk.shape[1]
-    return sum(_take(dy_RD, rows.row_Tk[:, j]) for j in range(choices)), None  # type: ignore[return-value]
+    return sum(_take(dy_R, rows.row_Tk[:, j]) for j in range(choices)), None  # type: ignore[return-value]
 
 
 to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 
 
 @jax.custom_vjp
-def from_rows(y_RD: Float[Array, "R D"], weight_Tk: Float[Array, "T k"], rows: Rows) -> Float[Array, "T D"]:
+def from_rows(y_R: Float[Array, "R ..."], weight_Tk: Float[Array, "T k"], rows: Rows) -> Float[Array, "T ..."]:
     """Each token's sum of weight · row over its kept choices, added up in float32."""
-    total_TD = jnp.zeros((rows.row_Tk.shape[0], y_RD.shape[1]), jnp.float32)
+    total_T = jnp.zeros((rows.row_Tk.shape[0], *y_R.shape[1:]), jnp.float32)
     for j in range(rows.row_Tk.shape[1]):
-        total_TD += weight_Tk[:, j, None] * _take(y_RD, rows.row_Tk[:, j])
-    return total_TD.astype(y_RD.dtype)
+        total_T += _each(weight_Tk[:, j], y_R) * _take(y_R, rows.row_Tk[:, j])
+    return total_T.astype(y_R.dtype)
+
+
+def _each(factor: jax.Array, rows: jax.Array) -> jax.Array:
+    """One factor for each row, to be multiplied with rows like these."""
+    return factor.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
 def _from_rows_forward(
-    y_RD: jax.Array, weight_Tk: jax.Array, rows: Rows
+    y_R: jax.Array, weight_Tk: jax.Array, rows: Rows
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Rows]]:
-    return from_rows(y_RD, weight_Tk, rows), (y_RD, weight_Tk, rows)
+    return from_rows(y_R, weight_Tk, rows), (y_R, weight_Tk, rows)
 
 
 def _from_rows_backward(
-    saved: tuple[jax.Array, jax.Array, Rows], dout_TD: jax.Array
+    saved: tuple[jax.Array, jax.Array, Rows], dout_T: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    y_RD, weight_Tk, rows = saved
-    weight_R = jnp.zeros(y_RD.shape[0], weight_Tk.dtype).at[rows.row_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
-    dy_RD = (weight_R[:, None] * _take(dout_TD, rows.token_R)).astype(y_RD.dtype)
-    wide_TD = dout_TD.astype(jnp.float32)
+    y_R, weight_Tk, rows = saved
+    weight_R = jnp.zeros(len(y_R), weight_Tk.dtype).at[rows.row_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
+    dy_R = (_each(weight_R, y_R) * _take(dout_T, rows.token_R)).astype(y_R.dtype)
+    wide_T, features = dout_T.astype(jnp.float32), tuple(range(1, y_R.ndim))
     dweight_Tk = jnp.stack(
-        [jnp.sum(wide_TD * _take(y_RD, rows.row_Tk[:, j]), axis=-1) for j in range(weight_Tk.shape[1])], axis=1
+        [jnp.sum(wide_T * _take(y_R, rows.row_Tk[:, j]), axis=features) for j in range(weight_Tk.shape[1])], axis=1
     )
-    return dy_RD, dweight_Tk.astype(weight_Tk.dtype), None
+    return dy_R, dweight_Tk.astype(weight_Tk.dtype), None
 
 
 from_rows.defvjp(_from_rows_forward, _from_rows_backward)

@@ -16,10 +16,11 @@ from moe_jax.models.moe import RouterStats
 from moe_jax.models.parameters import blocks_of, param_dims, param_shapes, stack_blocks
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sum_over_batch
+from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.parallel.reductions import REDUCTIONS
 from moe_jax.parallel.sharding import partitions
-from moe_jax.plan.task_times import nominal
-from moe_jax.schedule.actions import NO_BLOCK, Action, is_reduction
+from moe_jax.plan.costs import rates_of, task_times
+from moe_jax.schedule.actions import NO_BLOCK, Action, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
@@ -72,7 +73,11 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         reductions=tuple(len(reduction.chunks) for reduction in reductions),
         tied=model.tie_embeddings,
     )
-    schedule = make_schedule(settings.policy, shape, nominal(shape).of(shape))
+    platform = Computation.of(config, mesh).platform
+    tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
+    sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
+    times = task_times(config, tokens, mesh.shape[Axis.EXPERT], sent, rates_of(config, platform))
+    schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
     return Plan(schedule, reductions)
 

@@ -12,7 +12,8 @@ from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.schedule.grad_chunks import Chunk, cut
 
-_SMALL = 2**16  # elements: smaller gradients travel together
+_SMALL = 2**20  # elements: smaller gradients travel together
+_ITEM_BYTES = 4
 
 
 class Vector(NamedTuple):
@@ -52,6 +53,13 @@ class Reduction:
     def axes(self, chunk: int) -> tuple[Axis, ...]:
         """The mesh axes that a chunk is summed over."""
         return self.vectors[self.chunks[chunk].group].axes
+
+    def sent_bytes(self, mesh_shape: Mapping[str, int]) -> list[float]:
+        """What leaves a device for each chunk: twice its share, as each sum goes around once and comes back."""
+        ranks = [math.prod(mesh_shape[axis] for axis in vector.axes) for vector in self.vectors]
+        return [
+            2 * (ranks[group] - 1) / ranks[group] * (stop - start) * _ITEM_BYTES for group, start, stop in self.chunks
+        ]
 
     def flatten(self, grads: Any) -> list[jax.Array]:
         """The owner's gradients as vectors [n]."""

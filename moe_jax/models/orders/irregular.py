@@ -39,13 +39,14 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room:
     start_E = jnp.cumsum(kept_E) - kept_E
     rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
     ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
-    rows_S = routing.to_rows(x_TD, rows).reshape(-1, *row_shape(x_TD.shape[1]))
+    rows_S = routing.to_rows(x_TD.reshape(-1, *row_shape(x_TD.shape[1])), rows)
     return Sent(rows_S, kept_E), ticket
 
 
 def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
     """Weighted sums of each token's rows."""
-    return routing.from_rows(returned_S.reshape(len(returned_S), -1), ticket.weight_Tk, ticket.rows)
+    y_T = routing.from_rows(returned_S, ticket.weight_Tk, ticket.rows)
+    return y_T.reshape(len(y_T), -1)
 
 
 def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
@@ -58,12 +59,17 @@ def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
 def experts(params: Any, lanes: Lanes, moe: MoE, platform: str) -> Lanes:
     """Each expert on its lanes."""
     overflow = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]  # of any rank: all take the same way
-    out = _through(params, lanes.main_LbD, lanes.rest_LwD, filled(lanes.count_PE, Axis.EXPERT), overflow)
+    out = _through(params, lanes.main_LbD, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), overflow)
     return Lanes(*out, lanes.count_PE)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
     return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
+
+
+def _lanes(rows_R: jax.Array, like_LbD: jax.Array) -> jax.Array:
+    """Rows one lane behind the other as [L, w, D]."""
+    return rows_R.reshape(len(like_LbD), -1, like_LbD.shape[2])
 
 
 def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
@@ -76,12 +82,12 @@ def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
 def _through(
     params: Any,
     main_LbD: Float[Array, "L b D"],
-    rest_LwD: Float[Array, "L w D"],
+    rest_R: Float[Array, "R ..."],
     filled_L: Int[Array, " L"],
     overflow: Bool[Array, ""],
-) -> tuple[Float[Array, "L b D"], Float[Array, "L w D"]]:
+) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
     """Experts on both kinds of lanes; `rest` is only looked at if there is an overflow."""
-    return _forward(params, main_LbD, rest_LwD, filled_L, overflow)[0]
+    return _forward(params, main_LbD, rest_R, filled_L, overflow)[0]
 
 
 def _forward(
@@ -90,7 +96,7 @@ def _forward(
     out, pullback = jax.vjp(_product, params, _real(main, filled_L))
 
     def second() -> jax.Array:
-        return _product(params, _real(rest, filled_L, main.shape[1]))
+        return _product(params, _real(_lanes(rest, main), filled_L, main.shape[1])).reshape(rest.shape)
 
     return (out, _if(overflow, second, _anything(rest))), (pullback, params, rest, filled_L, overflow)
 
@@ -101,7 +107,9 @@ def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any,
     d_params, d_main = pullback(_real(cotangents[0], filled_L))
 
     def rest_back() -> tuple[Any, jax.Array]:
-        return jax.vjp(_product, params, _real(rest, filled_L, low))[1](_real(cotangents[1], filled_L, low))
+        second, second_back = jax.vjp(_product, params, _real(_lanes(rest, d_main), filled_L, low))
+        d_weights, d_rows = second_back(_real(_lanes(cotangents[1], second), filled_L, low))
+        return d_weights, d_rows.reshape(rest.shape)
 
     # two conditions, so that the gradients of rows do not wait for those of weights
     d_rest = _if(overflow, lambda: rest_back()[1], _anything(rest))

@@ -34,7 +34,7 @@ class Lanes(NamedTuple):
     """Rows at the experts' rank; a row that no source filled can be anything, even NaN."""
 
     main_LbD: Float[Array, "L b D"]
-    rest_LwD: Float[Array, "L w D"]
+    rest_R: Float[Array, "R ..."]  # R = L·w rows as they arrived, one lane behind the other
     count_PE: Int[Array, "P E"]  # rows from every rank to every expert
 
 
@@ -55,12 +55,13 @@ def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def to_lanes(
     rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
-) -> tuple[Float[Array, "L b D"], Float[Array, "L w D"]]:
+) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
     """Each row in its expert's lane; other rows can be anything."""
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
     lanes = []
-    for low, width in ((0, widths.main), (widths.main, widths.rest)):
+    # `rest` first: it is nearly always empty, and what comes next waits for the exchange before it
+    for low, width in ((widths.main, widths.rest), (0, widths.main)):
         skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
         lane_E = jnp.tile(jnp.arange(held, dtype=jnp.int32) * width, count_PE.shape[0])
         slices = _Slices(
@@ -71,13 +72,14 @@ def to_lanes(
         )
         with jax.named_scope("overflow" if low else "rows"):
             lanes.append(_move(rows_S, held * width, None, slices, axis, platform))
-    return tuple(lane.reshape(held, len(lane) // held, math.prod(rows_S.shape[1:])) for lane in lanes)  # type: ignore[return-value]
+    rest, main = lanes
+    return main.reshape(held, widths.main, math.prod(rows_S.shape[1:])), rest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def from_lanes(
     main_LbD: Float[Array, "L b D"],
-    rest_LwD: Float[Array, "L w D"],
+    rest_R: Float[Array, "R ..."],
     count_PE: Int[Array, "P E"],
     num_rows: int,
     axis: Axis,
@@ -87,8 +89,10 @@ def from_lanes(
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
     rows_S = None
-    for low, lane_LwD in ((0, main_LbD), (main_LbD.shape[1], rest_LwD)):
-        width = lane_LwD.shape[1]
+    main = main_LbD.shape[1]
+    main_R = main_LbD.reshape(held * main, *rest_R.shape[1:])
+    for low, lanes_R in ((main, rest_R), (0, main_R)):
+        width = len(lanes_R) // held
         skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
         lane_L = jnp.arange(held, dtype=jnp.int32) * width - low
         slices = _Slices(
@@ -98,9 +102,7 @@ def from_lanes(
             received=size_PE[me],
         )
         with jax.named_scope("overflow" if low else "rows"):
-            rows_S = _move(
-                lane_LwD.reshape(held * width, *row_shape(lane_LwD.shape[2])), num_rows, rows_S, slices, axis, platform
-            )
+            rows_S = _move(lanes_R, num_rows, rows_S, slices, axis, platform)
     assert rows_S is not None
     return rows_S
 
@@ -114,9 +116,9 @@ def _to_lanes_backward(widths, axis, platform, saved, cotangents):  # type: igno
     return from_lanes(*cotangents, count_PE, num_rows, axis, platform), None
 
 
-def _from_lanes_forward(main_LbD, rest_LwD, count_PE, num_rows, axis, platform):  # type: ignore[no-untyped-def]
-    widths = Widths(main_LbD.shape[1], rest_LwD.shape[1])
-    return from_lanes(main_LbD, rest_LwD, count_PE, num_rows, axis, platform), (count_PE, widths)
+def _from_lanes_forward(main_LbD, rest_R, count_PE, num_rows, axis, platform):  # type: ignore[no-untyped-def]
+    widths = Widths(main_LbD.shape[1], len(rest_R) // _held(count_PE))
+    return from_lanes(main_LbD, rest_R, count_PE, num_rows, axis, platform), (count_PE, widths)
 
 
 def _from_lanes_backward(num_rows, axis, platform, saved, cotangent):  # type: ignore[no-untyped-def]

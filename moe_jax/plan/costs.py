@@ -1,0 +1,78 @@
+"""How long a model's tasks take: floating-point operations and bytes of each, at the rates of a device and its link."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_jax.config import Config, Model
+from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches in matrix products, and what leaves it through its link."""
+
+    flops_per_s: float
+    link: Linear
+
+
+# Half of the peak rates of TPU v5p and H100, and one link of each; a CPU core behind a local network.
+RATES = {
+    "tpu": Rates(230e12, Linear(5e-6, 1 / 300e9)),
+    "gpu": Rates(500e12, Linear(10e-6, 1 / 200e9)),
+    "cpu": Rates(50e9, Linear(2e-4, 1 / 1e9)),
+}
+
+
+def rates_of(config: Config, platform: str) -> Rates:
+    """The platform's rates, or those that a config gives."""
+    known, settings = RATES[platform], config.schedule
+    return Rates(
+        known.flops_per_s if settings.device_tflops is None else settings.device_tflops * 1e12,
+        known.link if settings.link_gb_per_s is None else Linear(known.link.alpha_s, 1e-9 / settings.link_gb_per_s),
+    )
+
+
+def task_times(
+    config: Config, tokens: int, expert_ranks: int, reduction_bytes: Sequence[Sequence[float]], rates: Rates
+) -> TaskTimes:
+    """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner."""
+    model, moe = config.model, config.model.moe
+    matmul = Linear(0.0, 1 / rates.flops_per_s)
+    matrices = 3 if model.activation == "swiglu" else 2
+    attention = 2 * tokens * model.d_model * (2 * model.num_heads + 2 * model.kv_heads) * model.head_width
+    scores = 4 * tokens * config.data.seq_len * model.num_heads * model.head_width
+    dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
+    shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
+    rows = _expert_rows(model, tokens)
+    expert = 2 * rows * matrices * model.d_model * moe.hidden_dim
+    head = 2 * tokens * model.d_model * model.vocab_size
+
+    def compute(products: float, rest: float = 0.0) -> Compute:
+        """Of matrix products with weights, and of `rest` without, whose backward pass is twice as long."""
+        return Compute(
+            rate=matmul, forward_flops=products + rest, backward_flops=products + 2 * rest, weight_flops=products
+        )
+
+    moved = rows * model.d_model * _ITEM_BYTES[config.train.compute_dtype] * (expert_ranks - 1) / expert_ranks
+    exchange = Transfer(link=rates.link, num_bytes=moved)
+    return TaskTimes(
+        compute={
+            "embed": Compute(rate=matmul, forward_flops=0.0, backward_flops=0.0),
+            "attend": compute(attention + shared, scores),
+            "dense": compute(attention + dense, scores),
+            "expert": compute(expert),
+            "head": compute(head),
+        },
+        transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
+        reduce=rates.link,
+        reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),
+    )
+
+
+def _expert_rows(model: Model, tokens: int) -> float:
+    """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
+    moe = model.moe
+    factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
+    return min(factor * moe.top_k, moe.num_experts) * tokens
