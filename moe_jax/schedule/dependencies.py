@@ -50,7 +50,7 @@ def _gradients(action: Action, shape: Shape) -> list[Action]:
     owners = {"embed": 0, "head": len(shape.kinds) + 1}
     if shape.grad_reduce == "end":
         return [task for owner in range(len(shape.reductions)) for task in shape.gradients(owner)]
-    return shape.gradients(owners.get(action.op, action.block + 1))
+    return shape.reduced_gradients(owners.get(action.op, action.block + 1))
 
 
 @lru_cache(maxsize=64)

@@ -68,7 +68,7 @@ def _read_line(line: str) -> tuple[str, object]:
                 return name, tuple(map(int, value.split()))
             case "kinds":
                 return name, tuple(value.split())
-            case "sharded_experts" | "tied":
+            case "sharded_experts" | "tied" | "local_experts":
                 return name, {"true": True, "false": False}[value]
     except (ValueError, KeyError):
         raise ScheduleError(

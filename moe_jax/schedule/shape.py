@@ -46,6 +46,7 @@ class Shape:
     reductions: tuple[int, ...] = ()  # chunks per owner; (): one each; 0: nothing to sum
     sharded_experts: bool = False  # gather tokens before, scatter sums behind the experts
     tied: bool = False  # embedding and head are one matrix, owned by embed
+    local_experts: bool = False  # no other device shares a device's experts: their gradients are not reduced
 
     def __post_init__(self) -> None:
         if not self.reductions:
@@ -117,6 +118,10 @@ class Shape:
             return self.tasks_of("B", self.stages[0]) + (self.tasks_of(direction, head) if self.tied else [])
         stages = [stage for stage in self.stages if stage.block == owner - 1 and stage.op in _WITH_WEIGHTS]
         return [task for stage in stages for task in self.tasks_of(direction, stage)]
+
+    def reduced_gradients(self, owner: int) -> list[Action]:
+        """The tasks that an owner's reductions wait for."""
+        return [task for task in self.gradients(owner) if not (self.local_experts and task.op == "expert")]
 
     def reductions_of(self, owner: int) -> list[Action]:
         """The chunks in which an owner's gradients are summed over devices."""

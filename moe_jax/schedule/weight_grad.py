@@ -6,6 +6,8 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
 from moe_jax.schedule.dependencies import Needs
 from moe_jax.schedule.shape import Shape, weight_gradient
 
+_MOST_HELD = 8  # weight gradients kept for the end
+
 
 def greedy(
     issued: Sequence[Action], shape: Shape, needs: Needs, seconds: Seconds, stream_of: StreamOf
@@ -16,8 +18,9 @@ def greedy(
     to t_u. An exchange's uncovered time is the wait of the next compute task of `issued` (all tasks but W and
     reductions, in order of issue), so that what other microbatches cover already counts as covered. Candidates are the
     W whose B stands before that task: no path leads from or to an exchange that is under way.
-    W that no exchange needs stay behind their B (1: least memory) or run last, oldest first (2: they hide reductions).
-    Without reductions neither is slower than every W behind its B (3), however long the chosen W are; with them it can
+    W that no exchange needs stay behind their B (1: least memory), but for the last few without a reduction: they
+    run at the end and hide the last reductions (2). Or all run last (3), oldest first, those again behind the others.
+    Without reductions none is slower than every W behind its B (4), however long the chosen W are; with them it can
     be, because a W that waits for an exchange holds up its block's reductions.
     """
     compute: list[Action] = []
@@ -39,9 +42,12 @@ def greedy(
         end_s[action] = free_s[stream] = max(free_s[stream], ready_s) + seconds(action)
     every_w = {w for b in issued if (w := weight_gradient(b, shape))}
     plain = [task for task in compute if task not in every_w]
+    local = [task for task in candidates if shape.local_experts and task.op == "expert"][-_MOST_HELD:]
+    held = [local[-count:] for count in range(1, len(local) + 1)]
     return [
         _behind_their_b(compute, shape, set(candidates)),
-        compute + candidates,
+        *(_behind_their_b(compute, shape, set(candidates) - set(last)) + last for last in held),
+        compute + sorted(candidates, key=lambda w: shape.local_experts and w.op == "expert"),
         _behind_their_b(plain, shape, every_w),
     ]
 

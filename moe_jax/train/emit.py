@@ -72,6 +72,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         grad_reduce=settings.grad_reduce,
         reductions=tuple(len(reduction.chunks) for reduction in reductions),
         tied=model.tie_embeddings,
+        local_experts=mesh.shape[Axis.DATA] == 1,
     )
     platform = Computation.of(config, mesh).platform
     tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
@@ -112,6 +113,10 @@ def scheduled_gradients(
         with jax.named_scope(str(action)):
             runs[action.direction](action)
     return sums.gradients(), sums.parts()
+
+
+def _is_missing(leaf: Any) -> bool:
+    return leaf is None
 
 
 class Sums:
@@ -159,7 +164,11 @@ class Sums:
     def _own(self, owner: int) -> Tree:
         """An owner's gradients of this device."""
         own = self._of_this_part(owner)
-        return own if self.earlier is None else jax.tree.map(jnp.add, self.earlier[owner], own)
+        if self.earlier is None:
+            return own
+        return jax.tree.map(
+            lambda new, old: None if new is None else new + old, own, self.earlier[owner], is_leaf=_is_missing
+        )
 
     def _of_this_part(self, owner: int) -> Tree:
         grads = self.tasks.grads
@@ -169,9 +178,13 @@ class Sums:
         if owner == len(self.reductions) - 1:
             return {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
         block = grads["attend", owner - 1]
-        if ("expert", owner - 1) not in grads:
+        if "moe" not in block:
             return block
-        return block | {"moe": block["moe"] | {"experts": grads["expert", owner - 1]}}
+        # a reduction of this block may come before the gradients of experts that nobody shares
+        experts = grads.get(("expert", owner - 1))
+        if experts is None:
+            experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
+        return block | {"moe": block["moe"] | {"experts": experts}}
 
     def gradients(self) -> Tree:
         """All gradients, in the layout of the parameters."""

@@ -80,8 +80,8 @@ class SplitPullback:
         """
         made = {var for eqn in self._first for var in eqn.outvars} | set(self._cotangents)
         made -= {var for eqn in self._rest for var in eqn.outvars}
-        read = {var for eqn in self._rest for var in eqn.invars if not isinstance(var, Literal)}
-        for var in made & read:
+        read = dict.fromkeys(var for eqn in self._rest for var in eqn.invars if not isinstance(var, Literal))
+        for var in filter(made.__contains__, read):  # in the same order on all processes
             if self._values[var].size and is_float(self._values[var]):
                 self._values[var] = tie(self._values[var])
         _evaluate(self._rest, self._values)

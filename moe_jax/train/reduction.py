@@ -62,8 +62,8 @@ class Reduction:
         ]
 
     def flatten(self, grads: Any) -> list[jax.Array]:
-        """The owner's gradients as vectors [n]."""
-        leaves = jax.tree.leaves(grads)
+        """The owner's gradients as vectors [n]; those that are in none may be None."""
+        leaves = jax.tree.leaves(grads, is_leaf=lambda leaf: leaf is None)
         parts = [[leaves[number].ravel() for number in vector.leaves] for vector in self.vectors]
         return [part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts]
 

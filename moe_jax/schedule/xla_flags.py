@@ -1,0 +1,48 @@
+"""Compiler options without which a compiler undoes a schedule: plain data, each with its reason.
+
+What each changes was read off scheduled programs for v5p and h100 with jax 0.10.2 (`python -m moe_jax.report
+--compile`). A flag that a compiler does not know is an error there, so a set holds what its platform accepts.
+"""
+
+from typing import NamedTuple
+
+Value = str | bool | int
+
+
+class Flag(NamedTuple):
+    """One compiler option."""
+
+    name: str
+    value: Value
+    reason: str
+
+
+_TPU = (
+    Flag("xla_tpu_enable_async_all_to_all", "true", "a dense all-to-all is synchronous otherwise"),
+    Flag("xla_tpu_force_async_all_to_all", "true", "with the one above alone, about half stay synchronous"),
+    Flag("xla_tpu_enable_async_ragged_all_to_all", "true", "a ragged all-to-all is synchronous otherwise"),
+    Flag("xla_jf_crs_combiner_threshold_in_bytes", "1", "all-reduces are merged into one behind the step otherwise"),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        "true",
+        "an all-reduce is synchronous on the TensorCore; on the SparseCore (v5p, v6e; tpu7x does it by itself, v5e has "
+        "none) 9 of 10 chunks run beside compute",
+    ),
+)
+_GPU = (
+    Flag("xla_gpu_dot_merger_threshold_mb", 0, "microbatches' products are merged into one otherwise"),
+    Flag("xla_gpu_all_reduce_combine_threshold_bytes", 0, "chunks of gradients are merged otherwise"),
+    Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
+    Flag("xla_gpu_all_gather_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
+    Flag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,  # a bool: XLA:GPU takes no "true"
+        "without it half of the ragged all-to-alls have nothing between start and done",
+    ),
+)
+FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
+
+
+def compiler_options(platform: str) -> dict[str, Value]:
+    """Of tpu, gpu or cpu, for `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`."""
+    return {flag.name: flag.value for flag in FLAGS[platform]}
