@@ -74,7 +74,7 @@ def keep(chosen_TE, moe: MoE):
 
 
 def moe_layer(p, h_TD, moe: MoE, sources: int):
-    """Output, load-balance loss, mean squared log-sum-exp, and number of dropped pairs of the whole batch.
+    """Output, load-balance loss, mean squared log-sum-exp, pairs per expert and dropped pairs of the whole batch.
 
     `sources` devices hold equal, consecutive shares of the tokens; each fills slots of its own.
     """
@@ -88,7 +88,7 @@ def moe_layer(p, h_TD, moe: MoE, sources: int):
     share_E = chosen_TE.mean(0) / moe.top_k
     balance = moe.num_experts * (share_E * prob_TE.mean(0)).sum()
     z_loss = (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
-    return out, balance, z_loss, (chosen_TE & ~kept_TE).sum()
+    return out, balance, z_loss, chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
 
 
 def block_params(params, model: Model):
@@ -102,20 +102,28 @@ def block_params(params, model: Model):
 
 
 def objective(params, token_BN1, model: Model, sources: int):
-    """The loss of the whole batch and the number of dropped pairs."""
+    """The loss of the whole batch, and its parts and what the routers counted by name."""
     x = params["embedding"][token_BN1[:, :-1]]
-    auxiliary, dropped = 0.0, 0
+    balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
     for p in block_params(params, model):
         x = x + jax.vmap(lambda sequence, p=p: attention(p["attention"], sequence, model))(x)
         h = norm(x, p["norm"], model.norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)
             continue
-        y, balance, z_loss, lost = moe_layer(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources)
+        y, balance, z_loss, count_E, lost = moe_layer(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources)
         x = x + y.reshape(x.shape)
-        auxiliary += model.moe.load_balance_weight * balance + model.moe.router_z_weight * z_loss
-        dropped += lost
+        balances, z_losses, dropped = balances + balance, z_losses + z_loss, dropped + lost
+        counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     head = params["embedding"].T if model.tie_embeddings else params["head"]
     logits = norm(x, params["norm"], model.norm_eps) @ head
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
-    return -picked.mean() + auxiliary, dropped
+    cross_entropy = -picked.mean()
+    loss = cross_entropy + model.moe.load_balance_weight * balances + model.moe.router_z_weight * z_losses
+    return loss, {
+        "cross_entropy": cross_entropy,
+        "load_balance_loss": balances,
+        "router_z_loss": z_losses,
+        "count_ME": counts_ME,
+        "num_dropped": dropped,
+    }

@@ -6,19 +6,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
 from moe_jax.models.parameters import init_params
 
 
-def small_config(data: int, expert: int, *, model: dict | None = None, **moe) -> Config:
+def small_config(
+    data: int,
+    expert: int,
+    *,
+    model: dict | None = None,
+    schedule: dict | None = None,
+    exchange: dict | None = None,
+    batch_size: int = 8,
+    seq_len: int = 12,
+    **moe,
+) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
     moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 12, "every": 2, "capacity_factor": 1.0} | moe
     shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
     return Config(
         model=Model(**(shape | (model or {})), moe=MoE(**moe)),
         mesh=Mesh(data=data, expert=expert),
-        data=Data(seq_len=12),
-        train=Train(batch_size=8, compute_dtype="float32"),
+        schedule=Schedule(**(schedule or {})),
+        exchange=Exchange(**(exchange or {})),
+        data=Data(seq_len=seq_len),
+        train=Train(batch_size=batch_size, compute_dtype="float32"),
     )
 
 

@@ -1,5 +1,6 @@
 """Sums over devices that differentiation leaves to us: gradients, their norm, and counts."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -37,6 +38,17 @@ def global_norm(grads: Any, specs: Any) -> Float[Array, ""]:
 
 
 def sum_over_batch(tree: Any) -> Any:
-    """Sum every leaf over the devices that hold different sequences. Not to be differentiated."""
+    """Sum every leaf over the devices that hold different sequences, in one collective for each type of number.
+
+    Not to be differentiated.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    sums: dict[int, jax.Array] = {}
     with jax.named_scope("sum_over_batch"):
-        return jax.lax.psum(tree, BATCH_AXES)
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+            same = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            total = jax.lax.psum(jnp.concatenate([leaves[i].ravel() for i in same]), BATCH_AXES)
+            ends = list(itertools.accumulate(leaves[i].size for i in same))
+            parts = jnp.split(total, ends[:-1])
+            sums |= {i: part.reshape(leaves[i].shape) for i, part in zip(same, parts, strict=True)}
+    return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])

@@ -20,6 +20,7 @@ from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
+from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
@@ -91,7 +92,11 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             placed,
         ),
         init=jax.jit(init, out_shardings=placed, compiler_options=_INIT_OPTIONS.get(how.platform)),
-        step=jax.jit(on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)), donate_argnums=0),
+        step=jax.jit(
+            on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)),
+            donate_argnums=0,
+            compiler_options=compiler_options(how.platform) if plan else None,
+        ),
         evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )
 

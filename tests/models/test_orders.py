@@ -4,6 +4,8 @@ T tokens, E experts, k choices, P expert ranks with L experts on each.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
+from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.orders import ORDERS
+from moe_jax.models.orders.protocol import Room
 from tests import references
 
 TOKENS, EXPERTS = 24, 8
@@ -41,48 +45,87 @@ def choice_of(choices: int, skewed: bool) -> Choice:
     return Choice(jnp.array(expert_Tk, jnp.int32), jnp.array(weight_Tk), jnp.array(prob_TE))
 
 
+class Journey(NamedTuple):
+    """What became of the tokens of a device, of all its parts together."""
+
+    places: list[tuple[int, int, int]]  # expert, place among this device's pairs for it, token
+    num_dropped: int
+    returned_TD: np.ndarray  # what the tokens get back
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(expert, token) for expert, _, token in self.places]
+
+
+@functools.partial(jax.jit, static_argnames=("name", "moe", "ranks", "slots", "parts"))
+def send_and_return(
+    x_TD: jax.Array, choice: Choice, used_E: jax.Array, *, name: str, moe: MoE, ranks: int, slots: int, parts: int
+) -> tuple[Any, jax.Array, jax.Array]:
+    """What is sent, how many pairs were dropped, and what identity experts give back."""
+    order = ORDERS[name]
+    sent, ticket = order.order(x_TD, choice, moe, ranks, Room(slots, used_E, parts))
+    return sent, ticket.num_dropped, order.inverse(sent if name in ("slots", "one_hot") else sent[0], ticket)
+
+
 @functools.cache
-def there_and_back(name: str, choices: int, ranks: int, skewed: bool) -> tuple[list[tuple[int, int]], int, np.ndarray]:
-    """(expert, token) of every row sent, how many pairs were dropped, and what the tokens get back [T, D]."""
-    order, moe = ORDERS[name], moe_of(name, choices)
-
-    @jax.jit
-    def run(x_TD, choice):
-        sent, ticket = order.order(x_TD, choice, moe, ranks)
-        rows = sent[0] if name == "dropless" else sent
-        return sent, ticket.num_dropped, order.inverse(rows, ticket)
-
-    sent, num_dropped, returned_TD = jax.device_get(run(jnp.array(PAYLOAD), choice_of(choices, skewed)))
-    rows_of = rows_of_dropless if name == "dropless" else rows_of_slots
-    return pairs_in(rows_of(sent, ranks)), int(num_dropped), returned_TD
+def there_and_back(name: str, choices: int, ranks: int, skewed: bool, sizes: tuple[int, ...] = (TOKENS,)) -> Journey:
+    """Tokens in parts of these sizes, each with the slots that the parts before it left."""
+    moe, choice = moe_of(name, choices), choice_of(choices, skewed)
+    slots = routing.capacity(moe, TOKENS)
+    used_E, first = np.zeros(EXPERTS, np.int32), 0
+    places, dropped, returned = [], 0, []
+    for size in sizes:
+        part = slice(first, first + size)
+        own = Choice(*(leaf[part] for leaf in choice))
+        sent, num_dropped, returned_TD = jax.device_get(
+            send_and_return(PAYLOAD[part], own, used_E, name=name, moe=moe, ranks=ranks, slots=slots, parts=len(sizes))
+        )
+        places += places_in(ROWS_OF[name](sent, ranks), used_E)
+        dropped += int(num_dropped)
+        returned.append(returned_TD)
+        used_E = used_E + np.bincount(np.ravel(own.expert_Tk), minlength=EXPERTS).astype(np.int32)
+        first += size
+    return Journey(places, dropped, np.concatenate(returned))
 
 
 def rows_of_slots(sent_PLCD: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Each expert's rows that are not empty."""
+    """Each expert's slots, empty ones included."""
     assert sent_PLCD.shape[:2] == (ranks, EXPERTS // ranks)
-    return [rows[rows[:, 0] != 0] for rows in sent_PLCD.reshape(EXPERTS, -1, 2)]
+    return list(sent_PLCD.reshape(EXPERTS, -1, 2))
 
 
 def rows_of_dropless(sent: tuple[np.ndarray, np.ndarray], ranks: int) -> list[np.ndarray]:
     """Each expert's rows, as many as the counts say."""
     rows_PWD, count_PL = sent
     assert count_PL.shape == (ranks, EXPERTS // ranks)
-    experts: list[np.ndarray] = []
-    for rows_WD, count_L in zip(rows_PWD, count_PL, strict=True):
-        *own, rest = np.split(rows_WD, np.cumsum(count_L))
-        assert not rest.any(), "rows that belong to no expert are 0"
-        experts += own
+    return [rows for sent_to in zip(rows_PWD, count_PL, strict=True) for rows in rows_of_counts(*sent_to)]
+
+
+def rows_of_counts(rows_WD: np.ndarray, count_E: np.ndarray) -> list[np.ndarray]:
+    """Rows sorted by expert, as many as the counts say."""
+    *experts, rest = np.split(rows_WD, np.cumsum(count_E))
+    assert not rest.any(), "rows that belong to no expert are 0"
+    assert all(rows.all() for rows in experts), "an empty row is sent"
     return experts
 
 
-def pairs_in(experts: list[np.ndarray]) -> list[tuple[int, int]]:
-    pairs = []
+ROWS_OF: dict[str, Callable[..., list[np.ndarray]]] = {
+    "slots": rows_of_slots,
+    "one_hot": rows_of_slots,
+    "irregular": lambda sent, _: rows_of_counts(*sent),
+    "dropless": rows_of_dropless,
+}
+
+
+def places_in(experts: list[np.ndarray], used_E: np.ndarray) -> list[tuple[int, int, int]]:
+    """Who sits where, by what the rows carry; places go on where the parts before have ended."""
+    places = []
     for expert, rows in enumerate(experts):
-        for row in rows:
-            token = int(row[0]) - 1
-            np.testing.assert_array_equal(row, PAYLOAD[token], err_msg="a row is one whole token")
-            pairs.append((expert, token))
-    return pairs
+        for place in np.flatnonzero(rows[:, 0]):
+            token = int(rows[place, 0]) - 1
+            np.testing.assert_array_equal(rows[place], PAYLOAD[token], err_msg="a row is one whole token")
+            places.append((expert, int(used_E[expert] + place), token))
+    return places
 
 
 def kept_by_definition(name: str, choices: int, skewed: bool) -> np.ndarray:
@@ -95,7 +138,8 @@ def kept_by_definition(name: str, choices: int, skewed: bool) -> np.ndarray:
 @every_case
 @every_order
 def test_each_kept_pair_is_sent_once_and_to_its_expert(name, choices, ranks, skewed):
-    pairs, num_dropped, _ = there_and_back(name, choices, ranks, skewed)
+    journey = there_and_back(name, choices, ranks, skewed)
+    pairs, num_dropped = journey.pairs, journey.num_dropped
     assert len(set(pairs)) == len(pairs), "a pair is sent twice"
     assert len(pairs) + num_dropped == TOKENS * choices
     kept_TE = kept_by_definition(name, choices, skewed)
@@ -107,7 +151,7 @@ def test_each_kept_pair_is_sent_once_and_to_its_expert(name, choices, ranks, ske
 @every_case
 @every_order
 def test_each_token_gets_its_own_row_back_times_the_weights_of_its_kept_pairs(name, choices, ranks, skewed):
-    _, _, returned_TD = there_and_back(name, choices, ranks, skewed)
+    returned_TD = there_and_back(name, choices, ranks, skewed).returned_TD
     expert_Tk, weight_Tk, _ = choice_of(choices, skewed)
     kept_Tk = np.take_along_axis(kept_by_definition(name, choices, skewed), np.asarray(expert_Tk), axis=1)
     total_T = np.where(kept_Tk, weight_Tk, 0).sum(axis=1)
@@ -115,5 +159,19 @@ def test_each_token_gets_its_own_row_back_times_the_weights_of_its_kept_pairs(na
 
 
 @every_case
-def test_slots_and_one_hot_fill_the_same_slots(choices, ranks, skewed):
-    assert there_and_back("slots", choices, ranks, skewed)[:2] == there_and_back("one_hot", choices, ranks, skewed)[:2]
+@pytest.mark.parametrize("name", ["one_hot", "irregular"])
+def test_every_order_with_a_capacity_fills_the_same_slots(name, choices, ranks, skewed):
+    expected, journey = (there_and_back(each, choices, ranks, skewed) for each in ("slots", name))
+    assert journey.places == expected.places
+    assert journey.num_dropped == expected.num_dropped
+
+
+@every_case
+@every_order
+@pytest.mark.parametrize("sizes", [(12, 12), (6, 6, 6, 6), (4, 12, 8)])
+def test_parts_of_a_batch_fill_the_slots_that_the_whole_batch_fills(sizes, name, choices, ranks, skewed):
+    """Capacity passing: the same pairs are kept, each in the same slot of the same expert, bit for bit."""
+    whole, parts = (there_and_back(name, choices, ranks, skewed, each) for each in ((TOKENS,), sizes))
+    assert sorted(parts.places) == sorted(whole.places)
+    assert parts.num_dropped == whole.num_dropped
+    np.testing.assert_allclose(parts.returned_TD, whole.returned_TD, rtol=1e-6)

@@ -28,8 +28,8 @@ def test_block_p_goes_to_rank_p_and_comes_back(name, expert):
     def body():
         me = jax.lax.axis_index(Axis.EXPERT)
         sent = jnp.stack([jnp.full((3,), 100 * me + to) for to in range(expert)])  # sender, receiver
-        received = exchange(sent, Axis.EXPERT)
-        return sent[None], received[None], exchange(received, Axis.EXPERT)[None]
+        received = exchange(sent, Axis.EXPERT, "cpu")
+        return sent[None], received[None], exchange(received, Axis.EXPERT, "cpu")[None]
 
     sent, received, back = per_device(body, P(BATCH_AXES), data=8 // expert, expert=expert)
     for device in range(8):
@@ -44,7 +44,7 @@ def test_block_p_goes_to_rank_p_and_comes_back(name, expert):
 def test_gradients_travel_back_to_the_sender(name):
     def body(x):
         def loss(x):
-            received = EXCHANGES[name](x, Axis.EXPERT)
+            received = EXCHANGES[name](x, Axis.EXPERT, "cpu")
             return (received * (1.0 + jax.lax.axis_index(Axis.EXPERT))).sum()
 
         return jax.grad(loss)(x)

@@ -1,15 +1,18 @@
 """The ring exchange against the flat one: bits, gradients and the collectives it becomes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.parallel.all_to_all import flat, ring
+from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
+flat, ring = (functools.partial(EXCHANGES[name], axis=Axis.EXPERT, platform="cpu") for name in ("flat", "ring"))
 SPECIAL = jnp.array([jnp.nan, -jnp.inf, -0.0, jnp.inf], jnp.bfloat16)
 PAYLOADS = {
     "float32": lambda shape, key: jax.random.normal(key, shape),
@@ -26,7 +29,7 @@ def test_ring_moves_the_same_bits_as_flat(payload, expert):
     x = PAYLOADS[payload]((8, expert, 4), jax.random.key(expert))
 
     def both(x):
-        return flat.exchange(x[0], Axis.EXPERT)[None], ring.exchange(x[0], Axis.EXPERT)[None]
+        return flat(x[0])[None], ring(x[0])[None]
 
     by_flat, by_ring = on_mesh(both, BATCH_SPEC, (BATCH_SPEC, BATCH_SPEC), data=8 // expert, expert=expert)(x)
     assert by_ring.dtype == by_flat.dtype
@@ -39,20 +42,20 @@ def test_ring_has_the_gradient_of_flat_and_undoes_itself():
     def gradient(exchange):
         def body(x):
             def loss(x):
-                return jnp.sum(jnp.sin(exchange(x, Axis.EXPERT)) * (1.0 + jax.lax.axis_index(BATCH_AXES)))
+                return jnp.sum(jnp.sin(exchange(x)) * (1.0 + jax.lax.axis_index(BATCH_AXES)))
 
-            return jax.grad(loss)(x), exchange(exchange(x, Axis.EXPERT), Axis.EXPERT)
+            return jax.grad(loss)(x), exchange(exchange(x))
 
         return on_mesh(body, BATCH_SPEC, (BATCH_SPEC, BATCH_SPEC), data=2, expert=4)(x)
 
-    by_flat, by_ring = gradient(flat.exchange)[0], gradient(ring.exchange)
+    by_flat, by_ring = gradient(flat)[0], gradient(ring)
     np.testing.assert_array_equal(by_ring[0], by_flat)
     np.testing.assert_array_equal(by_ring[1], x)
 
 
 def test_ring_is_permutes_of_one_block_each():
     """Otherwise it would hide no better than the all-to-all it replaces."""
-    program = on_mesh(lambda x: ring.exchange(x, Axis.EXPERT), BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
+    program = on_mesh(lambda x: ring(x), BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
     text = program.lower(jnp.zeros((32, 5))).as_text()
     assert text.count("collective_permute") == 3
     assert text.count("-> tensor<1x5xf32>") >= 3

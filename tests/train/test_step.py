@@ -1,72 +1,19 @@
 """The sharded step against the single-device, loop-over-experts reference: values and every gradient."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from moe_jax.config import Config, Data, Mesh, Model, Optimizer, Schedule
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.transformer import Computation
-from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.config import Config, Data, Mesh, Optimizer, Schedule
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC, partitions
-from moe_jax.train.step import local_gradients, make_trainer
-from tests import references
+from moe_jax.train.step import make_trainer
 from tests.small import first_params, small_config, tokens_of
+from tests.train.gradients import assert_equals_reference, mesh_of, sharded_gradients
 
 MESHES = [(1, 1), (8, 1), (1, 8), (2, 4), (4, 2)]
-
-
-def sharded_gradients(config: Config, params, token_BN1):
-    """Loss, gradients, norm and dropped pairs of the real step's parts, on the config's mesh."""
-    devices = jax.devices()[: config.mesh.data * config.mesh.expert]
-    mesh = make_mesh(config.mesh, devices)
-    specs = partitions(param_dims(config.model))
-    how = Computation.of(config, mesh)
-
-    def body(params, token_bN1):
-        grads, parts = local_gradients(params, token_bN1, config, how, token_BN1[:, 1:].size)
-        grads = sync_gradients(grads, specs)
-        total = sum_over_batch(parts)
-        moe = config.model.moe
-        loss = total.cross_entropy
-        loss += moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
-        return loss, grads, global_norm(grads, specs), total.num_dropped, total.count_ME
-
-    replicated = PartitionSpec()
-    out = (replicated, specs, replicated, replicated, replicated)
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
-    return run(params, token_BN1)
-
-
-@functools.cache
-def reference_gradients(model: Model, sources: int):
-    """Loss, dropped pairs and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
-    config = dataclasses.replace(small_config(1, 1), model=model)
-    run = jax.value_and_grad(references.objective, has_aux=True)
-    (loss, dropped), grads = run(first_params(model), tokens_of(config), model, sources)
-    return loss, dropped, grads
-
-
-def assert_equals_reference(config: Config) -> None:
-    mesh = f"mesh (data={config.mesh.data}, expert={config.mesh.expert})"
-    expected_loss, expected_dropped, expected = reference_gradients(config.model, config.mesh.data * config.mesh.expert)
-    token_BN1 = tokens_of(config)
-    loss, grads, norm, dropped, count_ME = sharded_gradients(config, first_params(config.model), token_BN1)
-    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6, err_msg=mesh)
-    chex.assert_trees_all_close(jax.device_get(grads), expected, rtol=2e-4, atol=2e-6, custom_message=mesh)
-    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(expected)])
-    np.testing.assert_allclose(norm, np.linalg.norm(flat), rtol=2e-5, err_msg=mesh)
-    assert dropped == expected_dropped, mesh
-    pairs = token_BN1[:, 1:].size * config.model.moe.top_k
-    assert (count_ME.sum(axis=-1) == pairs).all(), f"every (token, choice) pair is counted once, {mesh}"
-    if config.model.moe.capacity_factor is None:
-        assert dropped == 0, mesh
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -97,8 +44,7 @@ def test_model_variants_equal_the_reference(model, moe):
 
 
 def run_steps(config: Config, steps: int = 3):
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])
-    trainer = make_trainer(config, mesh)
+    trainer = make_trainer(config, mesh_of(config))
     state, records = trainer.init(), []
     for seed in range(steps):
         state, metrics = trainer.step(state, tokens_of(config, seed))
@@ -121,8 +67,8 @@ def test_rematerialisation_and_unrolling_change_no_gradient(schedule):
     config = small_config(1, 2, model={"num_layers": 4}, every=1)
     other = dataclasses.replace(config, schedule=Schedule(**schedule))
     params = first_params(config.model)
-    _, expected, *_ = sharded_gradients(config, params, tokens_of(config))
-    _, grads, *_ = sharded_gradients(other, params, tokens_of(config))
+    expected = sharded_gradients(config, params, tokens_of(config)).grads
+    grads = sharded_gradients(other, params, tokens_of(config)).grads
     chex.assert_trees_all_close(grads, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -146,8 +92,8 @@ def test_bfloat16_gradient_of_a_frequent_token_is_not_lost():
     token_BN1 = np.full((8, 257), 3, np.int32)
     token_BN1[:, -1] = 5
     params = first_params(config.model)
-    _, expected, *_ = sharded_gradients(config, params, token_BN1)
-    _, grads, *_ = sharded_gradients(half, params, token_BN1)
+    expected = sharded_gradients(config, params, token_BN1).grads
+    grads = sharded_gradients(half, params, token_BN1).grads
     row, expected_row = grads["embedding"][3], expected["embedding"][3]
     np.testing.assert_allclose(row, expected_row, atol=0.05 * np.abs(expected_row).max())
 

@@ -1,0 +1,92 @@
+"""Gradients of a real step, and of its slow twin on one device."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from moe_jax.config import Config, Model
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC, partitions
+from moe_jax.train.emit import make_plan, scheduled_gradients
+from moe_jax.train.objective import Parts, local_objective
+from moe_jax.train.step import is_plain
+from tests import references
+from tests.small import first_params, small_config, tokens_of
+
+
+class Result(NamedTuple):
+    """What a step computes before its optimiser runs."""
+
+    loss: Any
+    grads: Any
+    norm: Any
+    parts: Parts  # summed over devices
+
+
+def mesh_of(config: Config) -> jax.sharding.Mesh:
+    return make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])
+
+
+def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Result:
+    """On the config's mesh and by its schedule; by autodiff if nothing is scheduled."""
+    mesh = mesh_of(config)
+    specs = partitions(param_dims(config.model))
+    how = Computation.of(config, mesh)
+    plan = None if is_plain(config) else make_plan(config, mesh)
+    tokens = token_BN1[:, 1:].size
+
+    def body(params: Any, token_bN1: jax.Array) -> Result:
+        if plan is None:
+            grads, parts = jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, tokens)
+            grads = sync_gradients(grads, specs)
+        else:
+            grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan)
+        total, moe = sum_over_batch(parts), config.model.moe
+        loss = total.cross_entropy
+        loss += moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
+        return Result(loss, grads, global_norm(grads, specs), total)
+
+    everywhere = PartitionSpec()
+    out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
+    return jax.device_get(run(params, token_BN1))
+
+
+@functools.cache
+def reference_gradients(model: Model, sources: int, batch_size: int, seq_len: int) -> tuple[Any, Parts, Any]:
+    """Loss, its parts and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
+    config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
+    config = dataclasses.replace(config, model=model)
+    run = jax.value_and_grad(references.objective, has_aux=True)
+    (loss, parts), grads = run(first_params(model), tokens_of(config), model, sources)
+    return loss, Parts(**parts), grads
+
+
+def assert_equals_reference(config: Config) -> None:
+    """Loss, every gradient, the auxiliary losses and what the routers counted."""
+    mesh, moe = f"mesh (data={config.mesh.data}, expert={config.mesh.expert})", config.model.moe
+    sources = config.mesh.data * config.mesh.expert
+    loss, parts, grads = reference_gradients(config.model, sources, config.train.batch_size, config.data.seq_len)
+    token_BN1 = tokens_of(config)
+    result = sharded_gradients(config, first_params(config.model), token_BN1)
+    np.testing.assert_array_equal(result.parts.count_ME, parts.count_ME, err_msg=f"pairs per expert, {mesh}")
+    assert result.parts.num_dropped == parts.num_dropped, mesh
+    for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
+        value, expected = getattr(result.parts, name), getattr(parts, name)
+        np.testing.assert_allclose(value, expected, rtol=5e-6, err_msg=f"{name}, {mesh}")
+    np.testing.assert_allclose(result.loss, loss, rtol=2e-6, err_msg=mesh)
+    chex.assert_trees_all_close(result.grads, grads, rtol=2e-4, atol=2e-6, custom_message=mesh)
+    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
+    np.testing.assert_allclose(result.norm, np.linalg.norm(flat), rtol=2e-5, err_msg=mesh)
+    pairs = token_BN1[:, 1:].size * moe.top_k
+    assert (result.parts.count_ME.sum(axis=-1) == pairs).all(), f"every (token, choice) pair is counted once, {mesh}"
+    if moe.capacity_factor is None:
+        assert result.parts.num_dropped == 0, mesh
