@@ -56,9 +56,9 @@ def exchange(rows: Any, name: str, algorithm: str, platform: str) -> Any:
         return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT, platform), rows)
 
 
-def run_experts(params: Any, received: Any, moe: MoE, platform: str, ragged: bool = False) -> Any:
+def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
     """This rank's experts on the rows they were sent."""
-    return order_of(moe, ragged).experts(params, received, moe, platform)
+    return order_of(moe).experts(params, received, moe, platform)
 
 
 def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) -> Float[Array, "T D"]:

@@ -18,8 +18,7 @@ import optax
 from moe_jax.config import Config
 from moe_jax.models import routing
 from moe_jax.models.moe import RouterStats, run_experts
-from moe_jax.models.orders import order_of
-from moe_jax.models.orders.irregular import lane_widths
+from moe_jax.models.orders import irregular, order_of
 from moe_jax.models.orders.protocol import Order, Room
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
@@ -120,20 +119,24 @@ class _Moving:
 class Tasks:
     """Runs forward and backward tasks and keeps what lies between them.
 
-    `blocks` are parameters by block number; `ends` holds embedding, norm and head.
+    `blocks` are parameters by block number; `ends` holds embedding, norm and head. A turn of a loop over blocks has
+    neither ends nor tokens.
     """
 
-    def __init__(self, facts: Facts, ends: Tree, blocks: dict[int, Tree], token_BN1: jax.Array):
+    def __init__(self, facts: Facts, ends: Tree, blocks: dict[int, Tree], token_BN1: jax.Array | None):
         self.facts, self.ends, self.blocks = facts, ends, blocks
-        self.token = jnp.split(token_BN1, facts.microbatches)
+        self.token = [] if token_BN1 is None else jnp.split(token_BN1, facts.microbatches)
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
         self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
         self.dticket: dict[int, list[jax.Array]] = {}
         self.dflow: dict[int, list[jax.Array]] = {}
+        self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitPullback] = {}
+        self.overflows: dict[tuple[int, int], irregular.Overflow] = {}  # of block and piece
+        self.d_rest: dict[tuple[int, int], tuple[jax.Array, int]] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
         self.share: dict[int, jax.Array] = {}  # of all pairs that chose each expert, by block
         self.grads: dict[tuple[str, int], Tree] = {}
@@ -166,7 +169,7 @@ class Tasks:
             return
         model, axis = self.facts.config.model, self.facts.order.slot_axis
         pieces = [self._arrived(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
-        self._widths = [piece.shape[axis] for piece in pieces]
+        self.widths = [piece.shape[axis] for piece in pieces]
         rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
         inputs = (self.x[r], rows, self.ticket.pop(r))
         self.x[r] = self._differentiate(
@@ -199,13 +202,23 @@ class Tasks:
         return Room(self.facts.slots, used, self.facts.microbatches)
 
     def _experts(self, action: Action) -> None:
-        facts, weights = self.facts, self.blocks[action.block]["moe"]["experts"]
-        moe, platform = facts.config.model.moe, facts.how.platform
-        function = self._remat(lambda w, rows: run_experts(w, rows, moe, platform, facts.ragged))
+        facts, block = self.facts, action.block
+        weights = self.blocks[block]["moe"]["experts"]
         for p in facts.pieces_of(action):
             received = self._arrived(self.flow, p)
-            self.flow[p] = self._differentiate(("expert", action.block, p), function, weights, received)
+            if facts.ragged:
+                self.flow[p] = self._lanes(block, p, weights, received)
+            else:
+                function = partial(_run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
+                self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
             self.computed = floats_of(self.flow[p])[0]
+
+    def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
+        """Experts on their lanes, and on the rows that found no room there."""
+        overflow = self.overflows[block, p] = irregular.Overflow.of(weights, lanes)
+        function = self._remat(partial(_run_lanes, filled=overflow.filled_L))
+        main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
+        return lanes._replace(main_LbD=main, rest_R=overflow.forward(main.shape[1]))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -250,14 +263,27 @@ class Tasks:
             return
         _, (self.dx[r], drows, *self.dticket[r]) = pullback([self.dx[r]])
         pieces = self.facts.pieces_of_microbatch(r)
-        bounds = [sum(self._widths[:i]) for i in range(1, len(pieces))]
+        bounds = [sum(self.widths[:i]) for i in range(1, len(pieces))]
         axis = self.facts.order.slot_axis
         self.dflow.update((p, [part]) for p, part in zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
 
     def _experts_back(self, action: Action) -> None:
+        block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
-            self.dflow[p] = self._pull("expert", action.block, p, self._arrived(self.dflow, p))
+            first, *rest = self._arrived(self.dflow, p)
+            self.dflow[p] = self._pull("expert", block, p, [first])
             self.computed = self.dflow[p][0]
+            if rest:
+                self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
+                self.d_rest[block, p] = rest[0], first.shape[1]
+                if not split:
+                    self._add_overflow(block, p)
+
+    def _add_overflow(self, block: int, p: int) -> None:
+        """Let the rows that found no room in their lane count in the experts' gradients."""
+        if (block, p) in self.d_rest:
+            overflow, so_far = self.overflows.pop((block, p)), self.grads["expert", block]
+            self.grads["expert", block] = overflow.add_weights(so_far, *self.d_rest.pop((block, p)))
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -291,6 +317,8 @@ class Tasks:
             gradient = self.waiting.pop((action.op, action.block, part)).weights(self.in_turn)
             self.computed = jax.tree.leaves(gradient)[0]
             self._add((action.op, action.block), gradient)
+            if action.op == "expert":
+                self._add_overflow(action.block, part)
 
     # collectives
 
@@ -330,7 +358,7 @@ class Tasks:
             if action.op == "dispatch":
                 rows, count_E = self.flow[p]
                 room = Room(facts.slots, count_E, facts.microbatches)
-                widths = lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
+                widths = irregular.lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
                 inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
                 function = partial(_to_lanes, widths=widths, platform=platform)
             else:
@@ -376,6 +404,14 @@ class Tasks:
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
+
+
+def _run_experts(weights: Tree, rows: Any, moe: Any, platform: str) -> jax.Array:
+    return run_experts(weights, rows, moe, platform)
+
+
+def _run_lanes(weights: Tree, main: jax.Array, filled: jax.Array) -> jax.Array:
+    return irregular.experts(weights, main, filled)
 
 
 def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:

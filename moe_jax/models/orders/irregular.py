@@ -5,6 +5,7 @@ The experts see lanes as wide as their share of all slots (see `all_to_all.ragge
 take a second, smaller product.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,20 +57,58 @@ def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
     return Widths(min(share, most), max(most - share, 0))
 
 
-def experts(params: Any, lanes: Lanes, moe: MoE, platform: str) -> Lanes:
-    """Each expert on its lanes."""
-    overflow = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]  # of any rank: all take the same way
-    out = _through(params, lanes.main_LbD, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), overflow)
-    return Lanes(*out, lanes.count_PE)
+def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"]) -> Float[Array, "L b D"]:
+    """Each expert on the rows that found room in its lane."""
+    return _real_back(_product(params, _real(main_LbD, filled_L)), filled_L)
+
+
+class Overflow(NamedTuple):
+    """Rows that found no room in their expert's lane: a second product, if there are any. `main`: rows of a lane."""
+
+    params: Any
+    rest_R: Float[Array, "R ..."]
+    filled_L: Int[Array, " L"]
+    happened: Bool[Array, ""]
+
+    @classmethod
+    def of(cls, params: Any, lanes: Lanes) -> "Overflow":
+        """Of a rank's lanes."""
+        # of any rank: all take the same way
+        happened = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]
+        return cls(params, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
+
+    def forward(self, main: int) -> jax.Array:
+        """What the experts make of these rows."""
+        return self._if(lambda: _product(self.params, self._lanes(self.rest_R, main)))
+
+    def backward(self, d_out: jax.Array, main: int) -> jax.Array:
+        """The rows' gradient."""
+        return self._if(lambda: self._pull(d_out, main)[1])
+
+    def add_weights(self, gradient: Any, d_out: jax.Array, main: int) -> Any:
+        """Gradients of the experts' weights with these rows' part."""
+        with jax.named_scope("overflow"):
+            return jax.lax.cond(
+                self.happened,
+                lambda: jax.tree.map(jnp.add, gradient, self._pull(d_out, main)[0]),
+                lambda: gradient,
+            )
+
+    def _if(self, full: Callable[[], jax.Array]) -> jax.Array:
+        shape, dtype = self.rest_R.shape, self.rest_R.dtype
+        with jax.named_scope("overflow"):  # otherwise nobody reads these rows
+            return jax.lax.cond(self.happened, lambda: full().reshape(shape), lambda: jax.lax.empty(shape, dtype))
+
+    def _lanes(self, rows_R: jax.Array, main: int) -> jax.Array:
+        held = len(self.filled_L)
+        return _real(rows_R.reshape(held, len(rows_R) // held, math.prod(rows_R.shape[1:])), self.filled_L, main)
+
+    def _pull(self, d_out: jax.Array, main: int) -> Any:
+        return jax.vjp(_product, self.params, self._lanes(self.rest_R, main))[1](self._lanes(d_out, main))
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
     return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
-
-
-def _lanes(rows_R: jax.Array, like_LbD: jax.Array) -> jax.Array:
-    """Rows one lane behind the other as [L, w, D]."""
-    return rows_R.reshape(len(like_LbD), -1, like_LbD.shape[2])
 
 
 def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
@@ -79,52 +118,9 @@ def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
 
 
 @jax.custom_vjp
-def _through(
-    params: Any,
-    main_LbD: Float[Array, "L b D"],
-    rest_R: Float[Array, "R ..."],
-    filled_L: Int[Array, " L"],
-    overflow: Bool[Array, ""],
-) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
-    """Experts on both kinds of lanes; `rest` is only looked at if there is an overflow."""
-    return _forward(params, main_LbD, rest_R, filled_L, overflow)[0]
+def _real_back(rows_LRD: jax.Array, filled_L: jax.Array) -> jax.Array:
+    """The same rows; backward, cotangents of rows that do not exist are 0."""
+    return rows_LRD
 
 
-def _forward(
-    params: Any, main: jax.Array, rest: jax.Array, filled_L: jax.Array, overflow: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    out, pullback = jax.vjp(_product, params, _real(main, filled_L))
-
-    def second() -> jax.Array:
-        return _product(params, _real(_lanes(rest, main), filled_L, main.shape[1])).reshape(rest.shape)
-
-    return (out, _if(overflow, second, _anything(rest))), (pullback, params, rest, filled_L, overflow)
-
-
-def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array, None, None]:
-    pullback, params, rest, filled_L, overflow = saved
-    low = cotangents[0].shape[1]
-    d_params, d_main = pullback(_real(cotangents[0], filled_L))
-
-    def rest_back() -> tuple[Any, jax.Array]:
-        second, second_back = jax.vjp(_product, params, _real(_lanes(rest, d_main), filled_L, low))
-        d_weights, d_rows = second_back(_real(_lanes(cotangents[1], second), filled_L, low))
-        return d_weights, d_rows.reshape(rest.shape)
-
-    # two conditions, so that the gradients of rows do not wait for those of weights
-    d_rest = _if(overflow, lambda: rest_back()[1], _anything(rest))
-    d_params = _if(overflow, lambda: jax.tree.map(jnp.add, d_params, rest_back()[0]), lambda: d_params)
-    return d_params, d_main, d_rest, None, None
-
-
-def _if(overflow: jax.Array, full: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    with jax.named_scope("overflow"):
-        return jax.lax.cond(overflow, full, otherwise)
-
-
-def _anything(rows: jax.Array) -> Callable[[], jax.Array]:
-    """Rows that nobody reads."""
-    return lambda: jax.lax.empty(rows.shape, rows.dtype)
-
-
-_through.defvjp(_forward, _backward)
+_real_back.defvjp(lambda rows, filled: (rows, filled), lambda filled, d_rows: (_real(d_rows, filled), None))
