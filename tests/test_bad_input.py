@@ -183,18 +183,95 @@ CONFIG = [
     ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
     ("several lines", "'model.moe.gate=\"a\\nb\"'", "model.moe.gate=a b must be softmax or sigmoid"),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
-    ("an unknown policy", "schedule.policy=vanila", "schedule.policy=vanila must be vanilla: did you mean vanilla?"),
     ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
-    (
-        "microbatches without a policy for them",
-        "schedule.microbatches=2",
-        "schedule.microbatches=2 needs a policy that pipelines: "
-        "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)",
-    ),
     (
         "heads that do not divide the width",
         "model.num_heads=3",
         "model.d_model=16 is not divisible by model.num_heads=3: use 1, 2, 4, 8 or 16 heads, or set model.head_dim",
+    ),
+]
+
+PIPELINES = (
+    "needs a policy that pipelines: use schedule.policy=unified or expert_pipeline "
+    "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+)
+
+SCHEDULE = [
+    (
+        "an unknown policy",
+        "schedule.policy=unifed",
+        "schedule.policy=unifed must be vanilla or expert_pipeline or unified: did you mean unified?",
+    ),
+    (
+        "an unknown place for weight gradients",
+        "schedule.weight_grad=late",
+        "schedule.weight_grad=late must be inline or greedy",
+    ),
+    (
+        "an unknown place for reductions",
+        "schedule.grad_reduce=chunk",
+        "schedule.grad_reduce=chunk must be end or block or chunked: did you mean chunked?",
+    ),
+    ("no microbatch", "schedule.microbatches=0", "schedule.microbatches=0 must be at least 1"),
+    (
+        "no microbatch backward",
+        "schedule.policy=unified schedule.backward_microbatches=0",
+        "schedule.backward_microbatches=0 must be at least 1",
+    ),
+    ("microbatches without a policy for them", "schedule.microbatches=2", f"schedule.microbatches=2 {PIPELINES}"),
+    (
+        "microbatches of the backward pass alone",
+        "schedule.backward_microbatches=2",
+        f"schedule.backward_microbatches=2 {PIPELINES}",
+    ),
+    (
+        "a backward pass cut where the forward pass is not",
+        "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3",
+        "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4",
+    ),
+    (
+        "a batch that does not divide into microbatches",
+        "schedule.policy=unified schedule.microbatches=2",
+        "train.batch_size=8 is not divisible by train.grad_accumulation=1 × 8 devices (data × expert) "
+        "× schedule.microbatches=2 = 16: use 16",
+    ),
+    (
+        "chunks of a reduction that is whole",
+        "schedule.grad_reduce=block schedule.chunk_mb=1",
+        "schedule.chunk_mb=1.0 cuts nothing with schedule.grad_reduce=block: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null",
+    ),
+    (
+        "chunks of nothing",
+        "schedule.grad_reduce=chunked schedule.chunk_mb=0",
+        "schedule.chunk_mb=0.0 must be above 0 (or null)",
+    ),
+    (
+        "chunks of no size",
+        "schedule.grad_reduce=chunked schedule.chunk_mb=.nan",
+        "schedule.chunk_mb=nan must be a finite number",
+    ),
+    (
+        "an unknown all-to-all",
+        "exchange.algorithm=rings",
+        "exchange.algorithm=rings must be auto or flat or ring or ragged: did you mean ring?",
+    ),
+    (
+        "an unknown reduction",
+        "exchange.reduction=allreduce",
+        "exchange.reduction=allreduce must be all_reduce or scatter_gather or ring: did you mean all_reduce?",
+    ),
+    (
+        "an irregular exchange of a whole batch",
+        "exchange.algorithm=ragged",
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto",
+    ),
+    (
+        "an irregular exchange without slots",
+        "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null",
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto",
     ),
 ]
 
@@ -369,6 +446,11 @@ FILES = [
         "generate --run full --temperature -1",
         "--temperature=-1.0 must be 0 or more",
     ),
+    (
+        "report: nothing named",
+        "report",
+        "nothing to report on: name the folder of a run, or --compile TARGET --config FILE",
+    ),
     ("report: a missing run", "report runn", "run runn does not exist: give the folder that a run has as log.dir"),
     (
         "report: a folder of something else",
@@ -430,7 +512,9 @@ FILES = [
     ),
 ]
 
-TRAIN = [(name, f"train --config tiny.yaml {words}", message) for name, words, message in CONFIG + MESH + DATA]
+TRAIN = [
+    (name, f"train --config tiny.yaml {words}", message) for name, words, message in CONFIG + SCHEDULE + MESH + DATA
+]
 
 
 @pytest.mark.parametrize(("line", "message"), cases(TRAIN + FILES))
@@ -449,7 +533,6 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(
         ("train --num-processes=two", "argument --num-processes: invalid int value: 'two'"),
         ("generate", "the following arguments are required: --run"),
         ("generate --run full --tokens=x", "argument --tokens: invalid int value: 'x'"),
-        ("report", "the following arguments are required: RUN"),
         ("launch", "the following arguments are required: --processes"),
         ("prepare_text text.txt", "give INPUT and OUTPUT, or --verify and a folder"),
     ],

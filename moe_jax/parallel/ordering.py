@@ -13,11 +13,30 @@ def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: s
     """
     if platform != "cpu":
         return jax.lax.optimization_barrier((x, dependency))[0]
-    # a truth value, shifted out: XLA folds products with 0 and comparisons with itself, but knows no ranges
-    zero = ((_first(dependency) > 0).astype(jnp.uint32) >> 1).reshape((1,) * x.ndim)
+    zero = _zero(dependency).reshape((1,) * x.ndim)
     # one element in place; subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
     changed = _first(x) - zero.astype(x.dtype)
     return jax.lax.dynamic_update_slice(x, changed, (0,) * x.ndim)
+
+
+def hold(x: Shaped[Array, "..."], held: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
+    """`x`, bit for bit; the memory of `held` is not reused before `x` exists. Neither may be empty.
+
+    XLA:CPU runs collectives beside computations, but assigns memory as if they ran one after another: what it sees as
+    free behind a collective, it gives to the next computation, which then waits for the collective to end.
+    """
+    if platform != "cpu":
+        return x
+    # a branch that x decides on is not fused with what computed `held`, which would be computed again instead
+    never = _zero(jax.lax.stop_gradient(x)).reshape(()) > 0
+    held = jax.lax.stop_gradient(held)
+    element = jax.lax.cond(never, _first, lambda held: _first(jnp.zeros_like(held)), held)
+    return after(x, element, platform)
+
+
+def _zero(x: jax.Array) -> jax.Array:
+    """0, computed from an element of x. XLA folds products with 0 and comparisons with itself, but knows no ranges."""
+    return (_first(x) > 0).astype(jnp.uint32) >> 1
 
 
 def _first(x: jax.Array) -> jax.Array:

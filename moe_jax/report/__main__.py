@@ -1,22 +1,97 @@
-"""`python -m moe_jax.report RUN`: write RUN/report.html."""
+"""`python -m moe_jax.report RUN`, or `--compile TARGET --config FILE`: what became of a run, or becomes of a step."""
 
 import argparse
 from pathlib import Path
 
-from moe_jax.errors import run_command
+from moe_jax.errors import UserError, run_command
+from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
+from moe_jax.report.compiled import Compiled, compile_variants, variants_of
+from moe_jax.report.compiled_text import assumptions, compare, describe
+from moe_jax.report.plots import PlotError
+from moe_jax.report.timeline import compiled_bars, draw, predicted_bars, write_trace
+from moe_jax.schedule.xla_flags import Value
+
+
+class UsageError(UserError):
+    """Arguments that do not go together."""
 
 
 def main() -> None:
-    """Read the command line and write the page."""
+    """Read the command line; write the page of a run, or print what a compiler makes of a step."""
     parser = argparse.ArgumentParser(
         prog="python -m moe_jax.report",
         description="Write RUN/report.html: key numbers, curves, expert load, a text sample and the config of a run, "
-        "on one page that can be sent around by itself.",
-        epilog="example: python -m moe_jax.report runs/default",
+        "on one page that can be sent around by itself. Or compile a training step for hardware that need not be "
+        "there, and tell what the compiler made of its schedule.",
+        epilog="examples: runs/default; --compile v5p:2x2x2 --config configs/bench/fine_grained.yaml "
+        "schedule.microbatches=2 --policies vanilla,expert_pipeline,unified --out reports/v5p",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run (its log.dir); it may still be running")
-    print(f"wrote {write_report(parser.parse_args().run)}")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="folder of a run (its log.dir); it may still be running")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --compile: settings")
+    compiled = parser.add_argument_group("a compiled step")
+    compiled.add_argument(
+        "--compile", metavar="TARGET", help="v5p:2x2x2, v6e:4x4, h100:1x8x8 (slices × hosts × GPUs), …"
+    )
+    compiled.add_argument("--config", metavar="FILE", help="YAML file, or the folder of a run")
+    compiled.add_argument(
+        "--policies", metavar="A,B", help="compare these; unified+exchange.algorithm=ring adds a setting"
+    )
+    compiled.add_argument("--save-hlo", metavar="DIR", type=Path, help="keep each scheduled program as DIR/POLICY.hlo")
+    compiled.add_argument("--out", metavar="DIR", type=Path, help="write report.txt, timeline.png and trace.json here")
+    compiled.add_argument(
+        "--option", metavar="NAME=VALUE", action="append", default=[], help="one more compiler option"
+    )
+    arguments = parser.parse_intermixed_args()
+    if arguments.compile is None:
+        _page(arguments)
+    else:
+        _compiled(arguments)
+
+
+def _page(arguments: argparse.Namespace) -> None:
+    if arguments.run is None:
+        raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
+    if arguments.overrides:
+        raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
+    print(f"wrote {write_report(Path(arguments.run))}")
+
+
+def _compiled(arguments: argparse.Namespace) -> None:
+    if arguments.config is None:
+        raise UsageError("--compile needs a model to compile: name it with --config FILE")
+    target = find_target(arguments.compile)
+    overrides = [arguments.run, *arguments.overrides] if arguments.run else []
+    options = dict(map(_option, arguments.option))
+    variants = variants_of(arguments.policies, overrides)
+    compiled = compile_variants(target, arguments.config, variants, options, arguments.save_hlo)
+    text = "\n".join([*map(describe, compiled), compare(compiled), "", assumptions(target)])
+    print(text)
+    if arguments.out:
+        _write(arguments.out, text, compiled)
+
+
+def _option(text: str) -> tuple[str, Value]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--option {text} has no value: write --option {text}=true")
+    return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.isdecimal() else value)
+
+
+def _write(folder: Path, text: str, variants: list[Compiled]) -> None:
+    timelines = {}
+    for each in variants:
+        if each.predicted:
+            timelines[f"{each.variant}, predicted"] = predicted_bars(each.predicted)
+        timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.txt").write_text(f"{text}\n", encoding="utf-8")
+    write_trace(timelines, folder / "trace.json")
+    try:
+        draw(timelines, folder / "timeline.png", "One training step, estimated")
+    except PlotError as error:
+        print(f"no timeline.png: {error}")
+    print(f"wrote {folder}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +13,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
-from moe_jax.models.moe import RouterStats
-from moe_jax.models.parameters import blocks_of, param_dims, param_shapes, stack_blocks
+from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import Axis, batch_shards
-from moe_jax.parallel.reductions import REDUCTIONS
 from moe_jax.parallel.sharding import partitions
 from moe_jax.plan.costs import rates_of, task_times
-from moe_jax.schedule.actions import NO_BLOCK, Action, is_reduction, two_streams
+from moe_jax.schedule.actions import NO_BLOCK, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.turns import Looped, Turns, make_looped
 from moe_jax.train.objective import Parts, parts_of
 from moe_jax.train.reduction import Reduction
+from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Facts, Tasks
+from moe_jax.train.turns import Loops, run
 
 Tree = Any
 
@@ -36,13 +37,18 @@ class Plan:
     """A schedule and how the gradients of its owners are summed."""
 
     schedule: Schedule
-    reductions: tuple[Reduction, ...]  # embed, the blocks, head
+    reductions: tuple[Reduction, ...]  # of each owner: embed, the blocks, head
+    looped: Looped | None  # the same tasks, where turns of blocks run in loops
 
     def without_reductions(self) -> "Plan":
         """The same with gradients left as they are on each device."""
         actions = tuple(action for action in self.schedule.actions if not is_reduction(action))
         nothing = dataclasses.replace(self.reductions[0], vectors=(), chunks=())
-        return Plan(dataclasses.replace(self.schedule, actions=actions), (nothing,) * len(self.reductions))
+        return Plan(
+            dataclasses.replace(self.schedule, actions=actions),
+            (nothing,) * len(self.reductions),
+            self.looped and self.looped.without_reductions(),
+        )
 
 
 def make_plan(config: Config, mesh: Mesh) -> Plan:
@@ -53,15 +59,16 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
 
-    shapes = _owners(
-        jax.tree.map(local, param_shapes(model), specs),
-        model,
-        lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-    )
-    owner_specs = _owners(specs, model, lambda spec, _: PartitionSpec(*spec[1:]))
+    shapes = jax.tree.map(local, param_shapes(model), specs)
     chunk_mb = settings.chunk_mb if settings.grad_reduce == "chunked" else None
     reductions = tuple(
-        Reduction.of(shape, spec, mesh.shape, chunk_mb) for shape, spec in zip(shapes, owner_specs, strict=True)
+        Reduction.of(
+            _owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),
+            _owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
+            mesh.shape,
+            chunk_mb,
+        )
+        for owner in range(model.num_layers + 2)
     )
     shape = make_shape(
         settings.policy,
@@ -78,15 +85,46 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     times = task_times(config, tokens, mesh.shape[Axis.EXPERT], sent, rates_of(config, platform))
-    schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
+    looped = None
+    if turns := _turns(config)[1]:
+        schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
+    else:
+        schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return Plan(schedule, reductions)
+    return Plan(schedule, reductions, looped)
 
 
-def _owners(tree: Tree, model: Model, take: Callable[[Any, int], Any]) -> list[Tree]:
-    """The subtrees of embed, the blocks and head; `take` gives one block's share of a stacked leaf."""
-    top = {name: tree[name] for name in ("norm", "head") if name in tree}
-    return [tree["embedding"], *blocks_of(tree, model, take), top]
+def _turns(config: Config) -> tuple[int, Turns | None]:
+    """The segment with most periods, and its blocks in turns, if they are worth a loop."""
+    runs = segments(config.model)
+    number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
+    first = sum(len(run.kinds) * run.repeats for run in runs[:number])
+    return number, Turns.of(first, len(longest.kinds), longest.repeats, config.schedule.unroll)
+
+
+def _owned(tree: Tree, model: Model, owner: int, take: Callable[[Any, int], Any]) -> Tree:
+    """An owner's part of a tree like the parameters; `take(leaf, period)` gives a block's share of a stacked leaf."""
+    if owner == 0:
+        return tree["embedding"]
+    if owner == model.num_layers + 1:
+        return {name: tree[name] for name in ("norm", "head") if name in tree}
+    number, period, place = _places(model)[owner - 1]
+    return jax.tree.map(lambda leaf: take(leaf, period), tree["segments"][number][place])
+
+
+@functools.cache
+def _places(model: Model) -> list[tuple[int, int, int]]:
+    """Segment, period and place in it of each block."""
+    return [
+        (number, period, place)
+        for number, segment in enumerate(segments(model))
+        for period in range(segment.repeats)
+        for place in range(len(segment.kinds))
+    ]
+
+
+def _slice(leaf: jax.Array, period: int) -> jax.Array:
+    return leaf[period]
 
 
 def scheduled_gradients(
@@ -103,102 +141,52 @@ def scheduled_gradients(
     `earlier` are gradients of this device that are to be added before the sums. The same
     as `jax.grad` of `local_objective` and `sync_gradients`, to round-off.
     """
-    shape = plan.schedule.shape
+    shape, model, looped = plan.schedule.shape, config.model, plan.looped
     facts = Facts(config, how, shape, global_tokens, tokens=token_BN1[:, 1:].size)
-    blocks = dict(enumerate(_owners(params, config.model, lambda leaf, turn: leaf[turn])[1:-1]))
+    issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
+    outside = {action.block for action in issued} - {NO_BLOCK}
+    blocks = {block: _owned(params, model, block + 1, _slice) for block in outside}
     tasks = Tasks(facts, params, blocks, token_BN1)
-    sums = Sums(plan.reductions, tasks, earlier and _owners(earlier, config.model, lambda leaf, turn: leaf[turn]))
-    runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "G": sums.run}
-    for action in plan.schedule.actions:
-        with jax.named_scope(str(action)):
-            runs[action.direction](action)
-    return sums.gradients(), sums.parts()
+    sums = Sums(
+        plan.reductions, tasks, None if earlier is None else lambda owner: _owned(earlier, model, owner, _slice)
+    )
+    if looped is None:
+        run(issued, tasks, sums)
+        return _gathered(sums.total, model, {}), _parts(sums, global_tokens)
+    number, _ = _turns(config)
+    loops = Loops(
+        looped,
+        segments(model)[number],
+        sums,
+        params["segments"][number],
+        None if earlier is None else earlier["segments"][number],
+    )
+    run(looped.bottom, tasks, sums)
+    loops.up()
+    run(looped.top, tasks, sums)
+    loops.down()
+    run(looped.end, tasks, sums)
+    loops.reduce()
+    run(looped.rest, tasks, sums)
+    for block in range(looped.turns.last, model.num_layers):
+        if _places(model)[block][0] == number:
+            loops.put(0, block, sums.total(block + 1))
+    return _gathered(sums.total, model, {number: loops.buffer}), _parts(sums, global_tokens)
 
 
-def _is_missing(leaf: Any) -> bool:
-    return leaf is None
+def _gathered(total: Callable[[int], Tree], model: Model, stacked: dict[int, Tree]) -> Tree:
+    """Gradients in the layout of the parameters, of all owners and the segments that are stacked already."""
+    trees: dict[int, Tree] = dict(stacked)
+    for number, segment in enumerate(segments(model)):
+        if number not in stacked:
+            owners = [owner for owner, place in enumerate(_places(model), start=1) if place[0] == number]
+            period = len(segment.kinds)
+            trees[number] = {
+                place: jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(total, owners[place::period]))
+                for place in range(period)
+            }
+    return {"embedding": total(0), "segments": trees, **total(model.num_layers + 1)}
 
 
-class Sums:
-    """Runs the sums over devices of a step and collects what comes out."""
-
-    def __init__(self, reductions: tuple[Reduction, ...], tasks: Tasks, earlier: list[Tree] | None):
-        self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
-        self.model = tasks.facts.config.model
-        self.vectors: dict[int, list[jax.Array]] = {}
-        self.sums: dict[int, list[jax.Array]] = {}
-        self.counts: jax.Array | None = None  # of all devices, [M, E]
-
-    def run(self, action: Action) -> None:
-        """Run a G task."""
-        if action.op == "counts":
-            self._count()
-            return
-        owner = {"embed": 0, "head": len(self.reductions) - 1}.get(action.op, action.block + 1)
-        reduction = self.reductions[owner]
-        if owner not in self.vectors:
-            self.vectors[owner] = reduction.flatten(self._own(owner))
-        chunk = self.tasks.in_order(reduction.take(self.vectors[owner], action.part))
-        reduce = REDUCTIONS[self.tasks.facts.config.exchange.reduction]
-        total = self.tasks.last = reduce(chunk, reduction.axes(action.part))
-        self.sums.setdefault(owner, []).append(total)
-
-    def _count(self) -> None:
-        own = self.stats().count_E
-        self.counts = self.tasks.last = sum_over_batch(self.tasks.in_order(own))
-        share_ME = self.counts / self.counts.sum(axis=-1, keepdims=True)
-        self.tasks.share = dict(zip(self._moe_blocks(), share_ME, strict=True))
-
-    def _moe_blocks(self) -> list[int]:
-        return [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
-
-    def stats(self) -> RouterStats:
-        """Router statistics of all microbatches, with a leading dimension M."""
-        microbatches = range(self.tasks.facts.microbatches)
-        of_block = [
-            jax.tree.map(lambda *parts: sum(parts), *(self.tasks.stats[block, r] for r in microbatches))
-            for block in self._moe_blocks()
-        ]
-        return jax.tree.map(lambda *blocks: jnp.stack(blocks), *of_block)
-
-    def _own(self, owner: int) -> Tree:
-        """An owner's gradients of this device."""
-        own = self._of_this_part(owner)
-        if self.earlier is None:
-            return own
-        return jax.tree.map(
-            lambda new, old: None if new is None else new + old, own, self.earlier[owner], is_leaf=_is_missing
-        )
-
-    def _of_this_part(self, owner: int) -> Tree:
-        grads = self.tasks.grads
-        if owner == 0:
-            embedding = grads["embed", NO_BLOCK]
-            return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_embeddings else embedding
-        if owner == len(self.reductions) - 1:
-            return {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
-        block = grads["attend", owner - 1]
-        if "moe" not in block:
-            return block
-        # a reduction of this block may come before the gradients of experts that nobody shares
-        experts = grads.get(("expert", owner - 1))
-        if experts is None:
-            experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
-        return block | {"moe": block["moe"] | {"experts": experts}}
-
-    def gradients(self) -> Tree:
-        """All gradients, in the layout of the parameters."""
-        owned = [
-            reduction.restore(self._own(owner), self.sums.get(owner, []))
-            for owner, reduction in enumerate(self.reductions)
-        ]
-        return {"embedding": owned[0], "segments": stack_blocks(owned[1:-1], self.model), **owned[-1]}
-
-    def parts(self) -> Parts:
-        """This device's share of the objective's parts."""
-        return parts_of(
-            self.tasks.cross_entropy,
-            self.stats() if self._moe_blocks() else None,
-            self.counts,
-            self.tasks.facts.global_tokens,
-        )
+def _parts(sums: Sums, global_tokens: int) -> Parts:
+    return parts_of(sums.tasks.cross_entropy, sums.stats(), sums.count_ME, global_tokens)

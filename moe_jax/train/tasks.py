@@ -190,7 +190,7 @@ class Tasks:
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
-            self.computed = floats_of(routed.sent)[0]
+            self._computed(floats_of(routed.sent)[0])
             pieces = facts.pieces_of_microbatch(r)
             cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, cut, strict=True))
@@ -211,7 +211,7 @@ class Tasks:
             else:
                 function = partial(_run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
                 self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
-            self.computed = floats_of(self.flow[p])[0]
+            self._computed(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
@@ -272,7 +272,7 @@ class Tasks:
         for p in self.facts.pieces_of(action):
             first, *rest = self._arrived(self.dflow, p)
             self.dflow[p] = self._pull("expert", block, p, [first])
-            self.computed = self.dflow[p][0]
+            self._computed(self.dflow[p][0])
             if rest:
                 self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
                 self.d_rest[block, p] = rest[0], first.shape[1]
@@ -345,6 +345,10 @@ class Tasks:
             return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
         first, *others = floats_of(piece)
         return with_floats(piece, [self.in_turn(first), *others])
+
+    def _computed(self, x: jax.Array) -> None:
+        """Note the result of a compute task; one without elements cannot be waited for."""
+        self.computed = x if x.size else self.computed
 
     def in_turn(self, x: jax.Array) -> jax.Array:
         """`x`, tied to the compute task before it: compute tasks run in the order of the schedule."""

@@ -72,11 +72,14 @@ def reference_gradients(model: Model, sources: int, batch_size: int, seq_len: in
 
 def assert_equals_reference(config: Config) -> None:
     """Loss, every gradient, the auxiliary losses and what the routers counted."""
+    assert_is_reference(config, sharded_gradients(config, first_params(config.model), tokens_of(config)))
+
+
+def assert_is_reference(config: Config, result: Result) -> None:
+    """The same for a result that exists."""
     mesh, moe = f"mesh (data={config.mesh.data}, expert={config.mesh.expert})", config.model.moe
-    sources = config.mesh.data * config.mesh.expert
-    loss, parts, grads = reference_gradients(config.model, sources, config.train.batch_size, config.data.seq_len)
-    token_BN1 = tokens_of(config)
-    result = sharded_gradients(config, first_params(config.model), token_BN1)
+    sources, batch_size, seq_len = config.mesh.data * config.mesh.expert, config.train.batch_size, config.data.seq_len
+    loss, parts, grads = reference_gradients(config.model, sources, batch_size, seq_len)
     np.testing.assert_array_equal(result.parts.count_ME, parts.count_ME, err_msg=f"pairs per expert, {mesh}")
     assert result.parts.num_dropped == parts.num_dropped, mesh
     for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
@@ -86,7 +89,7 @@ def assert_equals_reference(config: Config) -> None:
     chex.assert_trees_all_close(result.grads, grads, rtol=2e-4, atol=2e-6, custom_message=mesh)
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
     np.testing.assert_allclose(result.norm, np.linalg.norm(flat), rtol=2e-5, err_msg=mesh)
-    pairs = token_BN1[:, 1:].size * moe.top_k
+    pairs = batch_size * seq_len * moe.top_k
     assert (result.parts.count_ME.sum(axis=-1) == pairs).all(), f"every (token, choice) pair is counted once, {mesh}"
     if moe.capacity_factor is None:
         assert result.parts.num_dropped == 0, mesh

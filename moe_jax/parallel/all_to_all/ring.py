@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Shaped
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import hold
 
 
 def start(x: Shaped[Array, "P ..."], axis: Axis) -> tuple[jax.Array, ...]:
@@ -27,7 +27,6 @@ def finish(under_way: tuple[jax.Array, ...], axis: Axis, platform: str) -> Shape
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     for hop in range(1, ranks):
         sent, block = hops[2 * hop - 2 : 2 * hop]
-        # XLA:CPU would reuse what was sent for computations that then wait for this hop
-        block = after(block, sent, platform) if platform == "cpu" and sent.size else block
+        block = hold(block, sent, platform) if sent.size else block
         received = jax.lax.dynamic_update_index_in_dim(received, block, (rank - hop) % ranks, axis=0)
     return received

@@ -1,0 +1,147 @@
+"""How long an instruction of a compiled program takes on a target, as far as its text tells.
+
+Compute: the cycles that the TPU compiler estimates, over the clock. Without an estimate (GPU; gathers, scatters and
+sorts on TPU): the longer of matrix operations at the peak rate and bytes at the memory's rate.
+Collectives: a start-up time plus the bytes that leave a device over its link. Prefetches between memories are free.
+"""
+
+import math
+import re
+
+import numpy as np
+
+from moe_jax.measure.hlo import Instruction, Program, arrays, num_bytes
+from moe_jax.measure.targets import Target
+
+COLLECTIVES = (
+    "all-to-all",
+    "ragged-all-to-all",
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "collective-permute",
+    "collective-broadcast",
+)
+_FREE = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("opt-barrier", "add-dependency", "domain", "infeed", "outfeed"),
+}
+_PARTIAL_READS = ("dynamic-slice", "slice", "gather")
+_GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
+
+
+def collective_of(instruction: Instruction, program: Program) -> Instruction | None:
+    """The collective that an instruction is, starts, or holds inside; None if there is none."""
+    for line in program.inside(instruction):
+        if line.opcode.removesuffix("-start") in COLLECTIVES:
+            return line
+    return None
+
+
+def matrix_products(instruction: Instruction, program: Program) -> int:
+    """How many matrix products an instruction computes."""
+    return sum(_is_product(line) for line in program.inside(instruction))
+
+
+def compute_seconds(instruction: Instruction, program: Program, target: Target) -> float:
+    """Of one instruction that is no collective."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
+        return 0.0
+    cycles = instruction.number("estimated_cycles")
+    if cycles and target.clock_hz:
+        return cycles / target.clock_hz
+    flops = sum(_product_flops(line, program) for line in program.inside(instruction))
+    return max(flops / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
+
+
+def sent_bytes(collective: Instruction, program: Program, num_devices: int) -> float:
+    """Bytes that leave a device; of an overflow path none, as it runs with no rows while nothing overflows."""
+    if _only_overflows(collective, program):
+        return 0.0
+    size = _group(collective, num_devices).size
+    operands = program.operand_bytes(collective)
+    kind = collective.opcode.removesuffix("-start")
+    if kind in ("collective-permute", "collective-broadcast"):
+        return sum(operands)
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]
+    factor = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1.0}.get(kind, (size - 1) / size)
+    return sum(operands) * factor
+
+
+def _only_overflows(collective: Instruction, program: Program) -> bool:
+    name = collective.op_name
+    if not name and collective.opcode.startswith("ragged-all-to-all"):
+        name = program.by_name[collective.operands[1]].op_name  # of the buffer, if it is not another exchange's result
+    return "overflow" in name
+
+
+def collective_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> float:
+    """Of one collective, alone on its link."""
+    group = _group(collective, num_devices)
+    if group.size == 1:
+        return 0.0
+    one_node = target.node_devices is None or len({int(rank) // target.node_devices for rank in group}) == 1
+    link = target.link if one_node else target.network
+    return link.seconds(sent_bytes(collective, program, num_devices))
+
+
+def _group(collective: Instruction, num_devices: int) -> np.ndarray:
+    """The devices of the group that holds the first one."""
+    text = collective.attributes
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return np.array(listed[1].split(","), int)
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return np.array(pairs.groups(), int)
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        devices = np.arange(math.prod(source or ())).reshape(source or ())
+        return devices.transpose(order).reshape(shape or ())[0]
+    return np.arange(num_devices)
+
+
+def _is_product(line: Instruction) -> bool:
+    if line.opcode == "custom-call":
+        return bool(_GEMM.search(line.attributes)) or line.op_name.endswith(("ragged-dot", "ragged_dot_general"))
+    return line.opcode in ("dot", "convolution", "ragged-dot")
+
+
+def _product_flops(line: Instruction, program: Program) -> float:
+    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]+)', line.attributes)
+    if not contracted or not _is_product(line):
+        return 0.0
+    (left, *_), (result, *_) = arrays(program.by_name[line.operands[0]].shape), arrays(line.shape)
+    return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))
+
+
+def _bytes_touched(instruction: Instruction, program: Program) -> float:
+    """Operands and results, of slices and gathers only the part that is read or written."""
+    if instruction.opcode == "fusion":
+        lines = program.computations[instruction.called[0]]
+        reads = sum(_read_bytes(line, lines, program) for line in lines if line.opcode == "parameter")
+        return reads + _written_bytes(lines[-1], instruction, program)
+    operands = program.operand_bytes(instruction)
+    if instruction.opcode in _PARTIAL_READS:
+        return 2 * num_bytes(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    return sum(operands) + num_bytes(instruction.shape)
+
+
+def _read_bytes(parameter: Instruction, lines: tuple[Instruction, ...], program: Program) -> float:
+    users = [line for line in lines if parameter.name in line.operands]
+    if users and all(line.opcode in _PARTIAL_READS and line.operands[0] == parameter.name for line in users):
+        return sum(num_bytes(line.shape) for line in users)
+    if users and all(line.opcode == "dynamic-update-slice" and line.operands[0] == parameter.name for line in users):
+        return 0.0
+    return num_bytes(parameter.shape)
+
+
+def _written_bytes(root: Instruction, fusion: Instruction, program: Program) -> float:
+    outputs = [program.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(
+        num_bytes(program.by_name[line.operands[1]].shape)
+        if line.opcode == "dynamic-update-slice"
+        else num_bytes(line.shape)
+        for line in outputs
+    )

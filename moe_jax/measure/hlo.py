@@ -1,0 +1,163 @@
+"""Scheduled HLO text, as `compiled.as_text()` gives it, read into plain tuples.
+
+Instructions stand in the order in which the compiler schedules them; operands and called computations are names.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from moe_jax.errors import UserError
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
+_LINE = re.compile(r" *(?:ROOT )?%?([\w.-]+) = (.*)")
+_NAME = re.compile(r"%([\w.-]+)")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)="
+    r"(?:\{([^}]*)\}|%([\w.-]+))"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+class HloError(UserError):
+    """Text that is not the scheduled HLO of a program."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shape: str  # as written: f32[8,2048]{1,0}, or a tuple of such
+    operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
+    attributes: str  # all that follows the operands
+
+    @property
+    def op_name(self) -> str:
+        """The scopes of the program that it comes from; empty if the compiler made it."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it runs or applies; a loop's condition is left out."""
+        found = _CALLED.findall(self.attributes)
+        return tuple(name for many, one in found for name in (_NAME.findall(many) if many else [one]))
+
+    def number(self, name: str) -> int | None:
+        """A whole number of the backend's config, e.g. estimated_cycles, or None."""
+        found = re.search(rf'"{name}":\s*"?(\d+)', self.attributes)
+        return int(found[1]) if found else None
+
+
+class Array(NamedTuple):
+    """Element size and dimensions."""
+
+    bits: int
+    dims: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return self.bits * math.prod(self.dims) / 8
+
+
+@dataclass(frozen=True)
+class Program:
+    """All computations of a module, by name."""
+
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Every instruction of every computation: names are unique in a module."""
+        return {line.name: line for lines in self.computations.values() for line in lines}
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """An instruction and all that it runs, however deep."""
+        yield instruction
+        for name in instruction.called:
+            for line in self.computations[name]:
+                yield from self.inside(line)
+
+    def op_name(self, instruction: Instruction) -> str:
+        """Of an instruction that the compiler made: the most frequent one inside, of a ragged exchange its buffer's."""
+        if instruction.op_name:
+            return instruction.op_name
+        if instruction.opcode.startswith("ragged-all-to-all") and len(instruction.operands) > 1:
+            return self.op_name(self.by_name[instruction.operands[1]])  # XLA:GPU rewrites the exchange, loses its name
+        if instruction.opcode.endswith("-done") or instruction.opcode in ("bitcast", "copy"):
+            return self.op_name(self.by_name[instruction.operands[0]])
+        counts = Counter(line.op_name for line in self.inside(instruction) if line.op_name)
+        return counts.most_common(1)[0][0] if counts else ""
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """Turns of a while loop: what the compiler noted, or the limit of a counter that runs from 0; else None."""
+        if known := _TRIP_COUNT.search(loop.attributes):
+            return int(known[1])
+        condition = re.search(r"condition=%([\w.-]+)", loop.attributes)
+        lines = self.computations[condition[1]] if condition else ()
+        limits = [line.operands[0] for line in lines if line.opcode == "constant"]
+        counts = any(line.opcode == "compare" and "direction=LT" in line.attributes for line in lines)
+        return int(limits[0]) if counts and len(limits) == 1 and limits[0].isdecimal() else None
+
+    def operand_bytes(self, instruction: Instruction) -> list[float]:
+        """Bytes of each operand."""
+        return [num_bytes(self.by_name[name].shape) for name in instruction.operands]
+
+
+def parse(text: str) -> Program:
+    """Read a module. Raises HloError if it is not the scheduled text of one."""
+    if not text.startswith("HloModule") or "is_scheduled=true" not in text.partition("\n")[0]:
+        raise HloError("the text is not scheduled HLO: take it from `compiled.as_text()`")
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    lines: list[Instruction] = []
+    name = entry = ""
+    for line in text.splitlines():
+        if line.startswith("}"):
+            computations[name] = tuple(lines)
+        elif line.startswith(" "):
+            if found := _LINE.match(line):
+                lines.append(_instruction(found[1], found[2]))
+        elif found := _HEADER.match(line):
+            name, lines = found[2], []
+            entry = name if found[1] else entry
+    return Program(computations, entry)
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays of a shape; tokens have none."""
+    return [
+        Array(int(bits or 8) if kind != "token" else 0, tuple(map(int, filter(None, dims.split(",")))))
+        for kind, bits, dims in _ARRAY.findall(shape)
+    ]
+
+
+def num_bytes(shape: str) -> float:
+    """Bytes of all arrays of a shape, padding not counted."""
+    return sum(array.num_bytes for array in arrays(shape))
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    shape, rest = _cut(text, " ")
+    opcode, _, rest = rest.strip().partition("(")
+    operands, attributes = _cut(rest, ")")
+    names = (operands,) if opcode in ("constant", "parameter") else tuple(_NAME.findall(operands))
+    return Instruction(name, opcode, shape, names, attributes)
+
+
+def _cut(text: str, end: str) -> tuple[str, str]:
+    """Text before and behind the first `end` outside brackets."""
+    depth = 0
+    for found in re.finditer(r"[(){}\[\]" + end + "]", text):
+        if depth == 0 and found[0] == end:
+            return text[: found.start()], text[found.end() :]
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(found[0], 0)
+    return text, ""

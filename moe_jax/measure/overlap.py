@@ -1,0 +1,213 @@
+"""What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and one link.
+
+A start queues its collective on the link, where transfers run one after another; a done makes compute wait for it. A
+collective without start and done occupies both. What compute waits for is exposed, the rest of communication hidden.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from moe_jax.measure.costs import collective_of, collective_seconds, compute_seconds, matrix_products, sent_bytes
+from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.measure.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """One instruction on the compute stream."""
+
+    instruction: Instruction
+    start_s: float
+    end_s: float
+    products: int  # matrix products
+    op_name: str = ""
+    turn: int = 0  # of the innermost loop around it, which has `turns`
+    turns: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One transfer on the link."""
+
+    instruction: Instruction  # the collective itself
+    op_name: str = ""
+    is_async: bool
+    start_s: float
+    end_s: float
+    num_bytes: float  # that leave a device
+    exposed_s: float = 0.0
+    inside_s: float = 0.0  # compute between its start and its done
+    inside_products: int = 0
+    turn: int = 0  # as above
+    turns: int = 1
+
+    @property
+    def kind(self) -> str:
+        return self.instruction.opcode.removesuffix("-start")
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The estimated timeline of a program."""
+
+    compute: tuple[Compute, ...]
+    collectives: tuple[Collective, ...]  # in order of issue
+    step_s: float
+    unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
+
+    @cached_property
+    def compute_s(self) -> float:
+        return sum(task.seconds for task in self.compute)
+
+    @cached_property
+    def communication_s(self) -> float:
+        return sum(task.seconds for task in self.collectives)
+
+    @cached_property
+    def exposed_s(self) -> float:
+        return sum(task.exposed_s for task in self.collectives)
+
+    @property
+    def hidden_s(self) -> float:
+        return self.communication_s - self.exposed_s
+
+
+@dataclass
+class _Walk:
+    program: Program
+    target: Target
+    num_devices: int
+    now_s: float = 0.0
+    link_free_s: float = 0.0
+    done_products: int = 0
+    done_compute_s: float = 0.0
+    turn: int = 0
+    turns: int = 1
+    compute: list[Compute] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
+    unknown_loops: list[str] = field(default_factory=list)
+
+
+def replay(program: Program, target: Target, num_devices: int) -> Replay:
+    """Run a program's schedule on a target."""
+    walk = _Walk(program, target, num_devices)
+    _run(walk, program.computations[program.entry])
+    return Replay(tuple(walk.compute), tuple(walk.collectives), walk.now_s, tuple(walk.unknown_loops))
+
+
+def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
+    for line in lines:
+        if line.opcode == "while":
+            _loop(walk, line)
+        elif line.opcode == "conditional":
+            branches = [walk.program.computations[name] for name in line.called]
+            _run(walk, min(branches, key=lambda branch: _alone_s(walk, branch)))
+        elif line.opcode == "call":
+            _run(walk, walk.program.computations[line.called[0]])
+        elif _is_end(line):
+            _finish(walk, line)
+        elif (collective := collective_of(line, walk.program)) is not None:
+            _communicate(walk, line, collective)
+        else:
+            _compute(walk, line, compute_seconds(line, walk.program, walk.target))
+
+
+def _loop(walk: _Walk, line: Instruction) -> None:
+    turns = walk.program.trip_count(line)
+    if turns is None:
+        walk.unknown_loops.append(line.name)
+    body = walk.program.computations[line.called[0]]
+    if collective_of(line, walk.program) is None:
+        _compute(walk, line, _alone_s(walk, body) * (turns or 1), turns or 1)
+        return
+    outer = walk.turn, walk.turns
+    walk.turns = turns or 1
+    for turn in range(walk.turns):
+        walk.turn = turn
+        _run(walk, body)
+    walk.turn, walk.turns = outer
+
+
+def _compute(walk: _Walk, line: Instruction, seconds: float, turns: int = 1) -> None:
+    if seconds == 0.0:
+        return
+    products = matrix_products(line, walk.program) * turns
+    end_s = walk.now_s + seconds
+    walk.compute.append(
+        Compute(
+            instruction=line,
+            op_name=walk.program.op_name(line),
+            start_s=walk.now_s,
+            end_s=end_s,
+            products=products,
+            turn=walk.turn,
+            turns=walk.turns,
+        )
+    )
+    walk.now_s = end_s
+    walk.done_compute_s += seconds
+    walk.done_products += products
+
+
+def _communicate(walk: _Walk, line: Instruction, collective: Instruction) -> None:
+    seconds = collective_seconds(collective, walk.program, walk.target, walk.num_devices)
+    # XLA:GPU writes start and done for what it runs in one go, too
+    is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
+    start_s = max(walk.now_s, walk.link_free_s)
+    task = Collective(
+        instruction=collective,
+        op_name=walk.program.op_name(collective) or walk.program.op_name(line),
+        is_async=is_async,
+        start_s=start_s,
+        end_s=start_s + seconds,
+        num_bytes=sent_bytes(collective, walk.program, walk.num_devices),
+        turn=walk.turn,
+        turns=walk.turns,
+    )
+    walk.link_free_s = task.end_s
+    if is_async:
+        walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
+    else:
+        task = replace(task, exposed_s=task.end_s - walk.now_s)
+        walk.now_s = task.end_s
+    walk.collectives.append(task)
+
+
+def _is_end(line: Instruction) -> bool:
+    return line.opcode.endswith(("-done", "-update"))
+
+
+def _finish(walk: _Walk, line: Instruction) -> None:
+    started = walk.open.pop(line.operands[0], None)
+    if started is None:  # of a copy
+        return
+    if line.opcode.endswith("-update"):
+        walk.open[line.name] = started
+        return
+    index, compute_before_s, products_before = started
+    task = walk.collectives[index]
+    wait_s = max(task.end_s - walk.now_s, 0.0)
+    walk.collectives[index] = replace(
+        task,
+        exposed_s=wait_s,
+        inside_s=walk.done_compute_s - compute_before_s,
+        inside_products=walk.done_products - products_before,
+    )
+    walk.now_s += wait_s
+
+
+def _alone_s(walk: _Walk, lines: Iterable[Instruction]) -> float:
+    """Seconds of a computation if nothing overlapped."""
+    inner = replace(walk, now_s=0.0, link_free_s=0.0, compute=[], collectives=[], open={}, unknown_loops=[])
+    _run(inner, lines)
+    return inner.now_s

@@ -1,0 +1,201 @@
+"""Hardware that need not be there: its name, its published rates, and how a compiler for it is reached.
+
+Rates are peaks of one jax device. Links are start-up time and bytes per second out of one device, in one direction.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_jax.errors import UserError
+from moe_jax.plan.task_times import Linear
+
+
+class TargetError(UserError):
+    """Hardware that nobody here can compile for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a program is compiled for."""
+
+    name: str  # v5p:2x2x2, h100:1x8x8, cpu:8
+    platform: str  # tpu, gpu or cpu
+    matrix_flops_per_s: float  # in bfloat16
+    memory_bytes_per_s: float
+    clock_hz: float | None  # of the cycles that the compiler estimates; None: it estimates none
+    link: Linear  # between devices, inside a node if there are nodes
+    network: Linear  # between nodes
+    node_devices: int | None  # None: no nodes, all devices share one kind of link
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def layout(self) -> str:
+        """Chips along each axis, or slices × hosts × GPUs."""
+        return self.name.partition(":")[2]
+
+
+def _tpu(tflops: float, memory_gb: float, products_per_cycle: int, link_gb: float) -> Callable[[str], Target]:
+    def make(name: str) -> Target:
+        link = Linear(_ALPHA_S, 1 / (link_gb * 1e9))
+        return Target(
+            name=name,
+            platform="tpu",
+            matrix_flops_per_s=tflops * 1e12,
+            memory_bytes_per_s=memory_gb * 1e9,
+            clock_hz=tflops * 1e12 / (2 * products_per_cycle),
+            link=link,
+            network=link,
+            node_devices=None,
+        )
+
+    return make
+
+
+def _gpu(tflops: float, memory_gb: float, link_gb: float) -> Callable[[str], Target]:
+    def make(name: str) -> Target:
+        return Target(
+            name=name,
+            platform="gpu",
+            matrix_flops_per_s=tflops * 1e12,
+            memory_bytes_per_s=memory_gb * 1e9,
+            clock_hz=None,
+            link=Linear(_ALPHA_S, 1 / (link_gb * 1e9)),
+            network=Linear(_ALPHA_S, 1 / 50e9),  # one 400 Gbit/s adapter per GPU
+            node_devices=int(name.rpartition("x")[2]),
+        )
+
+    return make
+
+
+def _cpu(name: str) -> Target:
+    """Simulated devices. The rates are round numbers: the program is real, its times are not."""
+    link = Linear(_ALPHA_S, 1 / 1e9)
+    return Target(
+        name=name,
+        platform="cpu",
+        matrix_flops_per_s=1e11,
+        memory_bytes_per_s=1e10,
+        clock_hz=None,
+        link=link,
+        network=link,
+        node_devices=None,
+    )
+
+
+_ALPHA_S = 5e-6  # of any collective
+_MXU_128, _MXU_256 = 128 * 128, 256 * 256
+# Per device, of which tpu7x has two per chip. A TPU's link is half of its published interconnect: without
+# wrap-around a chip of a small slice has half of its neighbours.
+_MAKERS: dict[str, Callable[[str], Target]] = {
+    "v4": _tpu(275, 1228, 8 * _MXU_128, 150),
+    "v5e": _tpu(197, 819, 4 * _MXU_128, 100),
+    "v5p": _tpu(459, 2765, 8 * _MXU_128, 300),
+    "v6e": _tpu(918, 1638, 4 * _MXU_256, 224),
+    "tpu7x": _tpu(1153, 3690, 4 * _MXU_256, 150),
+    "h100": _gpu(989, 3350, 450),
+    "h200": _gpu(989, 4800, 450),
+    "cpu": _cpu,
+}
+_FORMS = {"tpu": r"\d+(x\d+){1,2}", "gpu": r"\d+x\d+x\d+", "cpu": r"\d+"}
+_EXAMPLES = {"tpu": "2x2x2", "gpu": "1x8x8 (slices × hosts × GPUs per host)", "cpu": "8"}
+
+# What makes the compilers run without their hardware; must be set before jax starts.
+ENVIRONMENT: dict[str, Mapping[str, str]] = {
+    "tpu": {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-16",  # of the pretended host; the topology is asked for by name
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    },
+    "gpu": {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+    "cpu": {"JAX_PLATFORMS": "cpu"},
+}
+_COMPILERS = {
+    "tpu": (("libtpu",), "libtpu", "tpu"),
+    "gpu": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "jax's CUDA plugin", "cuda"),
+}
+
+
+def find_target(name: str) -> Target:
+    """The hardware of a name. Raises TargetError."""
+    kind, _, layout = name.partition(":")
+    if kind not in _MAKERS:
+        raise TargetError(f"--compile {name}: {kind!r} is unknown: use one of {', '.join(_MAKERS)}, as in v5p:2x2x2")
+    platform = "cpu" if kind == "cpu" else "gpu" if kind.startswith("h") else "tpu"
+    if not re.fullmatch(_FORMS[platform], layout, re.ASCII):
+        raise TargetError(f"--compile {name}: {layout!r} is no layout of {kind}: write {kind}:{_EXAMPLES[platform]}")
+    return _MAKERS[kind](name)
+
+
+def check_compiler(target: Target) -> None:
+    """Raise TargetError unless the compiler for a target is installed."""
+    if target.platform not in _COMPILERS:
+        return
+    modules, name, extra = _COMPILERS[target.platform]
+    if not any(map(_is_installed, modules)):
+        raise TargetError(
+            f"--compile {target.name} needs {name}, which is not installed: pip install 'moe_jax[{extra}]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+
+
+def target_devices(target: Target) -> list[Any]:
+    """The jax devices to make a mesh of. Raises TargetError; wants `ENVIRONMENT` set before jax was imported."""
+    import jax
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", int(target.layout))
+        return jax.devices()
+    try:
+        if target.platform == "tpu":
+            chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}  # else it lists cores
+            return topologies.get_topology_desc(topology_name=target.name, platform="tpu", **chip).devices
+        return topologies.get_topology_desc(
+            topology_name=target.kind,
+            platform="cuda",
+            target_config=_GPU_CONFIG.format(**_GPU_MEMORY[target.kind]),
+            topology=target.layout,
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TargetError(f"--compile {target.name}: the compiler refuses it ({reason}): use another layout") from None
+
+
+_GPU_MEMORY = {
+    "h100": {"memory_bandwidth": 3352320000000, "device_memory_size": 84978434048},
+    "h200": {"memory_bandwidth": 4814208000000, "device_memory_size": 151397597184},
+}
+# A Hopper SXM GPU, as XLA's own target descriptions have it.
+_GPU_CONFIG = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {memory_bandwidth} device_memory_size: {device_memory_size}
+  cuda_compute_capability {{ major: 9 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+"""
+
+
+def child_environment(target: Target) -> dict[str, str]:
+    """The environment in which a target's compiler runs."""
+    return {**os.environ, **ENVIRONMENT[target.platform]}

@@ -1,0 +1,148 @@
+"""Which instructions of a compiled program belong to which task of its schedule, and what the compiler changed.
+
+The training step opens a scope named after each action, and instructions keep their scopes in `op_name`.
+"""
+
+import bisect
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from moe_jax.measure.costs import collective_of
+from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.measure.overlap import Collective, Compute, Replay
+from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, three_streams
+from moe_jax.schedule.schedule import Schedule
+
+Task = TypeVar("Task", Compute, Collective)
+
+_SCOPE = re.compile(r"(?:^|[/(])([FBWG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A schedule held against the program that was made of it."""
+
+    num_tasks: int  # of the schedule
+    instructions: dict[Action, tuple[str, ...]]  # of each action that left any, by name
+    missing: tuple[Action, ...]  # communication of the schedule that has no collective
+    merged: tuple[tuple[Action, ...], ...]  # actions that share one collective
+    split: dict[Action, int]  # communication of several collectives
+    moved: tuple[Action, ...]  # communication issued out of the schedule's order: the fewest that explain it
+    products: dict[Action, int]  # matrix products of compute tasks
+
+
+def action_of(op_name: str) -> Action | None:
+    """The task that scopes belong to: backward tasks hold the scopes of forward ones, so the outermost."""
+    for name in _SCOPE.findall(op_name):
+        try:
+            return Action.parse(name)
+        except ScheduleError:  # another scope that looks like one
+            continue
+    return None
+
+
+def name_turns(replay: Replay, schedule: Schedule) -> Replay:
+    """The same with the tasks of all turns of a loop named as the schedule names them.
+
+    Inside a loop over blocks, scopes have the names of its lowest turn, which comes first forward and last backward.
+    """
+    known = set(schedule.actions)
+    inside = [task.op_name for task in replay.compute if task.turns > 1]
+    actions = filter(None, map(action_of, inside))
+    size = len({action.block for action in actions if action.direction == "F" and action.block != NO_BLOCK})
+
+    def rename(task: Task) -> Task:
+        action = action_of(task.op_name)
+        if action is None or action.block == NO_BLOCK or task.turns == 1:
+            return task
+        turn = task.turn if action.direction == "F" else task.turns - 1 - task.turn
+        named = action._replace(block=action.block + turn * size)
+        if named not in known:  # a loop over something else
+            return task
+        return dataclasses.replace(task, op_name=task.op_name.replace(str(action), str(named), 1), turn=0, turns=1)
+
+    return dataclasses.replace(
+        replay,
+        compute=tuple(map(rename, replay.compute)),
+        collectives=tuple(map(rename, replay.collectives)),
+    )
+
+
+def match(schedule: Schedule, program: Program, replay: Replay) -> Match:
+    """Hold a schedule against its program, whose turns have their names (`name_turns`)."""
+    instructions: dict[Action, list[str]] = defaultdict(list)
+    products = dict.fromkeys((a for a in schedule.actions if three_streams(a) == Stream.COMPUTE), 0)
+    for task in replay.compute:
+        if action := action_of(task.op_name):
+            instructions[action].append(task.instruction.name)
+            if action in products:
+                products[action] += task.products
+    parts = _parts_of(program)
+    carries = []
+    for transfer in replay.collectives:
+        if transfer.turn:  # of a loop over something else than blocks, where one turn is enough
+            continue
+        own = action_of(transfer.op_name)
+        carries.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
+        for action in carries[-1]:
+            instructions[action].append(transfer.instruction.name)
+    planned = [action for action in schedule.actions if three_streams(action) != Stream.COMPUTE]
+    counts = {action: sum(action in actions for actions in carries) for action in planned}
+    return Match(
+        num_tasks=len(schedule.actions),
+        instructions={action: tuple(lines) for action, lines in instructions.items()},
+        missing=tuple(action for action in planned if not counts[action]),
+        merged=tuple(tuple(actions) for actions in carries if len(actions) > 1),
+        split={action: count for action, count in counts.items() if count > 1},
+        moved=tuple(_moved(planned, [action for actions in carries for action in actions])),
+        products=products,
+    )
+
+
+def _parts_of(program: Program) -> dict[str, list[Action]]:
+    """The other actions that each collective does the work of: those of the parts that its result is cut into."""
+    parts: dict[str, list[Action]] = defaultdict(list)
+    source: dict[str, tuple[str, Action | None]] = {}  # start, done or update → the collective itself, and its action
+    for line in program.by_name.values():
+        origin = source.get(line.operands[0]) if line.operands else None
+        if origin and line.opcode.endswith(("-done", "-update")):
+            source[line.name] = origin
+        elif origin and _is_cut(line, program):
+            name, own = origin
+            if (action := action_of(program.op_name(line))) and action != own:
+                parts[name].append(action)
+        elif line.opcode not in _CONTROL and (collective := collective_of(line, program)):
+            source[line.name] = collective.name, action_of(program.op_name(collective) or program.op_name(line))
+    return parts
+
+
+def _is_cut(line: Instruction, program: Program) -> bool:
+    """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
+    last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
+    return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")
+
+
+_CONTROL = ("while", "conditional", "call")
+
+
+def _moved(planned: Sequence[Action], issued: Iterable[Action]) -> list[Action]:
+    """The fewest actions whose removal leaves the rest in the planned order."""
+    place = {action: i for i, action in enumerate(planned)}
+    order = list(dict.fromkeys(action for action in issued if action in place))
+    tails: list[int] = []  # the smallest last place of an increasing run of each length
+    run_length = []
+    for action in order:
+        length = bisect.bisect_left(tails, place[action])
+        tails[length : length + 1] = [place[action]]
+        run_length.append(length)
+    moved, wanted, limit = [], len(tails) - 1, len(place)
+    for action, length in zip(reversed(order), reversed(run_length), strict=True):
+        if length == wanted and place[action] < limit:
+            wanted, limit = wanted - 1, place[action]
+        else:
+            moved.append(action)
+    return moved[::-1]

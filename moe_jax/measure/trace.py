@@ -1,0 +1,54 @@
+"""What ran when on a CPU, read from a trace of jax.profiler: operations with their threads and times."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
+_COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
+_TASK = re.compile(r"op_name=\"[^\"]*\b([FBWG]\.[a-z]+(?:\.\d+)+)")
+
+
+class Operation(NamedTuple):
+    """One run of one HLO instruction."""
+
+    name: str
+    task: str  # of the schedule, e.g. F.expert.3.0; "" outside
+    communicates: bool
+    thread: str
+    start_s: float  # since the first operation
+    end_s: float
+
+
+def read_trace(folder: Path, program: str) -> list[Operation]:
+    """The operations below a folder that `jax.profiler.trace` wrote, by start. `program` is the HLO text that ran.
+
+    A loop or call appears beside the operations inside it.
+    """
+    definitions = {match[1]: match[2] for match in map(_INSTRUCTION.match, program.splitlines()) if match}
+    threads: dict[tuple[int, int], str] = {}
+    spans = []
+    for path in sorted(folder.rglob("*.trace.json.gz")):
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        threads |= {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+        spans += [e for e in events if "hlo_op" in e.get("args", {}) and "dur" in e]
+    start = min((e["ts"] for e in spans), default=0)
+    operations = []
+    for event in spans:
+        name = event["args"]["hlo_op"]
+        definition = definitions.get(name, "")
+        task = _TASK.search(definition)
+        operations.append(
+            Operation(
+                name=name,
+                task=task[1] if task else "",
+                communicates=_COLLECTIVE.search(definition) is not None,
+                thread=threads.get((event["pid"], event["tid"]), str(event["tid"])),
+                start_s=(event["ts"] - start) * 1e-6,
+                end_s=(event["ts"] + event["dur"] - start) * 1e-6,
+            )
+        )
+    return sorted(operations, key=lambda operation: operation.start_s)

@@ -1,0 +1,84 @@
+"""`python -m moe_jax.report.compile_step JOB`: compile one training step for a target, in a process of its own.
+
+A compiler without its hardware wants environment variables set before jax starts, and its memory back afterwards.
+JOB.json says what to compile; JOB.hlo and JOB.done.json are what became of it.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
+from moe_jax.measure.targets import Target, find_target, target_devices
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.report.compiled import CompileError, Job, Outcome
+from moe_jax.schedule.xla_flags import Value
+from moe_jax.train.step import Trainer, make_trainer
+
+# jax and where the compiler is
+_PACKAGES = {
+    "tpu": ("jax", "libtpu"),
+    "gpu": ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "cpu": ("jax", "jaxlib"),
+}
+
+
+def main() -> None:
+    """Read the job, compile, write program and outcome."""
+    stem = Path(sys.argv[1])
+    job = Job(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
+    text, outcome = compile_step(job)
+    stem.with_suffix(".hlo").write_text(text, encoding="utf-8")
+    stem.with_suffix(".done.json").write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+
+
+def compile_step(job: Job) -> tuple[str, Outcome]:
+    """Scheduled HLO and outcome. Raises ConfigError, MeshError, TargetError, or CompileError."""
+    target = find_target(job.target)
+    config = load_config(job.config, job.overrides)
+    mesh = make_mesh(config.mesh, target_devices(target))
+    trainer = make_trainer(config, mesh)
+    batch = jax.ShapeDtypeStruct(
+        (config.train.batch_size, config.data.seq_len + 1), np.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
+    )
+    start = time.perf_counter()
+    compiled = _compile(trainer, batch, target, job.options)
+    memory = compiled.memory_analysis()
+    return compiled.as_text(), Outcome(
+        num_devices=mesh.size,
+        schedule=str(trainer.schedule) if trainer.schedule else None,
+        compile_s=time.perf_counter() - start,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        versions=_versions(target),
+    )
+
+
+def _versions(target: Target) -> dict[str, str]:
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
+    return {name: found[name] for name in _PACKAGES[target.platform] if name in found}
+
+
+def _compile(trainer: Trainer, batch: Any, target: Target, options: dict[str, Value]) -> Any:
+    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
+    lowered = trainer.step.trace(trainer.state_shapes, batch).lower(lowering_platforms=(platform,))
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        cure = "use a smaller train.batch_size" if "RESOURCE_EXHAUSTED" in reason else "change the step or its options"
+        raise CompileError(f"--compile {target.name}: the compiler refuses the step ({reason}): {cure}") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

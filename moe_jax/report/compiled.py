@@ -1,0 +1,157 @@
+"""What compilers make of a schedule: the real training step, compiled for hardware that need not be there."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moe_jax.config_files import load_config
+from moe_jax.errors import EXIT_BAD_INPUT, UserError
+from moe_jax.measure.hlo import parse
+from moe_jax.measure.overlap import Replay, replay
+from moe_jax.measure.targets import Target, check_compiler, child_environment
+from moe_jax.measure.tasks import Match, action_of, match, name_turns
+from moe_jax.plan.simulate import Timeline, simulate
+from moe_jax.schedule.actions import Action, two_streams
+from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.xla_flags import Value
+
+
+class CompileError(UserError):
+    """A step that the compiler refuses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to compile."""
+
+    target: str
+    config: str  # YAML file
+    overrides: list[str]
+    options: dict[str, Value]  # of the compiler, beside the project's own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is known of a compiled step beside its program. Bytes are those of one device."""
+
+    num_devices: int
+    schedule: str | None  # None: the order is autodiff's and the compiler's
+    compile_s: float
+    argument_bytes: int
+    temporary_bytes: int
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One variant of a step, compiled and replayed."""
+
+    variant: str
+    outcome: Outcome
+    replay: Replay
+    match: Match | None
+    predicted: Timeline | None  # of its schedule, tasks as long as in the program
+
+
+_UNMOVED = ["schedule.weight_grad=inline", "schedule.grad_reduce=end", "schedule.chunk_mb=null"]
+_BASELINES = {
+    "vanilla": ["schedule.microbatches=1", "schedule.backward_microbatches=null", *_UNMOVED],
+    "expert_pipeline": _UNMOVED,
+}
+
+
+def variants_of(policies: str | None, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Overrides of each variant: `unified+exchange.algorithm=ring` is a policy and settings of its own.
+
+    The baselines keep what they are elsewhere: `vanilla` is the plain program, with one microbatch and no compiler
+    options, `expert_pipeline` moves neither weight gradients nor reductions.
+    """
+    if policies is None:
+        return {"step": list(overrides)}
+    variants = {}
+    for variant in policies.split(","):
+        policy, *own = variant.strip().split("+")
+        baseline = _BASELINES.get(policy, [])
+        variants[variant.strip()] = [*overrides, f"schedule.policy={policy}", *baseline, *own]
+    return variants
+
+
+def compile_variants(
+    target: Target, config: str, variants: Mapping[str, list[str]], options: dict[str, Value], hlo_folder: Path | None
+) -> list[Compiled]:
+    """Compile each variant in a process of its own, one after another; keep VARIANT.hlo and VARIANT.schedule.
+
+    Raises TargetError (no such hardware, compiler not installed), ConfigError, MeshError or CompileError.
+    """
+    check_compiler(target)
+    for overrides in variants.values():
+        load_config(config, overrides)
+    if hlo_folder:
+        hlo_folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for variant, overrides in variants.items():
+        print(f"compiling {variant} for {target.name} …", file=sys.stderr, flush=True)
+        text, outcome = _compile(target, Job(target=target.name, config=config, overrides=overrides, options=options))
+        if hlo_folder:
+            (hlo_folder / f"{file_name(variant)}.hlo").write_text(text, encoding="utf-8")
+            if outcome.schedule:
+                (hlo_folder / f"{file_name(variant)}.schedule").write_text(outcome.schedule, encoding="utf-8")
+        results.append(analyse(variant, text, outcome, target))
+    return results
+
+
+def file_name(variant: str) -> str:
+    """A variant's name without what file names should not have."""
+    return re.sub(r"[^\w.=+-]", "_", variant)
+
+
+def _compile(target: Target, job: Job) -> tuple[str, Outcome]:
+    with tempfile.TemporaryDirectory() as folder:
+        stem = Path(folder) / "step"
+        stem.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+        command = [sys.executable, "-m", "moe_jax.report.compile_step", str(stem)]
+        run = subprocess.run(command, env=child_environment(target), capture_output=True, text=True, check=False)
+        if run.returncode == EXIT_BAD_INPUT:
+            raise CompileError(run.stderr.strip().splitlines()[-1].removeprefix("error: "))
+        if run.returncode == -9:
+            raise CompileError(f"--compile {target.name}: the compiler was killed: give it more memory (32 GB or more)")
+        if run.returncode:
+            sys.stderr.write(run.stderr)
+        run.check_returncode()
+        outcome = Outcome(**json.loads(stem.with_suffix(".done.json").read_text(encoding="utf-8")))
+        return stem.with_suffix(".hlo").read_text(encoding="utf-8"), outcome
+
+
+def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compiled:
+    """Replay a program and hold its schedule, if it has one, against it."""
+    program = parse(text)
+    result = replay(program, target, outcome.num_devices)
+    schedule = Schedule.parse(outcome.schedule) if outcome.schedule else None
+    if schedule:
+        result = name_turns(result, schedule)
+    seconds = task_seconds(result)
+    return Compiled(
+        variant=variant,
+        outcome=outcome,
+        replay=result,
+        match=match(schedule, program, result) if schedule else None,
+        predicted=simulate(schedule, lambda action: seconds.get(action, 0.0), two_streams) if schedule else None,
+    )
+
+
+def task_seconds(result: Replay) -> dict[Action, float]:
+    """How long each task's instructions take."""
+    seconds: dict[Action, float] = defaultdict(float)
+    for task in result.compute:
+        if action := action_of(task.op_name):
+            seconds[action] += task.seconds
+    for transfer in result.collectives:
+        if action := action_of(transfer.op_name):
+            seconds[action] += transfer.seconds
+    return dict(seconds)

@@ -1,0 +1,78 @@
+"""What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+Tree = Any
+
+
+class Turn:
+    """`function(carry, weights)` → carry, results, saved: one turn of a scan, traced once.
+
+    Of `saved`, a value that several leaves share is stacked once, and what follows from the weights alone (the weights
+    themselves, their casts, masks) not at all: `rebuild` computes it again.
+    """
+
+    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, weights: Tree):
+        structures: list[Any] = []  # of carry, results and saved
+
+        def flat(carry: Tree, weights: Tree) -> list[jax.Array]:
+            leaves, structure = zip(*map(jax.tree.flatten, function(carry, weights)), strict=True)
+            structures[:] = structure
+            return [leaf for part in leaves for leaf in part]
+
+        self._traced = jax.make_jaxpr(flat)(carry, weights)
+        self._of_carry, self._of_results, self._of_saved = structures
+        self._num_carry = len(jax.tree.leaves(carry))
+        jaxpr, num_saved = self._traced.jaxpr, self._of_saved.num_leaves
+        moving = _depend(jaxpr.invars[: self._num_carry], jaxpr.eqns)
+        self._saved = jaxpr.outvars[len(jaxpr.outvars) - num_saved :]
+        of_place = {var: i for i, var in enumerate(jaxpr.outvars) if isinstance(var, Var)}
+        saved = dict.fromkeys(var for var in self._saved if isinstance(var, Var))
+        self._stacked = [var for var in saved if var in moving]
+        self._places = [of_place[var] for var in self._stacked]
+        self._fixed = [var for var in saved if var not in moving]
+        wanted = set(map(of_place.__getitem__, self._fixed))
+        of_weights, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+        self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
+        self._of_weights = jaxpr_as_fun(ClosedJaxpr(of_weights, self._traced.consts))
+
+    def __call__(self, carry: Tree, weights: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
+        """Carry, results, and what is to be stacked."""
+        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, weights)))
+        results = out[self._num_carry : len(out) - len(self._saved)]
+        return (
+            jax.tree.unflatten(self._of_carry, out[: self._num_carry]),
+            jax.tree.unflatten(self._of_results, results),
+            [out[place] for place in self._places],
+        )
+
+    def rebuild(self, weights: Tree, stacked: Sequence[jax.Array]) -> Tree:
+        """`saved` of a turn, from its weights and what was stacked."""
+        unused = [None] * self._num_carry
+        inputs = [*unused, *jax.tree.leaves(weights)]
+        fixed = self._of_weights(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
+        values = dict(zip(self._fixed, fixed, strict=True)) | dict(zip(self._stacked, stacked, strict=True))
+        leaves = [var.val if isinstance(var, Literal) else values[var] for var in self._saved]
+        return jax.tree.unflatten(self._of_saved, leaves)
+
+
+def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The sources and all that is computed from them; calls are looked into."""
+    moving = set(sources)
+    for eqn in eqns:
+        from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]
+        if not any(from_moving):
+            continue
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2") else None
+        if inner is None:
+            moving.update(eqn.outvars)
+            continue
+        body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        inside = _depend([var for var, moves in zip(body.invars, from_moving, strict=True) if moves], body.eqns)
+        moving.update(out for out, var in zip(eqn.outvars, body.outvars, strict=True) if var in inside)
+    return moving

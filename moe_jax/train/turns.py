@@ -1,0 +1,188 @@
+"""Loops over equal groups of blocks: `lax.scan` runs the turns of a schedule, forward and backward.
+
+A forward turn hands the settled residual stream on and stacks what its pullbacks keep. A backward turn makes its
+pullbacks again, runs its tasks, and sums the gradients of the turn above. Gradients of all turns lie in one buffer,
+stacked like the parameters, that every turn changes in place.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.parameters import Segment
+from moe_jax.schedule.actions import Action, is_reduction
+from moe_jax.schedule.turns import Looped
+from moe_jax.train.residuals import Turn
+from moe_jax.train.sums import Sums
+from moe_jax.train.tasks import Tasks
+
+Tree = Any
+
+
+def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
+    """Issue tasks in order."""
+    runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "G": sums.run}
+    for action in actions:
+        with jax.named_scope(str(action)):
+            runs[action.direction](action)
+
+
+class Loops:
+    """The loops of a step. `sums` and its tasks run what lies outside.
+
+    `params` and `earlier` (gradients to be added, or None) are those of the looped segment.
+    """
+
+    def __init__(self, looped: Looped, segment: Segment, sums: Sums, params: Tree, earlier: Tree):
+        self.looped, self.turns = looped, looped.turns
+        self.sums, self.tasks = sums, sums.tasks
+        self.params, self.earlier = params, earlier
+        self.period = len(segment.kinds)
+        self.unroll = self.turns.size // self.period
+        self.microbatches = range(self.tasks.facts.microbatches)
+        self.buffer: Tree = None  # gradients, laid out like the parameters
+        self.moe = [b for b in self._blocks if self.tasks.facts.shape.kinds[b] == "moe"]
+
+    @property
+    def _blocks(self) -> range:
+        """Those of turn 0, whose names all turns have inside a loop."""
+        return range(self.turns.first, self.turns.first + self.turns.size)
+
+    def block(self, tree: Tree, turn: int | jax.Array, block: int) -> Tree:
+        """The share of one block of a stacked tree; `block` is counted from turn 0."""
+        period, place = self._index(turn, block)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False), tree[place])
+
+    def put(self, turn: int | jax.Array, block: int, gradient: Tree) -> None:
+        """Set the gradient of one block."""
+        period, place = self._index(turn, block)
+        self.buffer = self.buffer | {
+            place: jax.tree.map(
+                lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, period, axis=0),
+                self.buffer[place],
+                gradient,
+            )
+        }
+
+    def _index(self, turn: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
+        period, place = divmod(block - self.turns.first, self.period)
+        return turn * self.unroll + period, place
+
+    def _weights(self, turn: int | jax.Array) -> dict[int, Tree]:
+        return {block: self.block(self.params, turn, block) for block in self._blocks}
+
+    def up(self) -> None:
+        """Run the forward turns."""
+        for r in self.microbatches:
+            self.tasks.settle(r, self.turns.first)
+
+        def turn(x: list[jax.Array], weights: dict[int, Tree]) -> tuple[Tree, Tree, Tree]:
+            tasks = Tasks(self.tasks.facts, None, weights, None)
+            tasks.x = dict(zip(self.microbatches, x, strict=True))
+            run(self.looped.up, tasks, self.sums)
+            for r in self.microbatches:
+                tasks.settle(r, self.turns.first + self.turns.size)
+            self.tasks.widths = tasks.widths
+            of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
+            stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
+            return [tasks.x[r] for r in self.microbatches], stats, (tasks.pullbacks, tasks.overflows)
+
+        x = [self.tasks.x[r] for r in self.microbatches]
+        weights = jax.eval_shape(lambda: self._weights(0))
+        self.turn = Turn(turn, jax.eval_shape(lambda: x), weights)
+
+        def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
+            x, stats, kept = self.turn(x, self._weights(number))
+            return x, (stats, kept)
+
+        x, (stats, self.kept) = jax.lax.scan(step, x, jnp.arange(self.turns.count))
+        self.tasks.x = dict(zip(self.microbatches, x, strict=True))
+        if self.moe:
+            in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
+            self.sums.stats_of_turns[self.turns.first] = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
+            )
+        highest = self.turns.count - 1
+        self._restore(self.tasks, highest, self._weights(highest), highest * self.turns.size)
+
+    def _restore(self, tasks: Tasks, turn: int | jax.Array, weights: dict[int, Tree], shift: int = 0) -> None:
+        """Give tasks what a forward turn kept; blocks' numbers grow by `shift`."""
+        kept = [jax.lax.dynamic_index_in_dim(leaf, turn, keepdims=False) for leaf in self.kept]
+        pullbacks, overflows = self.turn.rebuild(weights, kept)
+        tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
+        tasks.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
+        tasks.widths = self.tasks.widths
+
+    def down(self) -> None:
+        """Run the backward turns below the highest, whose backward pass has been run."""
+        highest = self.turns.count - 1
+        self.buffer = jax.tree.map(jnp.zeros_like, self.params)
+        for block in self._blocks:
+            self.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
+        late = any(map(is_reduction, self.looped.down))
+
+        def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], None]:
+            dx, self.buffer = carry
+            tasks = Tasks(self.tasks.facts, None, self._weights(number), None)
+            self._restore(tasks, number, tasks.blocks)
+            sums = Sums(self.sums.reductions, tasks, self._earlier(number))
+            tasks.share = self._share(number)
+            tasks.dx = dict(zip(self.microbatches, dx, strict=True))
+            if late:
+                self._take(sums, number + 1, self.turns.size)
+            for r in reversed(self.microbatches):
+                tasks.settle_back(r, self.turns.first + self.turns.size)
+            run(self.looped.down, tasks, sums)
+            if late:
+                self._put_totals(sums, number + 1, self.turns.size)
+            for block in self._blocks:
+                self.put(number, block, sums.own(block + 1))
+            return ([tasks.dx[r] for r in self.microbatches], self.buffer), None
+
+        dx = [self.tasks.dx[r] for r in self.microbatches]
+        (dx, self.buffer), _ = jax.lax.scan(step, (dx, self.buffer), jnp.arange(highest), reverse=True)
+        self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
+        for r in reversed(self.microbatches):
+            self.tasks.settle_back(r, self.turns.first)
+        self._take(self.sums, 0)
+
+    def reduce(self) -> None:
+        """Run the reductions behind the backward pass."""
+        if not self.looped.sums:
+            self._put_totals(self.sums, 0)
+            return
+
+        def step(buffer: Tree, number: jax.Array) -> tuple[Tree, None]:
+            self.buffer = buffer
+            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, {}, None), None)
+            self._take(sums, number)
+            run(self.looped.sums, sums.tasks, sums)
+            self._put_totals(sums, number)
+            return self.buffer, None
+
+        self.buffer, _ = jax.lax.scan(step, self.buffer, jnp.arange(self.turns.count), reverse=True)
+
+    def _take(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
+        """Hand gradients of a turn to the sums."""
+        for block in self._blocks:
+            sums.from_turns[block + shift + 1] = self.block(self.buffer, turn, block)
+
+    def _put_totals(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
+        for block in self._blocks:
+            self.put(turn, block, sums.total(block + shift + 1))
+
+    def _earlier(self, turn: jax.Array) -> Any:
+        if self.earlier is None:
+            return None
+        return lambda owner: self.block(self.earlier, turn, owner - 1)
+
+    def _share(self, turn: jax.Array) -> dict[int, jax.Array]:
+        """Of the blocks of a turn."""
+        below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
+        first = below + turn * len(self.moe)
+        return {
+            block: jax.lax.dynamic_index_in_dim(self.sums.share_ME, first + i, keepdims=False)
+            for i, block in enumerate(self.moe)
+        }

@@ -1,0 +1,216 @@
+"""A cluster in one box: processes in network namespaces, joined by a switch through throttled links.
+
+`run_in_box` starts the command that calls it again in every namespace, where `rank()` tells which one it is. Needs
+Linux, root, and the programs of iproute2 and util-linux; leaves nothing behind.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import UserError
+from moe_jax.train.processes import Processes, initialize
+
+_PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
+_RANK = "BOX_RANK"
+_SIZE = "BOX_PROCESSES"
+_RESULTS = "BOX_RESULTS"
+_LINK = "eth0"  # its name inside every namespace
+_UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+class BoxError(UserError):
+    """A box that cannot be built here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """How many processes, and what each one gets. Making it checks it: raises BoxError."""
+
+    processes: int = 2
+    cores: tuple[int, ...]  # process i is pinned to the i-th, round and round
+    threads: int = 2  # of XLA's pool in each process; with one, nothing overlaps
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.processes <= 4:
+            raise BoxError(f"--processes={self.processes} must be 2..4")
+        unknown = set(self.cores) - os.sched_getaffinity(0)
+        if unknown or not self.cores:
+            allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            raise BoxError(
+                f"--cores={','.join(map(str, self.cores))} are not all free for use here: choose of {allowed}"
+            )
+        if self.threads < 1:
+            raise BoxError(f"--threads={self.threads} must be at least 1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `box_from` reads."""
+    group = parser.add_argument_group("box")
+    group.add_argument("--processes", type=int, default=2, metavar="N", help="2..4 (default 2)")
+    group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, in turn (default: all)")
+    group.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process (default 2)")
+
+
+def box_from(arguments: argparse.Namespace) -> Box:
+    """The box behind parsed flags. Raises BoxError."""
+    try:
+        cores = tuple(int(core) for core in arguments.cores.split(",")) if arguments.cores else None
+    except ValueError:
+        raise BoxError(f"--cores={arguments.cores} must be core numbers, e.g. 0,1") from None
+    return Box(
+        processes=arguments.processes,
+        cores=tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores,
+        threads=arguments.threads,
+    )
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of e.g. "400mbit". Raises BoxError."""
+    match = re.fullmatch(r"([0-9.]+)(|kbit|mbit|gbit)", text)
+    try:
+        bits_per_s = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        bits_per_s = 0.0
+    if bits_per_s < 10**6:
+        raise BoxError(f"--rate={text} must be at least 1mbit, e.g. 400mbit or 1gbit")
+    return bits_per_s
+
+
+def rank() -> int | None:
+    """Of this process in its box; None outside."""
+    text = os.environ.get(_RANK)
+    return None if text is None else int(text)
+
+
+def join() -> None:
+    """Join the other processes of the box, one CPU device each."""
+    size = int(os.environ[_SIZE])
+    initialize(
+        Processes(coordinator=f"{_address(0)}:8476", num_processes=size, process_id=rank()),
+        cpu_devices=size,
+    )
+
+
+def set_rate(bits_per_s: float) -> None:
+    """Limit what this process sends from now on. Only inside a box."""
+    tbf = f"rate {bits_per_s:.0f}bit burst 256kb latency 50ms"
+    _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
+
+
+def hand_back(values: Any) -> None:
+    """Give plain values to the caller of `run_in_box`; rank 0's count."""
+    if rank() == 0:
+        Path(os.environ[_RESULTS]).write_text(json.dumps(values))
+
+
+def run_in_box(box: Box) -> Any:
+    """Run this command again as every process of `box`; returns what rank 0 handed back.
+
+    Raises BoxError if it cannot be built here; ends this program like the first process that failed.
+    """
+    _check_possible()
+    with _stop_on_sigterm(), tempfile.TemporaryDirectory() as folder, _namespaces(box.processes) as names:
+        results = Path(folder) / "results.json"
+        running = [_start(box, rank, name, results) for rank, name in enumerate(names)]
+        try:
+            while any(process.poll() is None for process in running):
+                if any(process.returncode for process in running):
+                    time.sleep(3)  # a failure drags the others along; let them tell why
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in running:
+                process.kill()
+            codes = [process.wait() for process in running]
+        if any(codes):
+            sys.exit(next((code for code in codes if code > 0), 1))
+        return json.loads(results.read_text())
+
+
+def _start(box: Box, rank: int, name: str, results: Path) -> subprocess.Popen[bytes]:
+    """Every program of this chain becomes the next one, so that the process started is the one that computes."""
+    core = box.cores[rank % len(box.cores)]
+    chain = ["ip", "netns", "exec", name, "setpriv", "--pdeathsig", "KILL", "unshare", "--uts"]
+    chain += ["sh", "-c", 'hostname "$0"; exec "$@"', name, "taskset", "--cpu-list", str(core), sys.executable]
+    variables = {_RANK: str(rank), _SIZE: str(box.processes), _RESULTS: str(results)}
+    variables |= {"PJRT_NPROC": str(box.threads), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen([*chain, *sys.argv], env=os.environ | variables, start_new_session=True)
+
+
+def _check_possible() -> None:
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise BoxError(f"a box needs {', '.join(missing)}: install iproute2, util-linux and hostname")
+    if os.geteuid() != 0:
+        raise BoxError("a box needs root, to make network namespaces and throttle their links: run it with sudo")
+
+
+@contextmanager
+def _namespaces(count: int) -> Iterator[list[str]]:
+    """Namespaces on one switch, and a hosts file for each: gloo listens where the host's name points to."""
+    names = [f"moebox{os.getpid()}n{i}" for i in range(count)]
+    switch = f"moebox{os.getpid()}switch"
+    try:
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        for i, name in enumerate(names):
+            hosts = _hosts(name)
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{_address(j)} {n}\n" for j, n in enumerate(names)))
+            _run("ip", "netns", "add", name)
+            _run(*f"ip link add {_LINK} netns {name} type veth peer name port{i} netns {switch}".split())
+            _run(*f"ip -n {switch} link set port{i} master bridge0 up".split())
+            _run(*f"ip -n {name} addr add {_address(i)}/24 dev {_LINK}".split())
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", _LINK, "up")
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            shutil.rmtree(_hosts(name).parent, ignore_errors=True)
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[None]:
+    """End as after Ctrl-C, through every `finally`, when asked to terminate."""
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BoxError(
+            f"{' '.join(command)} failed ({done.stderr.strip()}): "
+            "a box needs a kernel with network namespaces, veth, bridge and tbf, and the right to use them"
+        )
+
+
+def _hosts(name: str) -> Path:
+    """`ip netns exec` shows it as /etc/hosts."""
+    return Path("/etc/netns") / name / "hosts"
+
+
+def _address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"

@@ -1,0 +1,265 @@
+"""Training steps on a throttled cluster in one box: sudo python profiling/cluster_in_a_box.py [section.key=value …]
+
+Processes in network namespaces run the project's own step over gloo on XLA:CPU, each on one core. All variants are
+compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare neighbours in
+time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and communication alone
+(the collectives of the plain step, one after another). No schedule can be faster than the longer of the two.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import box
+import jax
+import numpy as np
+from box_picture import write_picture, write_timelines
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.stages import Compiled
+from results_file import RESULTS, write_result
+from stand_ins import collectives_of, communication, without_communication
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import ConfigError, run_command
+from moe_jax.measure.trace import read_trace
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.train.step import make_trainer
+
+_UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
+_GREEDY = ["schedule.weight_grad=greedy"]
+_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2"]
+_RING = ["exchange.algorithm=ring"]
+# name: settings. The first two are what the others are compared with.
+VARIANTS: dict[str, list[str]] = {
+    "vanilla": [],
+    "expert_pipeline": ["schedule.policy=expert_pipeline", "schedule.microbatches=2"],
+    "unified": _UNIFIED,
+    "unified+weight_grad": _UNIFIED + _GREEDY,
+    "unified+grad_reduce": _UNIFIED + _CHUNKED,
+    "unified+ring": _UNIFIED + _RING,
+    "expert_pipeline+ring": ["schedule.policy=expert_pipeline", "schedule.microbatches=2", *_RING],
+    "vanilla+weight_grad+grad_reduce+ring": _GREEDY + _CHUNKED + _RING,
+    "unified+grad_reduce+ring": _UNIFIED + _CHUNKED + _RING,
+    "unified+weight_grad+ring": _UNIFIED + _GREEDY + _RING,
+    "unified+weight_grad+grad_reduce+ring": _UNIFIED + _GREEDY + _CHUNKED + _RING,
+}
+_REFERENCES = ("vanilla", "expert_pipeline")
+_WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
+_COMPUTE, _COMMUNICATION = "compute alone", "communication alone"
+_PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
+
+Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
+
+
+class Stand:
+    """Everything of one process that stays on its device: one state for all variants, one batch."""
+
+    def __init__(self, config: Config):
+        self.mesh = make_mesh(config.mesh)
+        trainer = make_trainer(config, self.mesh)
+        self.state = trainer.init()
+        sharding = NamedSharding(self.mesh, BATCH_SPEC)
+        shape = (config.train.batch_size, config.data.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        self.batch = jax.make_array_from_callback(shape, sharding, lambda index: tokens[index])
+
+    def compiled(self, config: Config) -> Compiled:
+        """The training step of a config."""
+        trainer = make_trainer(config, self.mesh)
+        return trainer.step.lower(trainer.state_shapes, self.batch).compile()
+
+    def step_of(self, program: Compiled) -> Step:
+        """A step that goes on from the state that the step before left."""
+
+        def run() -> Any:
+            self.state, metrics = program(self.state, self.batch)
+            return metrics
+
+        return run
+
+    def communication(self, config: Config) -> Compiled:
+        """The collectives of a config's step."""
+        trainer = make_trainer(config, self.mesh)
+        traced = trainer.step.trace(trainer.state_shapes, self.batch)
+        return communication(collectives_of(traced.jaxpr), self.mesh).lower().compile()
+
+
+def seconds_per_step(step: Step, steps: int) -> float:
+    """Mean of `steps` in a row, started together with the other processes."""
+    multihost_utils.sync_global_devices("round")
+    start = time.perf_counter()
+    for _ in range(steps):
+        result = step()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / steps
+
+
+def choose_rate(compute: Step, transfer: Step, steps: int) -> float:
+    """Bits per second at which communication alone takes about as long as compute alone; the same on all ranks."""
+    rate = _PROBE_RATE
+    seconds_per_step(compute, 1)
+    compute_s = seconds_per_step(compute, steps)
+    for _ in range(2):  # start-up times do not scale with the rate
+        box.set_rate(rate)
+        seconds_per_step(transfer, 1)
+        chosen = rate * seconds_per_step(transfer, steps) / compute_s
+        rate = float(multihost_utils.broadcast_one_to_all(np.float32(chosen)))
+    return round(rate, -6)
+
+
+def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
+    """All rounds, in one process of the box."""
+    box.join()
+    box.set_rate(_PROBE_RATE)
+    stand = Stand(configs["vanilla"])
+    programs = {name: stand.compiled(config) for name, config in configs.items()}
+    tell("compiled")
+    with without_communication():
+        alone = {f"{_COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
+    steps: dict[str, Step] = {name: stand.step_of(program) for name, program in (programs | alone).items()}
+    steps[_COMMUNICATION] = stand.communication(configs["vanilla"])
+    if arguments.rate == "auto":
+        rate = choose_rate(steps[f"{_COMPUTE}: vanilla"], steps[_COMMUNICATION], arguments.steps)
+    else:
+        rate = box.parse_rate(arguments.rate)
+    box.set_rate(rate)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(arguments.rounds + 1):
+        for name, step in steps.items():
+            step_s = seconds_per_step(step, arguments.steps)
+            if turn:  # the first warms up
+                seconds[name].append(step_s)
+        tell(f"round {turn} of {arguments.rounds}")
+    timelines = {name: traced(steps[name], programs[name]) for name in programs}
+    box.hand_back({"rate_mbit": rate / 1e6, "seconds": seconds, "timelines": timelines})
+
+
+def tell(line: str) -> None:
+    """Print once, not once for every process."""
+    if box.rank() == 0:
+        print(line, flush=True)
+
+
+def traced(step: Step, program: Compiled) -> list[Any]:
+    """What ran when in one step: (name, thread, start, end) of every operation, the name with its schedule task."""
+    with tempfile.TemporaryDirectory() as folder:
+        multihost_utils.sync_global_devices("trace")
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step())
+        return [list(event) for event in read_trace(Path(folder), program.as_text() or "")]
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and the quartiles around it."""
+    if len(values) == 1:
+        return {"median": values[0], "first_quartile": values[0], "third_quartile": values[0]}
+    low, median, high = statistics.quantiles(values, method="inclusive")
+    return {"median": _rounded(median), "first_quartile": _rounded(low), "third_quartile": _rounded(high)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Medians and quartiles of seconds, and of ratios within a round."""
+    seconds: dict[str, list[float]] = found["seconds"]
+    compute, transfer = seconds[f"{_COMPUTE}: vanilla"], seconds[_COMMUNICATION]
+    bound = [max(pair) for pair in zip(compute, transfer, strict=True)]
+    rows = {}
+    for name, settings in variants.items():
+        own = seconds[name]
+        rows[name] = {
+            "settings": settings,
+            "step_s": quartiles(own),
+            "step_over_bound": quartiles([a / b for a, b in zip(own, bound, strict=True)]),
+        } | {
+            f"speed_up_over_{reference}": quartiles([b / a for a, b in zip(own, seconds[reference], strict=True)])
+            for reference in _REFERENCES
+            if reference in variants
+        }
+    return {
+        "rate_mbit": found["rate_mbit"],
+        "compute_alone_s": quartiles(compute),
+        "compute_alone_in_microbatches_s": quartiles(seconds.get(f"{_COMPUTE}: unified", compute)),
+        "communication_alone_s": quartiles(transfer),
+        "bound_s": quartiles(bound),
+        "variants": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The summary as text."""
+    width = max(map(len, result["variants"])) + 2
+    lines = [
+        f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound",
+    ]
+    for name, row in result["variants"].items():
+        step = row["step_s"]
+        over = [row.get(f"speed_up_over_{reference}", {}).get("median", float("nan")) for reference in _REFERENCES]
+        lines.append(
+            f"{name:{width}}  {step['median']:6.3f}  ({step['first_quartile']:.3f}…{step['third_quartile']:.3f})"
+            f"  {over[0]:9.3f}  {over[1]:17.3f}"
+            f"  {row['step_over_bound']['median']:7.3f}"
+        )
+    for name in ("compute_alone_s", "compute_alone_in_microbatches_s", "communication_alone_s", "bound_s"):
+        lines.append(f"{name.removesuffix('_s').replace('_', ' '):{width}}  {result[name]['median']:6.3f}")
+    return "\n".join([*lines, f"links of {result['rate_mbit']:.0f} Mbit/s"])
+
+
+def chosen(names: str | None) -> dict[str, list[str]]:
+    """The variants to run, vanilla always among them. Raises ConfigError."""
+    wanted = {"vanilla", *names.split(",")} if names else set(VARIANTS)
+    if unknown := sorted(wanted - set(VARIANTS)):
+        raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
+    return {name: settings for name, settings in VARIANTS.items() if name in wanted}
+
+
+def main() -> None:
+    """Run the box, print the table, and write JSON and pictures to results/."""
+    parser = argparse.ArgumentParser(prog="python profiling/cluster_in_a_box.py", description=__doc__)
+    parser.add_argument("--config", default="configs/bench/box.yaml")
+    parser.add_argument(
+        "--rate", default="auto", help="of every link, e.g. 400mbit; auto: as slow as compute (default)"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
+    parser.add_argument("--rounds", type=int, default=10, help="default 10")
+    parser.add_argument("--variants", metavar="NAME,…", help=f"beside vanilla, of {', '.join(VARIANTS)} (default all)")
+    parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
+    box.add_arguments(parser)
+    arguments = parser.parse_intermixed_args()
+    for name in ("steps", "rounds"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    variants = chosen(arguments.variants)
+    configs = {
+        name: load_config(arguments.config, [*arguments.overrides, *settings]) for name, settings in variants.items()
+    }
+    if box.rank() is not None:
+        measure(arguments, configs)
+        return
+    if arguments.rate != "auto":
+        box.parse_rate(arguments.rate)
+    settings = box.box_from(arguments)
+    found = box.run_in_box(settings)
+    result = summary(found, variants)
+    print(table(result))
+    for path in (
+        write_picture(result, RESULTS / f"{arguments.name}.png"),
+        write_timelines(found["timelines"], RESULTS / f"{arguments.name}_timeline.png"),
+    ):
+        print(f"written: {path}")
+    write_result(arguments.name, result | {"box": dataclasses.asdict(settings)})
+
+
+if __name__ == "__main__":
+    run_command(main)

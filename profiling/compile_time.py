@@ -1,0 +1,85 @@
+"""Does compile time grow with depth? python profiling/compile_time.py [ROUNDS]
+
+Traces and compiles the scheduled step of a small model with 4 and with 32 blocks, in turn, on 8 simulated devices, and
+compares the memory of the deep one with that of the plain step, which scans its blocks. About four minutes.
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from results_file import write_result
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.train.processes import Processes, initialize
+from moe_jax.train.step import make_trainer
+
+DEPTHS = (4, 32)
+SCHEDULED: dict[str, Any] = {
+    "policy": "unified",
+    "microbatches": 2,
+    "weight_grad": "greedy",
+    "grad_reduce": "chunked",
+    "unroll": 2,
+}
+_MIB = 2**20
+
+
+def config_of(num_layers: int, schedule: dict[str, Any]) -> Config:
+    """Blocks of experts on a mesh of data=2, expert=4."""
+    moe = MoE(num_experts=8, top_k=2, hidden_dim=128, every=1, capacity_factor=1.25)
+    return Config(
+        model=Model(vocab_size=256, d_model=64, num_layers=num_layers, num_heads=4, hidden_dim=128, moe=moe),
+        mesh=Mesh(data=2, expert=4),
+        schedule=Schedule(**schedule),
+        data=Data(seq_len=64),
+        train=Train(batch_size=32, compute_dtype="float32"),
+    )
+
+
+def compiled(config: Config) -> tuple[dict[str, float], jax.stages.Compiled]:
+    """The step of a model, and the seconds that it took to trace and to compile it."""
+    jax.clear_caches()
+    trainer = make_trainer(config, make_mesh(config.mesh))
+    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), jnp.int32)
+    start = time.perf_counter()
+    lowered = trainer.step.lower(trainer.state_shapes, tokens)
+    between = time.perf_counter()
+    program = lowered.compile()
+    return {"trace_s": between - start, "compile_s": time.perf_counter() - between}, program
+
+
+def temporary_mib(config: Config) -> float:
+    """What a device's step needs beside parameters and optimiser state."""
+    memory = compiled(config)[1].memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes / _MIB
+
+
+def main() -> None:
+    """Measure and write results/compile_time.json."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    initialize(Processes(mode="off"), 8)
+    times: dict[int, list[dict[str, float]]] = {depth: [] for depth in DEPTHS}
+    for _ in range(rounds):
+        for depth in DEPTHS:
+            times[depth].append(compiled(config_of(depth, SCHEDULED))[0])
+    values: dict[str, Any] = {"schedule": SCHEDULED, "rounds": rounds}
+    for depth in DEPTHS:
+        for name in ("trace_s", "compile_s"):
+            values[f"{name}_{depth}_blocks"] = statistics.median(each[name] for each in times[depth])
+    shallow, deep = ([sum(each.values()) for each in times[depth]] for depth in DEPTHS)
+    ratios = [b / a for a, b in zip(shallow, deep, strict=True)]
+    values |= {"deep_over_shallow": statistics.median(ratios), "ratios": sorted(ratios)}
+    scheduled = temporary_mib(config_of(DEPTHS[-1], SCHEDULED))
+    plain = temporary_mib(config_of(DEPTHS[-1], {"unroll": SCHEDULED["unroll"]}))
+    values |= {"temporary_mib_scheduled": scheduled, "temporary_mib_plain": plain}
+    write_result("compile_time", {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()})
+
+
+if __name__ == "__main__":
+    main()

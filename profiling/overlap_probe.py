@@ -1,0 +1,167 @@
+"""Which collectives hide behind matrix products on XLA:CPU? sudo python profiling/overlap_probe.py
+
+For every form of exchange and reduction and several sizes, taken in turn: the collective alone; matrix products of
+about the same time alone; both in one program in which neither needs the other (`both`); and both as the training step
+has them (`in order`): what is sent stays, and what comes is used, behind the products. With one and with two threads
+in XLA's pool, every process on one core. About six minutes.
+"""
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import box
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled
+from results_file import write_result
+
+from moe_jax import config
+from moe_jax.errors import run_command
+from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
+from moe_jax.parallel.mesh import Axis, make_mesh
+from moe_jax.parallel.ordering import after, hold
+from moe_jax.parallel.reductions import REDUCTIONS
+from moe_jax.parallel.sharding import BATCH_SPEC
+
+MIB = 2**20
+ROUNDS = 7
+_WIDTH = 512
+
+
+class Form(NamedTuple):
+    """A collective of a flat vector [n] in two halves."""
+
+    start: Callable[[jax.Array], tuple[jax.Array, ...]]
+    finish: Callable[[tuple[jax.Array, ...]], jax.Array]
+
+
+def forms(ranks: int) -> dict[str, Form]:
+    """Every exchange and reduction."""
+
+    def form_of_exchange(exchange: Exchange) -> Form:
+        return Form(
+            lambda x: exchange.start(x.reshape(ranks, -1), Axis.EXPERT),
+            lambda under_way: exchange.finish(under_way, Axis.EXPERT, "cpu").ravel(),
+        )
+
+    def form_of_reduction(reduce: Callable[..., jax.Array]) -> Form:
+        return Form(lambda x: (reduce(x, (Axis.EXPERT,)),), lambda under_way: under_way[0])
+
+    exchanges = {f"exchange {name}": form_of_exchange(exchange) for name, exchange in EXCHANGES.items()}
+    return exchanges | {f"reduction {name}": form_of_reduction(reduce) for name, reduce in REDUCTIONS.items()}
+
+
+def collective(x: jax.Array, form: Form) -> jax.Array:
+    """A collective of what was just computed, whose result is computed with."""
+    return form.finish(form.start(2 * x)) + 1
+
+
+def both(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
+    """A collective and products that do not need each other."""
+    return collective(x, form), products(h, count)
+
+
+def in_order(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
+    """The same; what is sent stays, and what comes is used, behind the products."""
+    sent = 2 * x
+    *others, last = form.start(sent)
+    done = products(h, count)
+    last = hold(after(last, done, "cpu"), sent, "cpu")
+    return form.finish((*others, last)) + 1, done
+
+
+def products(h: jax.Array, count: int) -> jax.Array:
+    """A chain of `count` square products."""
+    for _ in range(count):
+        h = jnp.tanh(h @ h) + h
+    return h
+
+
+def compiled(mesh: Mesh, function: Callable[..., Any], *arguments: jax.Array) -> Compiled:
+    """`function` of per-device arrays as a program over the mesh."""
+    on_mesh = jax.shard_map(function, mesh=mesh, in_specs=BATCH_SPEC, out_specs=BATCH_SPEC, check_vma=False)
+    return jax.jit(on_mesh).lower(*arguments).compile()
+
+
+def seconds(program: Compiled, *arguments: jax.Array) -> float:
+    """One run."""
+    start = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - start
+
+
+def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, float]:
+    """Median seconds, and which part of the shorter of both was hidden."""
+    ranks, sharding = mesh.size, NamedSharding(mesh, BATCH_SPEC)
+    x = jax.device_put(jnp.ones(ranks * size // 4), sharding)
+    h = jax.device_put(jnp.zeros((ranks * _WIDTH, _WIDTH)), sharding)
+    alone = compiled(mesh, functools.partial(collective, form=form), x)
+    seconds(alone, x)
+    wanted = max(1, round(statistics.median(seconds(alone, x) for _ in range(3)) / product_s))
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(wanted)))
+    programs: dict[str, tuple[Any, ...]] = {
+        "alone_s": (alone, x),
+        "compute_s": (compiled(mesh, functools.partial(products, count=count), h), h),
+        "both_s": (compiled(mesh, functools.partial(both, form=form, count=count), x, h), x, h),
+        "in_order_s": (compiled(mesh, functools.partial(in_order, form=form, count=count), x, h), x, h),
+    }
+    runs: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(ROUNDS + 1):
+        for name, (program, *arguments) in programs.items():
+            value = seconds(program, *arguments)
+            if turn:  # the first warms up
+                runs[name].append(value)
+    result = {name: statistics.median(values) for name, values in runs.items()}
+    total, shorter = result["alone_s"] + result["compute_s"], min(result["alone_s"], result["compute_s"])
+    for name in ("both", "in_order"):
+        result[f"{name}_hidden"] = (total - result[f"{name}_s"]) / shorter
+    return {name: float(f"{value:.4g}") for name, value in result.items()}
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All forms and sizes, in one process of the box."""
+    box.join()
+    box.set_rate(box.parse_rate(arguments.rate))
+    mesh = make_mesh(config.Mesh(expert=-1, data=1))
+    h = jax.device_put(jnp.zeros((mesh.size * _WIDTH, _WIDTH)), NamedSharding(mesh, BATCH_SPEC))
+    ten = compiled(mesh, functools.partial(products, count=10), h)
+    product_s = statistics.median(seconds(ten, h) for _ in range(5)) / 10
+    results = {}
+    for name, form in forms(mesh.size).items():
+        for megabytes in arguments.megabytes:
+            results[f"{name}, {megabytes} MB"] = found = probe(mesh, form, megabytes * MIB, product_s)
+            if box.rank() == 0:
+                numbers = "  ".join(f"{value:8.4f}" for value in found.values())
+                print(f"{os.environ['PJRT_NPROC']} threads  {name:26} {megabytes:3} MB  {numbers}", flush=True)
+    box.hand_back(results)
+
+
+def main() -> None:
+    """Run the box with one and two threads, and write results/overlap_probe.json."""
+    parser = argparse.ArgumentParser(prog="python profiling/overlap_probe.py", description=__doc__)
+    parser.add_argument("--rate", default="400mbit", help="of every link (default 400mbit)")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="that a process holds")
+    box.add_arguments(parser)
+    arguments = parser.parse_args()
+    if box.rank() is not None:
+        measure(arguments)
+        return
+    box.parse_rate(arguments.rate)
+    results = {}
+    print(f"{'':45}alone s  compute s   both s  in order   hidden    hidden")
+    for threads in sorted({1, arguments.threads}):
+        arguments.threads = threads
+        results[f"{threads} threads"] = box.run_in_box(box.box_from(arguments))
+    write_result("overlap_probe", {"rate": arguments.rate, "processes": arguments.processes, **results})
+
+
+if __name__ == "__main__":
+    run_command(main)

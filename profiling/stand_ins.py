@@ -1,0 +1,100 @@
+"""A program without its communication, and its communication without the program."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.sharding import Mesh
+
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ordering import after
+from moe_jax.parallel.sharding import REPLICATED
+
+_FUNCTIONS = ("all_to_all", "ragged_all_to_all", "psum", "ppermute", "psum_scatter", "all_gather")
+_PRIMITIVES = {"all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "ppermute", "reduce_scatter", "all_gather"}
+
+
+@contextmanager
+def without_communication() -> Iterator[None]:
+    """Programs traced here have a local operation of the same result shape in place of every collective."""
+    originals: dict[str, Callable[..., Any]] = {name: getattr(jax.lax, name) for name in _FUNCTIONS}
+
+    def stand_in(collective: Callable[..., Any], tree: Any, *args: Any, **options: Any) -> Any:
+        def local(x: jax.Array) -> jax.Array:
+            shape = jax.eval_shape(lambda x: collective(x, *args, **options), x).shape
+            return _resized(x, math.prod(shape)).reshape(shape)
+
+        return jax.tree.map(local, tree)
+
+    try:
+        for name, collective in originals.items():
+            setattr(
+                jax.lax, name, lambda *args, collective=collective, **options: stand_in(collective, *args, **options)
+            )
+        yield
+    finally:
+        for name, collective in originals.items():
+            setattr(jax.lax, name, collective)
+
+
+def _resized(x: jax.Array, size: int) -> jax.Array:
+    repeats = -(-size // max(x.size, 1))
+    return (jnp.tile(x.ravel(), repeats) if repeats > 1 else x.ravel())[:size]
+
+
+class Collective(NamedTuple):
+    """One collective of a traced program."""
+
+    primitive: Primitive
+    options: dict[str, Any]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Held by each device."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.operands)
+
+
+def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
+    """The collectives of a traced program in program order, those of a scan's body once for every turn."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
+    found: list[Collective] = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRIMITIVES:
+            shapes = tuple(jax.ShapeDtypeStruct(*_shape_and_dtype(x.aval)) for x in equation.invars)
+            found.append(Collective(equation.primitive, equation.params, shapes))
+            continue
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                found += collectives_of(value) * turns
+    return found
+
+
+def _shape_and_dtype(aval: Any) -> tuple[Any, Any]:
+    return aval.shape, aval.dtype
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def communication(collectives: list[Collective], mesh: Mesh) -> jax.stages.Wrapped:
+    """A program over the mesh that runs these collectives one after another, and nothing else."""
+    platform = mesh.devices.flat[0].platform
+
+    def run() -> jax.Array:
+        last = jnp.float32(jax.lax.axis_index(Axis.EXPERT))  # unknown to the compiler
+        for collective in collectives:
+            operands = [jnp.zeros(x.shape, x.dtype) for x in collective.operands]
+            operands[0] = after(operands[0], last, platform)
+            results = collective.primitive.bind(*operands, **collective.options)
+            last = results[0] if collective.primitive.multiple_results else results
+        return last.ravel()[:1]
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=REPLICATED, check_vma=False))

@@ -1,0 +1,124 @@
+"""How long one instruction takes: bytes that leave a device, cycles, rooflines."""
+
+import pytest
+
+from moe_jax.measure.costs import collective_seconds, compute_seconds, matrix_products, sent_bytes
+from tests.measure.programs import TOY, program
+
+EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"all-to-all(%x), {EIGHT}", 80 * 7 / 8),
+        (f"all-reduce(%x), {EIGHT}", 80 * 14 / 8),
+        (f"all-reduce(%x, %x), {EIGHT}", 160 * 14 / 8),
+        (f"reduce-scatter(%x), {EIGHT}", 80 * 7 / 8),
+        (f"all-gather(%x), {EIGHT}", 80 * 7),
+        ("all-to-all(%x), replica_groups={{0,4},{1,5},{2,6},{3,7}}", 40),
+        ("all-to-all(%x), replica_groups=[4,2]<=[8]", 40),
+        ("all-to-all(%x), replica_groups={}", 80 * 7 / 8),
+        ("collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 80),
+        (f"ragged-all-to-all(%x, %out, %n, %n, %n, %n), {EIGHT}", 80 * 7 / 8),
+        (
+            f'ragged-all-to-all(%x, %out, %n, %n, %n, %n), {EIGHT}, metadata={{op_name="s/F.dispatch.0.0/overflow/r"}}',
+            0,
+        ),
+    ],
+)
+def test_bytes_that_leave_a_device(line: str, expected: float) -> None:
+    toy = program(
+        f"%x = u8[80] parameter(0)\n%out = u8[800] parameter(1)\n%n = s32[8] parameter(2)\n%c = u8[80] {line}"
+    )
+    assert sent_bytes(toy.by_name["c"], toy, num_devices=8) == pytest.approx(expected)
+
+
+def test_an_overflow_whose_name_the_compiler_lost_is_known_by_its_buffer() -> None:
+    toy = program(
+        """%x = u8[80] parameter(0)
+        %out = u8[800] broadcast(%x), metadata={op_name="step/F.dispatch.0.0/overflow/empty"}
+        %c = u8[80] ragged-all-to-all(%x, %out, %x, %x, %x, %x), replica_groups={{0,1}}"""
+    )
+    assert sent_bytes(toy.by_name["c"], toy, 2) == 0
+    assert toy.op_name(toy.by_name["c"]) == "step/F.dispatch.0.0/overflow/empty"
+
+
+@pytest.mark.parametrize(
+    ("groups", "network"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", False),
+        ("[2,4]<=[8]", False),
+        ("[4,2]<=[2,4]T(1,0)", True),
+        ("{{0,4},{1,5},{2,6},{3,7}}", True),
+    ],
+)
+def test_groups_within_a_node_use_its_links_others_the_network(groups: str, network: bool) -> None:
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}")
+    nodes_of_four = TOY.__class__(**{**TOY.__dict__, "node_devices": 4})
+    seconds = collective_seconds(toy.by_name["c"], toy, nodes_of_four, 8)
+    assert seconds == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8) * (10e-6 if network else 1e-6))
+
+
+def test_a_group_of_one_device_costs_nothing() -> None:
+    toy = program("%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={{0},{1}}")
+    assert collective_seconds(toy.by_name["c"], toy, TOY, 2) == 0
+
+
+DOT = """%dot () -> f32[4,6] {
+  %a = f32[4,5] parameter(0)
+  %b = f32[5,6] parameter(1)
+  ROOT %d = f32[4,6] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_estimated_cycles_come_before_the_roofline() -> None:
+    inputs = "%p = f32[4,5] parameter(0)\n%q = f32[5,6] parameter(1)\n"
+    call = "%f = f32[4,6] fusion(%p, %q), kind=kOutput, calls=%dot"
+    estimated = program(f'{inputs}{call}, backend_config={{"estimated_cycles":"7"}}', DOT)
+    assert compute_seconds(estimated.by_name["f"], estimated, TOY) == pytest.approx(7e-6)
+    without = program(inputs + call, DOT)
+    flops, num_bytes = 2 * 4 * 5 * 6, 4 * (4 * 5 + 5 * 6 + 4 * 6)
+    assert compute_seconds(without.by_name["f"], without, TOY) == pytest.approx(max(flops, num_bytes) * 1e-6)
+    fast_memory = TOY.__class__(**{**TOY.__dict__, "memory_bytes_per_s": 1e12})
+    assert compute_seconds(without.by_name["f"], without, fast_memory) == pytest.approx(flops * 1e-6)
+    assert matrix_products(without.by_name["f"], without) == 1
+
+
+def test_library_products_count_as_products() -> None:
+    toy = program(
+        """%a = f32[4,5] parameter(0)
+        %b = f32[5,6] parameter(1)
+        %g = (f32[4,6], s8[64]) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", """
+        """backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}"""
+    )
+    fast_memory = TOY.__class__(**{**TOY.__dict__, "memory_bytes_per_s": 1e12})
+    assert compute_seconds(toy.by_name["g"], toy, fast_memory) == pytest.approx(240e-6)
+    assert matrix_products(toy.by_name["g"], toy) == 1
+
+
+def test_only_the_rows_of_a_gather_and_the_slice_of_an_update_are_moved() -> None:
+    fused = """%rows () -> f32[1,10] {
+      %table = f32[1000,10] parameter(0)
+      %i = s32[1,1] parameter(1)
+      ROOT %g = f32[1,10] gather(%table, %i)
+    }
+    %update () -> f32[1000,10] {
+      %all = f32[1000,10] parameter(0)
+      %row = f32[1,10] parameter(1)
+      ROOT %u = f32[1000,10] dynamic-update-slice(%all, %row)
+    }
+    """
+    toy = program(
+        """%t = f32[1000,10] parameter(0)
+        %n = s32[1,1] parameter(1)
+        %r = f32[1,10] fusion(%t, %n), kind=kCustom, calls=%rows
+        %w = f32[1000,10] fusion(%t, %r), kind=kLoop, calls=%update""",
+        "\n".join(
+            line.strip() if line.strip().startswith(("%rows", "%update", "}")) else f"  {line.strip()}"
+            for line in fused.splitlines()
+        ),
+    )
+    assert compute_seconds(toy.by_name["r"], toy, TOY) == pytest.approx((40 + 4 + 40) * 1e-6)
+    assert compute_seconds(toy.by_name["w"], toy, TOY) == pytest.approx((40 + 40) * 1e-6)

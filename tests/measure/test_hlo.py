@@ -1,0 +1,75 @@
+"""Scheduled HLO, read: order, shapes, what calls what, how often loops turn."""
+
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.measure.hlo import num_bytes, parse
+from tests.measure.programs import program, saved
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("f32[2,3]{1,0:T(8,128)(2,1)S(1)}", 24),
+        ("(bf16[4]{0}, /*index=1*/s32[])", 12),
+        ("pred[16]", 16),
+        ("f8e4m3fn[16]", 16),
+        ("s4[16]", 8),
+        ("token[]", 0),
+        ("((u8[3], token[]), u8[])", 4),
+    ],
+)
+def test_a_shape_has_the_bytes_of_its_arrays(shape: str, expected: float) -> None:
+    assert num_bytes(shape) == expected
+
+
+def test_instructions_keep_the_scheduled_order_and_their_parts() -> None:
+    entry = saved("tpu_v5p.hlo").computations["main.6_spmd"]
+    opcodes = [line.opcode for line in entry]
+    starts = [i for i, opcode in enumerate(opcodes) if opcode == "all-to-all-start"]
+    assert len(starts) == 4
+    first = entry[starts[0]]
+    assert first.operands == ("bitcast.29",)
+    assert first.op_name == "jit(f)/shard_map/F.dispatch.0.0/all_to_all"
+    assert first.shape.startswith("((bf16[8,256,1024]")
+    assert first.shape.endswith("u32[]{:S(2)})")
+    assert opcodes[-1] == "tuple"
+
+
+@pytest.mark.parametrize("name", ["tpu_v5p.hlo", "gpu_h100.hlo"])
+def test_every_operand_and_called_computation_of_a_real_program_is_found(name: str) -> None:
+    real = saved(name)
+    for line in real.by_name.values():
+        assert set(line.called) <= set(real.computations)
+        if line.opcode not in ("constant", "parameter"):
+            assert set(line.operands) <= set(real.by_name), line
+
+
+@pytest.mark.parametrize("name", ["tpu_v5p.hlo", "gpu_h100.hlo"])
+def test_turns_of_a_scan_are_known_from_the_limit_or_from_what_the_compiler_noted(name: str) -> None:
+    real = saved(name)
+    loops = [line for line in real.by_name.values() if line.opcode == "while"]
+    assert [real.trip_count(loop) for loop in loops] == [3]
+    assert ("known_trip_count" in loops[0].attributes) == name.startswith("gpu")
+
+
+def test_turns_of_a_loop_that_ends_on_a_value_are_unknown() -> None:
+    condition = "%until () -> pred[] {\n  %a = f32[] parameter(0)\n  %c = f32[] constant(1)\n"
+    condition += "  ROOT %p = pred[] compare(%a, %c), direction=GT\n}\n"
+    loop = "%w = f32[] while(%a), condition=%until, body=%until"
+    toy = program(loop, condition)
+    assert toy.trip_count(toy.by_name["w"]) is None
+
+
+def test_an_instruction_that_the_compiler_made_has_the_scope_of_most_of_its_inside() -> None:
+    inside = "%body () -> f32[] {\n"
+    for name, scope in (("a", "F.attend.0.0"), ("b", "F.expert.1.0"), ("c", "F.expert.1.0")):
+        inside += f'  %{name} = f32[] constant(1), metadata={{op_name="jit(step)/{scope}/mul"}}\n'
+    toy = program("%made = f32[] fusion(), kind=kLoop, calls=%body", f"{inside}}}\n")
+    assert toy.op_name(toy.by_name["made"]) == "jit(step)/F.expert.1.0/mul"
+
+
+@pytest.mark.parametrize("text", ["", "HloModule jit_step, entry_computation_layout={}\n", "module @jit_step {"])
+def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"compiled\.as_text"):
+        parse(text)

@@ -1,0 +1,125 @@
+"""The replay: closed-form cases, and invariants on real programs."""
+
+import itertools
+
+import pytest
+
+from moe_jax.measure.overlap import Replay, replay
+from moe_jax.measure.targets import find_target
+from tests.measure.programs import BODY, TOY, done, operand, program, saved, start, work
+
+
+def run(*lines: str, others: str = "") -> Replay:
+    return replay(program("\n".join([operand(10), operand(40), *lines]), BODY + others), TOY, 2)
+
+
+def us(*seconds: float) -> list[float]:
+    return [pytest.approx(1e6 * value, abs=1e-6) for value in seconds]
+
+
+@pytest.mark.parametrize(("beside", "exposed"), [(0, 40), (15, 25), (40, 0), (60, 0)])
+def test_a_transfer_is_exposed_as_far_as_compute_beside_it_is_too_short(beside: int, exposed: int) -> None:
+    result = run(work("a", 5), start("s", 40), *([work("b", beside)] if beside else []), done("s"), work("c", 7))
+    assert us(result.exposed_s, result.hidden_s) == [exposed, 40 - exposed]
+    assert us(result.step_s) == [5 + max(40, beside) + 7]
+    assert us(result.collectives[0].inside_s) == [beside]
+
+
+def test_compute_behind_the_done_hides_nothing() -> None:
+    result = run(start("s", 40), done("s"), work("b", 100))
+    assert us(result.exposed_s, result.step_s) == [40, 140]
+
+
+def test_transfers_run_one_after_another() -> None:
+    result = run(start("s", 40), start("t", 10), work("a", 30), done("t"), work("b", 1), done("s"))
+    assert [us(each.start_s, each.end_s) for each in result.collectives] == [[0, 40], [40, 50]]
+    assert us(*(each.exposed_s for each in result.collectives)) == [0, 20]
+    assert us(result.step_s) == [51]
+
+
+def test_a_collective_without_start_and_done_stops_compute_and_waits_for_the_link() -> None:
+    sync = "%c = u8[10] collective-permute(%x10), source_target_pairs={{0,1},{1,0}}"
+    result = run(start("s", 40), work("a", 15), sync, work("b", 3), done("s"))
+    assert [each.is_async for each in result.collectives] == [True, False]
+    assert us(result.exposed_s, result.step_s) == [25 + 10, 15 + 35 + 3]
+
+
+def test_a_start_that_the_gpu_runs_in_one_go_is_synchronous() -> None:
+    line = start("s", 40) + ', backend_config={"collective_backend_config":{"is_sync":true}}'
+    result = run(line, work("a", 60), done("s"))
+    assert not result.collectives[0].is_async
+    assert us(result.exposed_s, result.step_s) == [40, 100]
+
+
+def test_collectives_behind_generic_starts_and_updates_are_seen() -> None:
+    wrapped = """%wrapped () -> u8[40] {
+  %p = u8[40] parameter(0)
+  ROOT %inner = u8[40] collective-permute(%p), source_target_pairs={{0,1},{1,0}}, metadata={op_name="s/F.combine.0.0/p"}
+}
+"""
+    result = run(
+        "%s = ((u8[40]), u8[40]) async-start(%x40), calls=%wrapped",
+        work("a", 10),
+        "%u = ((u8[40]), u8[40]) async-update(%s)",
+        work("b", 10),
+        "%d = u8[40] async-done(%u)",
+        others=wrapped,
+    )
+    (transfer,) = result.collectives
+    assert (transfer.kind, transfer.is_async, transfer.op_name) == ("collective-permute", True, "s/F.combine.0.0/p")
+    assert us(transfer.inside_s, transfer.exposed_s) == [20, 20]
+
+
+def loop(turns: int, *body: str) -> tuple[str, str]:
+    """A loop's line and its computations."""
+    inside = "\n".join(f"  {line}" for line in body)
+    computations = (
+        f"%turn () -> s32[] {{\n  {operand(10)}\n{inside}\n}}\n"
+        "%ends () -> pred[] {\n  %i = s32[] parameter(0)\n"
+        f"  %limit = s32[] constant({turns})\n  ROOT %more = pred[] compare(%i, %limit), direction=LT\n}}\n"
+    )
+    return "%loop = s32[] while(%x10), condition=%ends, body=%turn", computations
+
+
+def test_a_loop_is_walked_turn_by_turn_and_hides_within_each() -> None:
+    line, others = loop(4, start("s", 10), work("b", 6), done("s"))
+    result = run(line, work("after", 1), others=others)
+    assert len(result.collectives) == 4
+    assert [each.turn for each in result.collectives] == [0, 1, 2, 3]
+    assert us(result.exposed_s, result.step_s) == [4 * 4, 4 * 10 + 1]
+    assert result.unknown_loops == ()
+
+
+def test_a_loop_of_compute_alone_is_one_task() -> None:
+    line, others = loop(1000, work("b", 6))
+    result = run(line, others=others)
+    assert len(result.compute) == 1
+    assert us(result.step_s) == [6000]
+
+
+def test_the_cheaper_branch_runs() -> None:
+    branches = "".join(
+        f"%{name} () -> f32[2] {{\n  {work(f'w{name}', cycles)}\n}}\n" for name, cycles in (("p", 9), ("q", 2))
+    )
+    result = run("%c = f32[2] conditional(%x10), branch_computations={%p, %q}", others=branches)
+    assert us(result.step_s) == [2]
+
+
+@pytest.mark.parametrize(("name", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
+def test_on_real_programs_time_is_neither_lost_nor_double(name: str, target: str) -> None:
+    result = replay(saved(name), find_target(target), 8)
+    assert result.step_s == pytest.approx(result.compute_s + result.exposed_s)
+    assert 0 <= result.hidden_s <= min(result.communication_s, result.compute_s)
+    for lane in (result.compute, result.collectives):
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(lane))
+
+
+def test_on_tpu_the_exchanges_of_the_saved_program_have_compute_beside_them() -> None:
+    result = replay(saved("tpu_v5p.hlo"), find_target("v5p:2x2x2"), 8)
+    assert [(each.kind, each.is_async, each.inside_products) for each in result.collectives] == [
+        ("all-to-all", True, 1),
+        ("all-to-all", True, 1),
+        ("all-to-all", True, 1),
+        ("all-to-all", True, 0),
+        ("all-reduce", False, 0),
+    ]

@@ -1,0 +1,56 @@
+"""A trace of a real program: what is read must be what ran."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.measure.trace import read_trace
+from moe_jax.parallel.mesh import BATCH_AXES
+from moe_jax.parallel.sharding import BATCH_SPEC
+from tests.parallel.per_device import on_mesh
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory):
+    def body(x):
+        with jax.named_scope("F.expert.3.0"):
+            x = jnp.tanh(x @ x)
+        with jax.named_scope("G.reduce.3.1"):
+            total = jax.lax.psum(x, BATCH_AXES)
+        with jax.named_scope("B.expert.3.0"):
+            return total @ total
+
+    x = jnp.ones((8 * 128, 128))
+    program = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4).lower(x).compile()
+    jax.block_until_ready(program(x))
+    folder = tmp_path_factory.mktemp("trace")
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(program(x))
+    return read_trace(folder, program.as_text())
+
+
+def test_operations_carry_the_task_they_were_traced_under(operations):
+    assert {operation.task for operation in operations} >= {"F.expert.3.0", "G.reduce.3.1", "B.expert.3.0"}
+
+
+def test_collectives_are_told_from_computations(operations):
+    by_task = {operation.task: operation.communicates for operation in operations if operation.task}
+    assert by_task == {"F.expert.3.0": False, "G.reduce.3.1": True, "B.expert.3.0": False}
+
+
+def test_every_device_ran_its_tasks_in_order(operations):
+    """All eight ran the sum, and none of the products behind it began before the first sum ended."""
+    sums = [operation for operation in operations if operation.communicates]
+    behind = [operation for operation in operations if operation.task == "B.expert.3.0"]
+    assert len(sums) == 8
+    assert min(operation.start_s for operation in behind) >= min(operation.end_s for operation in sums)
+
+
+def test_times_are_seconds_since_the_first_operation(operations):
+    assert operations[0].start_s == 0
+    assert all(0 <= operation.start_s <= operation.end_s < 10 for operation in operations)
+    assert [operation.start_s for operation in operations] == sorted(operation.start_s for operation in operations)
+
+
+def test_a_folder_without_a_trace_has_no_operations(tmp_path):
+    assert read_trace(tmp_path, "") == []

@@ -1,0 +1,207 @@
+"""`--compile`: from a config to numbers, and every wrong word answered with one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.measure.targets import Target, check_compiler, find_target
+from moe_jax.plan.task_times import nominal
+from moe_jax.report.compiled import Outcome, analyse, file_name, variants_of
+from moe_jax.report.compiled_text import assumptions, columns, compare, describe
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.build import make_schedule, make_shape
+from moe_jax.schedule.xla_flags import FLAGS, compiler_options
+
+MEASURE = Path(__file__).parent.parent / "measure"
+SMALL = [
+    *("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.vocab_size=32", "data.seq_len=8"),
+    *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.hidden_dim=8", "train.batch_size=16"),
+]
+
+
+def outcome(schedule: str | None = None) -> Outcome:
+    return Outcome(
+        num_devices=8,
+        schedule=schedule,
+        compile_s=12.3,
+        argument_bytes=3_100_000_000,
+        temporary_bytes=4_600_000_000,
+        versions={"jax": "0.10.2"},
+    )
+
+
+def toy_schedule() -> str:
+    shape = make_shape("unified", ["moe"], 2)
+    return str(make_schedule("unified", shape, nominal(shape).of(shape)))
+
+
+@pytest.mark.parametrize(("file", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
+def test_a_saved_program_is_told_with_and_without_its_schedule(file: str, target: str) -> None:
+    text = (MEASURE / file).read_text(encoding="utf-8")
+    hardware = find_target(target)
+    plain = analyse("vanilla", text, outcome(), hardware)
+    assert plain.predicted is None
+    planned = analyse("unified", text, outcome(toy_schedule()), hardware)
+    said = describe(planned)
+    assert "3.10 GB arguments, 4.60 GB temporaries" in said
+    assert "F.dispatch.0.0  all-to-all" in said
+    assert "merged" in said
+    assert planned.predicted is not None
+    assert planned.predicted.makespan_s <= planned.replay.step_s
+    table = compare([plain, planned]).splitlines()
+    assert [line.split()[0] for line in table] == ["variant", "vanilla", "unified"]
+    assert [line.split()[2] for line in table[1:]] == ["1.000", "1.000"]
+    assert ("GHz" in assumptions(hardware)) == (hardware.platform == "tpu")
+
+
+def test_predicted_tasks_take_the_time_of_their_instructions() -> None:
+    text = (MEASURE / "tpu_v5p.hlo").read_text(encoding="utf-8")
+    planned = analyse("unified", text, outcome(toy_schedule()), find_target("v5p:2x2x2"))
+    assert planned.predicted
+    span = planned.predicted.span[Action.parse("F.dispatch.0.1")]
+    assert span.end_s - span.start_s == pytest.approx(planned.replay.collectives[1].seconds)
+
+
+def test_variants_are_policies_with_settings_of_their_own() -> None:
+    variants = variants_of("vanilla, unified+exchange.algorithm=ring", ["schedule.microbatches=4"])
+    assert variants == {
+        "vanilla": [
+            "schedule.microbatches=4",
+            "schedule.policy=vanilla",
+            "schedule.microbatches=1",
+            "schedule.backward_microbatches=null",
+            "schedule.weight_grad=inline",
+            "schedule.grad_reduce=end",
+            "schedule.chunk_mb=null",
+        ],
+        "unified+exchange.algorithm=ring": [
+            "schedule.microbatches=4",
+            "schedule.policy=unified",
+            "exchange.algorithm=ring",
+        ],
+    }
+    assert variants_of(None, ["train.seed=1"]) == {"step": ["train.seed=1"]}
+    assert file_name("unified+log.dir=a/b c") == "unified+log.dir=a_b_c"
+
+
+def test_columns_line_up() -> None:
+    assert columns([("a", "1", "10"), ("long", "200", "3")]) == "a       1  10\nlong  200   3"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5q:2x2", "--compile v5q:2x2: 'v5q' is unknown: use one of v4, v5e, v5p, v6e, tpu7x, h100, h200, cpu, as in"),
+        ("v5p", "--compile v5p: '' is no layout of v5p: write v5p:2x2x2"),
+        ("h100:8", "--compile h100:8: '8' is no layout of h100: write h100:1x8x8 (slices × hosts × GPUs per host)"),
+        ("cpu:2x2", "--compile cpu:2x2: '2x2' is no layout of cpu: write cpu:8"),
+    ],
+)
+def test_unknown_hardware_is_answered_with_a_cure(name: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        find_target(name)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p:2x2x2", "--compile v5p:2x2x2 needs libtpu, which is not installed: pip install 'moe_jax[tpu]'"),
+        (
+            "h200:1x1x8",
+            "--compile h200:1x1x8 needs jax's CUDA plugin, which is not installed: pip install 'moe_jax[cuda]'",
+        ),
+    ],
+)
+def test_a_missing_compiler_is_answered_with_a_cure(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError) as error:
+        check_compiler(find_target(name))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_clocks_of_tpus_follow_from_their_peak(name: str) -> None:
+    target: Target = find_target(name)
+    assert target.clock_hz
+    assert 0.9e9 < target.clock_hz < 2.3e9
+
+
+def test_flags_are_told_apart_by_platform_and_have_reasons() -> None:
+    assert all(name.startswith("xla_gpu_") for name in compiler_options("gpu"))
+    assert compiler_options("tpu")["xla_tpu_enable_async_all_to_all"] == "true"
+    assert compiler_options("cpu") == {}
+    assert all(flag.reason for flags in FLAGS.values() for flag in flags)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_jax.report", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
+    config = tmp_path / "small.yaml"
+    config.write_text("mesh: {data: 1, expert: 8}\n")
+    run = report(
+        *("--compile", "cpu:8", "--config", str(config), *SMALL, "schedule.microbatches=2"),
+        *("--policies", "vanilla,unified", "--save-hlo", str(tmp_path / "hlo"), "--out", str(tmp_path / "out")),
+    )
+    assert run.returncode == 0, run.stderr
+    assert names(tmp_path / "hlo") == ["unified.hlo", "unified.schedule", "vanilla.hlo"]
+    assert names(tmp_path / "out") == ["report.txt", "timeline.png", "trace.json"]
+    said = (tmp_path / "out" / "report.txt").read_text()
+    assert said in run.stdout
+    assert "not issued         none" in said
+    assert "F.dispatch.0.1  all-to-all" in said
+    processes = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert processes == {"vanilla, compiled", "unified, predicted", "unified, compiled"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compile", "cpu:8"], "--compile needs a model to compile: name it with --config FILE"),
+        ([], "nothing to report on: name the folder of a run, or --compile TARGET --config FILE"),
+        (["runs", "train.seed=1"], "'train.seed=1' is a setting for --compile: name one folder only"),
+        (
+            [
+                "--compile",
+                "cpu:8",
+                "--config",
+                "small.yaml",
+                "mesh.expert=3",
+                "model.moe.num_experts=9",
+                "--out",
+                "out",
+            ],
+            "mesh: data=1 × expert=3 = 3, but there are 8 devices: use mesh.expert=2 with mesh.data=-1",
+        ),
+        (
+            ["--compile", "cpu:8", "--config", "small.yaml", "--policies", "vanila", "--out", "out"],
+            "schedule.policy=vanila must be vanilla or expert_pipeline or unified: did you mean vanilla?",
+        ),
+    ],
+)
+def test_command_answers_wrong_input_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text("mesh: {data: 1, expert: 8}\n")
+    run = report(*arguments)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1] == f"error: {message}"
+    assert "Traceback" not in run.stderr
+    assert not Path("out").exists()

@@ -1,0 +1,57 @@
+"""Timelines: nothing is lost between a replay or a simulation and what a viewer reads."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.measure.overlap import replay
+from moe_jax.measure.targets import find_target
+from moe_jax.report.timeline import Bar, compiled_bars, draw, write_trace
+from tests.measure.programs import saved
+
+MEASURED = [Bar("F.attend.0.0", "compute", 0.0, 1e-4), Bar("profiler step", "host", 0.0, 2e-4)]
+
+
+def bars() -> list[Bar]:
+    return compiled_bars(replay(saved("tpu_v5p.hlo"), find_target("v5p:2x2x2"), 8))
+
+
+def test_bars_of_a_program_keep_its_times_and_join_neighbours_of_a_task() -> None:
+    result = replay(saved("tpu_v5p.hlo"), find_target("v5p:2x2x2"), 8)
+    drawn = compiled_bars(result)
+    for stream, total in (("compute", result.compute_s), ("communication", result.communication_s)):
+        assert sum(bar.end_s - bar.start_s for bar in drawn if bar.stream == stream) == pytest.approx(total)
+    compute = [bar for bar in drawn if bar.stream == "compute"]
+    assert len(compute) < len(result.compute)
+    assert [bar.name for bar in drawn if bar.stream == "communication"][:2] == ["F.dispatch.0.0", "F.dispatch.0.1"]
+
+
+def test_a_trace_has_a_process_per_timeline_and_a_thread_per_stream_in_microseconds(tmp_path: Path) -> None:
+    write_trace({"compiled": bars(), "measured": MEASURED}, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert named == {
+        (0, None): "compiled",
+        (0, 0): "compute",
+        (0, 1): "communication",
+        (1, None): "measured",
+        (1, 0): "compute",
+        (1, 1): "host",
+    }
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(bars()) + 2
+    assert spans[-1] == {"ph": "X", "name": "profiler step", "ts": 0.0, "dur": pytest.approx(200), "pid": 1, "tid": 1}
+
+
+def test_a_picture_of_any_lanes_is_written(tmp_path: Path) -> None:
+    draw({"compiled": bars(), "measured": MEASURED}, tmp_path / "timeline.png", "a step")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_answered_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'moe_jax\[plots\]'"):
+        draw({"measured": MEASURED}, tmp_path / "timeline.png", "a step")

@@ -1,0 +1,95 @@
+"""The cluster in a box, as far as it can be tested without root: what it refuses, and its stand-ins for collectives."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from tests.parallel.per_device import on_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
+
+import box
+from stand_ins import collectives_of, communication, without_communication
+
+from moe_jax import config
+
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+def test_without_root_a_box_says_that_it_needs_it(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
+    with pytest.raises(box.BoxError, match=r"needs root.*sudo"):
+        box.run_in_box(box.Box(cores=CORES))
+
+
+def test_without_tc_a_box_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: None if program == "tc" else program)
+    with pytest.raises(box.BoxError, match=r"needs tc: install iproute2"):
+        box.run_in_box(box.Box(cores=CORES))
+
+
+@pytest.mark.parametrize("processes", [1, 5])
+def test_a_box_has_two_to_four_processes(processes):
+    with pytest.raises(box.BoxError, match=f"--processes={processes} must be 2..4"):
+        box.Box(processes=processes, cores=CORES)
+
+
+def test_a_core_that_is_not_there_is_refused():
+    with pytest.raises(box.BoxError, match=r"--cores=100000 .* choose of"):
+        box.Box(cores=(100_000,))
+
+
+def test_rates_have_units():
+    assert box.parse_rate("400mbit") == 400e6
+    assert box.parse_rate("1.5gbit") == 1.5e9
+    for text in ("fast", "400", "-1gbit", "1.2.3gbit", "mbit"):
+        with pytest.raises(box.BoxError, match=f"--rate={text} must be"):
+            box.parse_rate(text)
+
+
+def body(x):
+    def turn(x, _):
+        return jax.lax.all_to_all(x, Axis.EXPERT, 0, 0, tiled=True), None
+
+    x, _ = jax.lax.scan(turn, x, None, length=3)
+    total, count = jax.lax.psum((x, jnp.int32(1)), BATCH_AXES)
+    part = jax.lax.psum_scatter(total, Axis.EXPERT, tiled=True)
+    return jax.lax.ppermute(jax.lax.all_gather(part, Axis.EXPERT, tiled=True), Axis.DATA, [(0, 1), (1, 0)]) * count
+
+
+def program():
+    return on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
+
+
+KINDS = ["all_to_all"] * 3 + ["psum", "reduce_scatter", "all_gather", "ppermute"]
+
+
+def test_every_collective_is_found_in_order_and_once_for_each_turn_of_a_loop():
+    collectives = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
+    assert [collective.primitive.name for collective in collectives if collective.num_bytes > 4] == KINDS
+    assert [collective.num_bytes for collective in collectives if collective.num_bytes > 4] == [128] * 5 + [32, 128]
+
+
+def test_without_communication_no_collective_is_left_and_shapes_stay():
+    with without_communication():
+        alone = program()
+        assert collectives_of(alone.trace(jnp.ones((32, 8))).jaxpr) == []
+        assert alone(jnp.ones((32, 8))).shape == (32, 8)
+    np.testing.assert_array_equal(program()(jnp.ones((32, 8))), 256.0)  # 8 devices · 4 ranks · 8 devices
+
+
+def test_communication_alone_runs_the_same_collectives():
+    collectives = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
+    again = communication(collectives, make_mesh(config.Mesh(data=2, expert=4)))
+    found = collectives_of(again.trace().jaxpr)
+    assert [(c.primitive, c.operands) for c in found] == [(c.primitive, c.operands) for c in collectives]
+    assert np.isfinite(again())
