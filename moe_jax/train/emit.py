@@ -23,10 +23,11 @@ from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.turns import Looped, Turns, make_looped
+from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.sums import Sums
-from moe_jax.train.tasks import Facts, Tasks
+from moe_jax.train.tasks import Tasks
 from moe_jax.train.turns import Loops, run
 
 Tree = Any

@@ -1,25 +1,19 @@
 """What each action of a schedule does: per-device code inside `shard_map`, one method per direction and op.
 
-B sequences of this device, N tokens of each, M blocks with experts, E experts. A microbatch is a part of the device's
-sequences. A *piece* is the finest cut of the rows that exchanges and experts see: where forward and backward chunks
-differ, a chunk is several pieces.
+B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from moe_jax.config import Config
-from moe_jax.models import routing
 from moe_jax.models.moe import RouterStats, run_experts
-from moe_jax.models.orders import irregular, order_of
-from moe_jax.models.orders.protocol import Order, Room
+from moe_jax.models.orders import irregular
+from moe_jax.models.orders.protocol import Room
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
     Computation,
@@ -34,86 +28,12 @@ from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
-from moe_jax.schedule.shape import Shape
+from moe_jax.train.facts import Facts
+from moe_jax.train.moving import Arrival, Moving
 from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float, with_floats
 
 Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What does not change during a step."""
-
-    config: Config
-    how: Computation
-    shape: Shape
-    global_tokens: int
-    tokens: int  # of this device
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the device's rows in a block."""
-        return math.lcm(self.shape.forward.chunks, self.shape.backward.chunks)
-
-    @property
-    def microbatches(self) -> int:
-        """Of the forward pass; the backward pass may take several at once."""
-        return self.shape.forward.microbatches
-
-    @property
-    def ragged(self) -> bool:
-        """Whether only existing rows are exchanged; each microbatch is one piece then."""
-        return self.how.exchange == "ragged"
-
-    @property
-    def order(self) -> Order:
-        """How rows are put in order."""
-        return order_of(self.config.model.moe, self.ragged)
-
-    @property
-    def slots(self) -> int:
-        """Of an expert for the device's whole batch, however it is cut."""
-        return routing.capacity(self.config.model.moe, self.tokens)
-
-    def microbatches_of(self, action: Action) -> range:
-        """The forward microbatches that an action covers."""
-        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.microbatches)
-
-    def pieces_of(self, action: Action) -> range:
-        """The pieces that an action covers."""
-        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.num_pieces)
-
-    def pieces_of_microbatch(self, microbatch: int) -> range:
-        """The pieces that a microbatch's rows are cut into."""
-        return _share(microbatch, self.microbatches, self.num_pieces)
-
-
-def _share(part: int, parts: int, total: int) -> range:
-    return range(part * total // parts, (part + 1) * total // parts)
-
-
-class _Arrival(NamedTuple):
-    """A piece that is under way: its part of an exchange, and its leaves that are no rows."""
-
-    exchange: "_Moving"
-    place: int
-    rest: Any
-
-
-class _Moving:
-    """An exchange of several pieces that is put together when the first of them is needed."""
-
-    def __init__(self, under_way: tuple[jax.Array, ...], bounds: list[int], axis: int, how: Computation):
-        self._under_way, self._bounds, self._axis, self._how = under_way, bounds, axis, how
-        self._pieces: list[jax.Array] | None = None
-
-    def piece(self, place: int, tie: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        if self._pieces is None:
-            *others, last = self._under_way
-            whole = EXCHANGES[self._how.exchange].finish((*others, tie(last)), Axis.EXPERT, self._how.platform)
-            self._pieces = jnp.split(whole, self._bounds, axis=self._axis)
-        return self._pieces[place]
 
 
 class Tasks:
@@ -332,15 +252,15 @@ class Tasks:
         under_way = exchange.start(self.in_order(joined), Axis.EXPERT)
         self.last = under_way[-1] if joined.size else self.last
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        moving = _Moving(under_way, bounds, axis, how)
+        moving = Moving(under_way, bounds, axis, how)
         for place, p in enumerate(pieces):
             sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, Axis.EXPERT, how.platform), flow[p])
-            flow[p] = _Arrival(moving, place, sizes)
+            flow[p] = Arrival(moving, place, sizes)
 
     def _arrived(self, flow: dict[int, Any], p: int) -> Any:
         """A piece that compute goes on with, now."""
         piece = flow.pop(p)
-        if isinstance(piece, _Arrival):
+        if isinstance(piece, Arrival):
             rows = piece.exchange.piece(piece.place, self.in_turn)
             return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
         first, *others = floats_of(piece)

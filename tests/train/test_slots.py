@@ -15,7 +15,8 @@ from moe_jax.models.parameters import block_params, param_dims
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.emit import make_plan
-from moe_jax.train.tasks import Facts, Tasks
+from moe_jax.train.facts import Facts
+from moe_jax.train.tasks import Tasks
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import mesh_of
 

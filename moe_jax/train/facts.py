@@ -1,0 +1,68 @@
+"""What does not change during a step: sizes, and which microbatches and pieces an action covers.
+
+A microbatch is a part of a device's sequences. A *piece* is the finest cut of the rows that exchanges and experts see:
+where forward and backward chunks differ, a chunk is several pieces.
+"""
+
+import math
+from dataclasses import dataclass
+
+from moe_jax.config import Config
+from moe_jax.models import routing
+from moe_jax.models.orders import order_of
+from moe_jax.models.orders.protocol import Order
+from moe_jax.models.transformer import Computation
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.shape import Shape
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change during a step."""
+
+    config: Config
+    how: Computation
+    shape: Shape
+    global_tokens: int
+    tokens: int  # of this device
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the device's rows in a block."""
+        return math.lcm(self.shape.forward.chunks, self.shape.backward.chunks)
+
+    @property
+    def microbatches(self) -> int:
+        """Of the forward pass; the backward pass may take several at once."""
+        return self.shape.forward.microbatches
+
+    @property
+    def ragged(self) -> bool:
+        """Whether only existing rows are exchanged; each microbatch is one piece then."""
+        return self.how.exchange == "ragged"
+
+    @property
+    def order(self) -> Order:
+        """How rows are put in order."""
+        return order_of(self.config.model.moe, self.ragged)
+
+    @property
+    def slots(self) -> int:
+        """Of an expert for the device's whole batch, however it is cut."""
+        return routing.capacity(self.config.model.moe, self.tokens)
+
+    def microbatches_of(self, action: Action) -> range:
+        """The forward microbatches that an action covers."""
+        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.microbatches)
+
+    def pieces_of(self, action: Action) -> range:
+        """The pieces that an action covers."""
+        return _share(action.part, self.shape.num_parts(action.direction, action.op), self.num_pieces)
+
+    def pieces_of_microbatch(self, microbatch: int) -> range:
+        """The pieces that a microbatch's rows are cut into."""
+        return _share(microbatch, self.microbatches, self.num_pieces)
+
+
+def _share(part: int, parts: int, total: int) -> range:
+    return range(part * total // parts, (part + 1) * total // parts)
