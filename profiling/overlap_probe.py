@@ -48,7 +48,7 @@ def forms(ranks: int) -> dict[str, Form]:
 
     def form_of_exchange(exchange: Exchange) -> Form:
         return Form(
-            lambda x: exchange.start(x.reshape(ranks, -1), Axis.EXPERT),
+            lambda x: exchange.start(x.reshape(ranks, -1), Axis.EXPERT, "cpu"),
             lambda under_way: exchange.finish(under_way, Axis.EXPERT, "cpu").ravel(),
         )
 

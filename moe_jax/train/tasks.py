@@ -249,7 +249,7 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined), Axis.EXPERT)
+        under_way = exchange.start(self.in_order(joined), Axis.EXPERT, how.platform)
         self.last = under_way[-1] if joined.size else self.last
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         moving = Moving(under_way, bounds, axis, how)

@@ -55,16 +55,15 @@ class Loops:
         period, place = self._index(turn, block)
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False), tree[place])
 
-    def put(self, turn: int | jax.Array, block: int, gradient: Tree) -> None:
-        """Set the gradient of one block."""
+    def put(self, turn: int | jax.Array, block: int, gradient: Tree, before: Tree = None) -> None:
+        """Set the gradient of one block; leaves that are those of `before` are in the buffer already."""
         period, place = self._index(turn, block)
-        self.buffer = self.buffer | {
-            place: jax.tree.map(
-                lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, period, axis=0),
-                self.buffer[place],
-                gradient,
-            )
-        }
+
+        def changed(leaf: jax.Array, new: jax.Array, old: Any = None) -> jax.Array:
+            return leaf if new is old else jax.lax.dynamic_update_index_in_dim(leaf, new, period, axis=0)
+
+        trees = (gradient,) if before is None else (gradient, before)
+        self.buffer = self.buffer | {place: jax.tree.map(changed, self.buffer[place], *trees)}
 
     def _index(self, turn: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
         period, place = divmod(block - self.turns.first, self.period)
@@ -171,7 +170,8 @@ class Loops:
 
     def _put_totals(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
         for block in self._blocks:
-            self.put(turn, block, sums.total(block + shift + 1))
+            owner = block + shift + 1
+            self.put(turn, block, sums.total(owner), sums.from_turns[owner])
 
     def _earlier(self, turn: jax.Array) -> Any:
         if self.earlier is None:

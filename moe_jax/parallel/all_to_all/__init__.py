@@ -16,12 +16,12 @@ from moe_jax.parallel.mesh import Axis
 class Exchange(NamedTuple):
     """An algorithm in two halves, between which other work runs."""
 
-    start: Callable[[jax.Array, Axis], tuple[jax.Array, ...]]
+    start: Callable[[jax.Array, Axis, str], tuple[jax.Array, ...]]
     finish: Callable[[tuple[jax.Array, ...], Axis, str], jax.Array]
 
     def __call__(self, x: jax.Array, axis: Axis, platform: str) -> jax.Array:
         """Both halves."""
-        return self.finish(self.start(x, axis), axis, platform)
+        return self.finish(self.start(x, axis, platform), axis, platform)
 
 
 EXCHANGES = {"flat": Exchange(flat.start, flat.finish), "ring": Exchange(ring.start, ring.finish)}

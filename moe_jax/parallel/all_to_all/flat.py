@@ -6,7 +6,7 @@ from jaxtyping import Array, Shaped
 from moe_jax.parallel.mesh import Axis
 
 
-def start(x: Shaped[Array, "P ..."], axis: Axis) -> tuple[jax.Array, ...]:
+def start(x: Shaped[Array, "P ..."], axis: Axis, platform: str) -> tuple[jax.Array, ...]:
     """Send block p to rank p of `axis`."""
     if jax.lax.axis_size(axis) == 1:
         return (x,)

@@ -4,10 +4,10 @@ import jax
 from jaxtyping import Array, Shaped
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import hold
+from moe_jax.parallel.ordering import apart, hold
 
 
-def start(x: Shaped[Array, "P ..."], axis: Axis) -> tuple[jax.Array, ...]:
+def start(x: Shaped[Array, "P ..."], axis: Axis, platform: str) -> tuple[jax.Array, ...]:
     """Send block p to rank p of `axis`: P - 1 hops, of which hop s carries one block to the rank s further on.
 
     Returns `x`, then for each hop the block that is sent and the one that arrives.
@@ -15,7 +15,7 @@ def start(x: Shaped[Array, "P ..."], axis: Axis) -> tuple[jax.Array, ...]:
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     under_way = [x]
     for hop in range(1, ranks):
-        sent = jax.lax.dynamic_index_in_dim(x, (rank + hop) % ranks)
+        sent = apart(jax.lax.dynamic_index_in_dim(x, (rank + hop) % ranks), platform)
         to_rank = [(source, (source + hop) % ranks) for source in range(ranks)]
         under_way += [sent, jax.lax.ppermute(sent, axis, to_rank)]
     return tuple(under_way)

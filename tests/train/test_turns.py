@@ -1,0 +1,108 @@
+"""Loops over turns of blocks: the step stays the same function, keeps little, and does not grow with depth."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Schedule
+from moe_jax.train.emit import make_plan
+from moe_jax.train.residuals import Turn
+from moe_jax.train.step import make_trainer
+from tests.small import first_params, small_config, tokens_of
+from tests.train.gradients import assert_equals_reference, mesh_of, sharded_gradients
+from tests.train.test_step import run_steps
+
+GREEDY = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+CASES = {
+    "microbatches": ((2, 2), 3, {"policy": "unified", "microbatches": 2, **GREEDY}, {}),
+    "dense blocks between, below and left over": (
+        (1, 4),
+        9,
+        {"policy": "unified", "microbatches": 4, "backward_microbatches": 2, "grad_reduce": "block", "remat": "dots"},
+        {"first_dense_blocks": 2, "every": 2, "num_shared_experts": 1},
+    ),
+    "chunks": (
+        (2, 2),
+        3,
+        {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3, **GREEDY},
+        {"model": {"tie_embeddings": True}},
+    ),
+    "periods left over, sums at the end": (
+        (2, 2),
+        7,
+        {"policy": "vanilla", "weight_grad": "greedy", "unroll": 2},
+        {"capacity_factor": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_looped_step_computes_what_the_reference_computes(name):
+    mesh, layers, schedule, moe = CASES[name]
+    moe = {"every": 1} | moe
+    model = {"num_layers": layers} | moe.pop("model", {})
+    config = small_config(*mesh, schedule=schedule, model=model, batch_size=16, seq_len=6, **moe)
+    assert make_plan(config, mesh_of(config)).looped
+    assert_equals_reference(config)
+
+
+def test_irregular_exchanges_run_in_loops_too():
+    """Rows beyond a lane are kept from a forward to its backward turn."""
+    schedule = {"policy": "unified", "microbatches": 2, **GREEDY}
+    config = small_config(
+        1, 2, schedule=schedule, exchange={"algorithm": "ragged"}, model={"num_layers": 3}, seq_len=6, every=1
+    )
+    assert make_plan(config, mesh_of(config)).looped
+    assert_equals_reference(config)
+
+
+def test_a_model_without_experts_runs_in_loops():
+    config = small_config(2, 1, model={"num_layers": 3}, num_experts=0, schedule={"weight_grad": "greedy"})
+    assert make_plan(config, mesh_of(config)).looped
+    params, tokens = first_params(config.model), tokens_of(config)
+    expected = sharded_gradients(dataclasses.replace(config, schedule=Schedule()), params, tokens)
+    chex.assert_trees_all_close(sharded_gradients(config, params, tokens), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_earlier_parts_of_the_batch_are_summed_with_the_last():
+    plain = small_config(1, 2, seq_len=6, every=1, model={"num_layers": 3})
+    plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, grad_accumulation=2))
+    scheduled = dataclasses.replace(plain, schedule=Schedule(**GREEDY))
+    (state, records), (expected, expected_records) = (run_steps(each, steps=2) for each in (scheduled, plain))
+    chex.assert_trees_all_close(records, expected_records, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)
+
+
+def test_the_program_does_not_grow_with_depth():
+    lines = []
+    for layers in (8, 16):
+        schedule = {"policy": "unified", "microbatches": 2, "unroll": 2, **GREEDY}
+        config = small_config(1, 2, schedule=schedule, model={"num_layers": layers}, every=1)
+        trainer = make_trainer(config, mesh_of(config))
+        lines.append(trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text().count("\n"))
+    assert lines[1] < 1.02 * lines[0]
+
+
+def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_twice():
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) * x
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None, tuple]:
+        y, first = jax.vjp(layer, w, x)
+        z, second = jax.vjp(layer, w, x)
+        return y + z, None, (first, second, w, x, jnp.arange(3))
+
+    x, w = jnp.linspace(-1, 1, 10).reshape(2, 5), jnp.linspace(-1, 1, 25).reshape(5, 5)
+    traced = Turn(turn, x, w)
+    y, _, stacked = jax.jit(traced)(x, w)
+    assert {leaf.shape for leaf in stacked} == {(2, 5)}
+    assert sum(leaf.dtype == x.dtype and bool(jnp.array_equal(leaf, x)) for leaf in stacked) == 1
+    expected_y, _, (first, _, *others) = turn(x, w)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-6)
+    again, _, *rest = traced.rebuild(w, stacked)
+    chex.assert_trees_all_equal(rest, others)
+    chex.assert_trees_all_close(again(jnp.ones((2, 5))), first(jnp.ones((2, 5))), rtol=1e-2)
