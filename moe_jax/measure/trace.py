@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
 _COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
-_TASK = re.compile(r"op_name=\"[^\"]*\b([FBWG]\.[a-z]+(?:\.\d+)+)")
+_NAME_STACK = re.compile(r"op_name=\"([^\"]*)")
+_TASK = re.compile(r"\b[FBWG]\.[a-z]+(?:\.\d+)+")
 
 
 class Operation(NamedTuple):
     """One run of one HLO instruction."""
 
     name: str
-    task: str  # of the schedule, e.g. F.expert.3.0; "" outside
+    task: str  # of the schedule, e.g. F.expert.3.0; where autodiff chose the order: F, B; "" outside
     communicates: bool
     thread: str
     start_s: float  # since the first operation
@@ -40,11 +41,10 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
     for event in spans:
         name = event["args"]["hlo_op"]
         definition = definitions.get(name, "")
-        task = _TASK.search(definition)
         operations.append(
             Operation(
                 name=name,
-                task=task[1] if task else "",
+                task=_task(definition),
                 communicates=_COLLECTIVE.search(definition) is not None,
                 thread=threads.get((event["pid"], event["tid"]), str(event["tid"])),
                 start_s=(event["ts"] - start) * 1e-6,
@@ -52,3 +52,13 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
             )
         )
     return sorted(operations, key=lambda operation: operation.start_s)
+
+
+def _task(definition: str) -> str:
+    stack = _NAME_STACK.search(definition)
+    if stack is None:
+        return ""
+    tasks = _TASK.findall(stack[1])
+    if tasks:
+        return str(tasks[0])
+    return "B" if "transpose(" in stack[1] else "F" if "jvp(" in stack[1] else ""

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+_TILE = 8  # rows of the smallest matrix product that XLA:CPU gives to its library of products
+
 
 def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
     """`x`, bit for bit, but nothing that uses it can start before `dependency` exists. Neither may be empty.
@@ -32,9 +34,6 @@ def hold(x: Shaped[Array, "..."], held: Shaped[Array, "..."], platform: str) -> 
     held = jax.lax.stop_gradient(held)
     element = jax.lax.cond(never, _first, lambda held: _first(jnp.zeros_like(held)), held)
     return after(x, element, platform)
-
-
-_TILE = 8  # rows of the smallest matrix product that XLA:CPU gives to its library of products
 
 
 def apart(x: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:

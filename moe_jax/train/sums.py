@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.ordering import after, apart, hold
+from moe_jax.parallel.ordering import after, hold
 from moe_jax.parallel.reductions import REDUCTIONS
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.reduction import Reduction
@@ -48,7 +48,6 @@ class Sums:
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
         chunk = self.tasks.in_order(reduction.take(self.vectors[owner], action.part))
-        chunk = apart(chunk, self.tasks.facts.how.platform)
         reduce = REDUCTIONS[self.tasks.facts.config.exchange.reduction]
         total = self.tasks.last = reduce(chunk, reduction.axes(action.part))
         self.sums.setdefault(owner, []).append(total)

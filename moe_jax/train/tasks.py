@@ -26,7 +26,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import after, apart
 from moe_jax.schedule.actions import Action
 from moe_jax.train.facts import Facts
 from moe_jax.train.moving import Arrival, Moving
@@ -301,9 +301,10 @@ class Tasks:
 
     def in_order(self, x: jax.Array) -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
-        if self.last is None or not x.size:
+        if not x.size:
             return x
-        return after(x, self.last, self.facts.how.platform)
+        platform = self.facts.how.platform
+        return apart(x if self.last is None else after(x, self.last, platform), platform)
 
     # pullbacks
 

@@ -54,3 +54,16 @@ def test_times_are_seconds_since_the_first_operation(operations):
 
 def test_a_folder_without_a_trace_has_no_operations(tmp_path):
     assert read_trace(tmp_path, "") == []
+
+
+def test_without_a_schedule_forward_and_backward_are_told_apart(tmp_path):
+    def loss(x):
+        return jnp.sum(jnp.tanh(x @ x) @ x)
+
+    x = jnp.ones((256, 256))
+    program = jax.jit(jax.grad(loss)).lower(x).compile()
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(program(x))
+    tasks = [operation.task for operation in read_trace(tmp_path, program.as_text())]
+    assert {"F", "B"} <= set(tasks)
+    assert tasks.index("F") < tasks.index("B")

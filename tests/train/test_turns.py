@@ -21,9 +21,9 @@ CASES = {
     "microbatches": ((2, 2), 3, {"policy": "unified", "microbatches": 2, **GREEDY}, {}),
     "dense blocks between, below and left over": (
         (1, 4),
-        9,
-        {"policy": "unified", "microbatches": 4, "backward_microbatches": 2, "grad_reduce": "block", "remat": "dots"},
-        {"first_dense_blocks": 2, "every": 2, "num_shared_experts": 1},
+        8,
+        {"policy": "unified", "microbatches": 2, "backward_microbatches": 1, "grad_reduce": "block", "remat": "dots"},
+        {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 1},
     ),
     "chunks": (
         (2, 2),
@@ -102,7 +102,7 @@ def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_t
     assert {leaf.shape for leaf in stacked} == {(2, 5)}
     assert sum(leaf.dtype == x.dtype and bool(jnp.array_equal(leaf, x)) for leaf in stacked) == 1
     expected_y, _, (first, _, *others) = turn(x, w)
-    np.testing.assert_allclose(y, expected_y, rtol=1e-6)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-2)  # bfloat16
     again, _, *rest = traced.rebuild(w, stacked)
     chex.assert_trees_all_equal(rest, others)
     chex.assert_trees_all_close(again(jnp.ones((2, 5))), first(jnp.ones((2, 5))), rtol=1e-2)
