@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,7 @@ def run_in_box(box: Box) -> Any:
     Raises BoxError if it cannot be built here; ends this program like the first process that failed.
     """
     _check_possible()
-    with _stop_on_sigterm(), tempfile.TemporaryDirectory() as folder, _namespaces(box.processes) as names:
+    with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, _namespaces(box.processes) as names:
         results = Path(folder) / "results.json"
         running = [_start(box, rank, name, results) for rank, name in enumerate(names)]
         try:
@@ -163,6 +163,7 @@ def _namespaces(count: int) -> Iterator[list[str]]:
     """Namespaces on one switch, and a hosts file for each: gloo listens where the host's name points to."""
     names = [f"moebox{os.getpid()}n{i}" for i in range(count)]
     switch = f"moebox{os.getpid()}switch"
+    _remove([name for name in _existing() if not _is_running(name)])
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
@@ -179,23 +180,42 @@ def _namespaces(count: int) -> Iterator[list[str]]:
             _run("ip", "-n", name, "link", "set", _LINK, "up")
         yield names
     finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-            shutil.rmtree(_hosts(name).parent, ignore_errors=True)
+        _remove([*names, switch])
+
+
+def _remove(names: Sequence[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        shutil.rmtree(_hosts(name).parent, ignore_errors=True)
+
+
+def _existing() -> list[str]:
+    """Namespaces of all boxes; those of one that was killed outlive it."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^moebox\d+\w+", listed, re.MULTILINE)
+
+
+def _is_running(name: str) -> bool:
+    owner = re.match(r"moebox(\d+)", name)
+    return owner is not None and Path("/proc", owner[1]).exists()
 
 
 @contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """End as after Ctrl-C, through every `finally`, when asked to terminate."""
+def _stop_on_signals() -> Iterator[None]:
+    """End through every `finally` when interrupted or asked to terminate, and let no second signal disturb that."""
+    signals = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: int, _: object) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = [signal.signal(number, stop) for number in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _run(*command: str) -> None:

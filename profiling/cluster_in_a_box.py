@@ -8,10 +8,9 @@ time. In the same rounds: compute alone (the steps with local stand-ins for thei
 
 import argparse
 import dataclasses
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import box
 import jax
 import numpy as np
 from box_picture import write_picture, write_timelines
+from box_summary import COMMUNICATION, COMPUTE, summary, table
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
@@ -56,9 +56,7 @@ VARIANTS: dict[str, list[str]] = {
     + _RING
     + ["schedule.microbatches=4"],
 }
-_REFERENCES = ("vanilla", "expert_pipeline")
 _WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
-_COMPUTE, _COMMUNICATION = "compute alone", "communication alone"
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
 
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
@@ -128,11 +126,11 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     programs = {name: stand.compiled(config) for name, config in configs.items()}
     tell("compiled")
     with without_communication():
-        alone = {f"{_COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
+        alone = {f"{COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
     steps: dict[str, Step] = {name: stand.step_of(program) for name, program in (programs | alone).items()}
-    steps[_COMMUNICATION] = stand.communication(configs["vanilla"])
+    steps[COMMUNICATION] = stand.communication(configs["vanilla"])
     if arguments.rate == "auto":
-        rate = choose_rate(steps[f"{_COMPUTE}: vanilla"], steps[_COMMUNICATION], arguments.steps)
+        rate = choose_rate(steps[f"{COMPUTE}: vanilla"], steps[COMMUNICATION], arguments.steps)
     else:
         rate = box.parse_rate(arguments.rate)
     box.set_rate(rate)
@@ -161,65 +159,6 @@ def traced(step: Step, program: Compiled) -> list[Any]:
             with jax.profiler.trace(Path(folder) / turn):
                 jax.block_until_ready(step())
         return [list(event) for event in read_trace(Path(folder) / "measured", program.as_text() or "")]
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and the quartiles around it."""
-    if len(values) == 1:
-        return {"median": values[0], "first_quartile": values[0], "third_quartile": values[0]}
-    low, median, high = statistics.quantiles(values, method="inclusive")
-    return {"median": _rounded(median), "first_quartile": _rounded(low), "third_quartile": _rounded(high)}
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Medians and quartiles of seconds, and of ratios within a round."""
-    seconds: dict[str, list[float]] = found["seconds"]
-    compute, transfer = seconds[f"{_COMPUTE}: vanilla"], seconds[_COMMUNICATION]
-    bound = [max(pair) for pair in zip(compute, transfer, strict=True)]
-    rows = {}
-    for name, settings in variants.items():
-        own = seconds[name]
-        rows[name] = {
-            "settings": settings,
-            "step_s": quartiles(own),
-            "step_over_bound": quartiles([a / b for a, b in zip(own, bound, strict=True)]),
-        } | {
-            f"speed_up_over_{reference}": quartiles([b / a for a, b in zip(own, seconds[reference], strict=True)])
-            for reference in _REFERENCES
-            if reference in variants
-        }
-    cut = seconds.get(f"{_COMPUTE}: unified")
-    return {
-        "rate_mbit": found["rate_mbit"],
-        "compute_alone_s": quartiles(compute),
-        "communication_alone_s": quartiles(transfer),
-        "bound_s": quartiles(bound),
-        **({"compute_alone_in_microbatches_s": quartiles(cut)} if cut else {}),
-        "variants": rows,
-    }
-
-
-def table(result: dict[str, Any]) -> str:
-    """The summary as text."""
-    width = max(map(len, result["variants"])) + 2
-    lines = [
-        f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound",
-    ]
-    for name, row in result["variants"].items():
-        step = row["step_s"]
-        over = [row.get(f"speed_up_over_{reference}", {}).get("median", float("nan")) for reference in _REFERENCES]
-        lines.append(
-            f"{name:{width}}  {step['median']:6.3f}  ({step['first_quartile']:.3f}…{step['third_quartile']:.3f})"
-            f"  {over[0]:9.3f}  {over[1]:17.3f}"
-            f"  {row['step_over_bound']['median']:7.3f}"
-        )
-    for name in (name for name in result if name.endswith("_s")):
-        lines.append(f"{name.removesuffix('_s').replace('_', ' '):{width}}  {result[name]['median']:6.3f}")
-    return "\n".join([*lines, f"links of {result['rate_mbit']:.0f} Mbit/s"])
 
 
 def chosen(names: str | None) -> dict[str, list[str]]:

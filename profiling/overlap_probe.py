@@ -27,7 +27,7 @@ from moe_jax import config
 from moe_jax.errors import run_command
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import Axis, make_mesh
-from moe_jax.parallel.ordering import after, hold
+from moe_jax.parallel.ordering import after, apart, hold
 from moe_jax.parallel.reductions import REDUCTIONS
 from moe_jax.parallel.sharding import BATCH_SPEC
 
@@ -71,7 +71,7 @@ def both(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array,
 
 def in_order(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
     """The same; what is sent stays, and what comes is used, behind the products."""
-    sent = 2 * x
+    sent = apart(2 * x, "cpu")
     *others, last = form.start(sent)
     done = products(h, count)
     last = hold(after(last, done, "cpu"), sent, "cpu")

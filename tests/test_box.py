@@ -17,6 +17,7 @@ from tests.parallel.per_device import on_mesh
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
 import box
+from box_summary import summary, table
 from stand_ins import collectives_of, communication, without_communication
 
 from moe_jax import config
@@ -93,3 +94,19 @@ def test_communication_alone_runs_the_same_collectives():
     found = collectives_of(again.trace().jaxpr)
     assert [(c.primitive, c.operands) for c in found] == [(c.primitive, c.operands) for c in collectives]
     assert np.isfinite(again())
+
+
+def test_ratios_compare_runs_of_the_same_round():
+    """The machine was half as fast in the second round; no ratio may show it."""
+    seconds = {
+        "vanilla": [4.0, 8.0],
+        "unified": [2.0, 4.0],
+        "compute alone: vanilla": [1.0, 2.0],
+        "communication alone": [1.6, 3.2],
+    }
+    result = summary({"rate_mbit": 400.0, "seconds": seconds}, {"vanilla": [], "unified": ["schedule.policy=unified"]})
+    row = result["variants"]["unified"]
+    assert row["speed_up_over_vanilla"] == {"median": 2, "first_quartile": 2, "third_quartile": 2}
+    assert row["step_over_bound"]["median"] == 1.25
+    assert row["step_s"] == {"median": 3, "first_quartile": 2.5, "third_quartile": 3.5}
+    assert "unified" in table(result)

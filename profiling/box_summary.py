@@ -1,0 +1,67 @@
+"""Medians, quartiles and ratios of what a box measured, as plain values and as a table."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and the quartiles around it."""
+    if len(values) == 1:
+        return {"median": values[0], "first_quartile": values[0], "third_quartile": values[0]}
+    low, median, high = statistics.quantiles(values, method="inclusive")
+    return {"median": _rounded(median), "first_quartile": _rounded(low), "third_quartile": _rounded(high)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:
+    """Medians and quartiles of seconds, and of ratios within a round."""
+    seconds: dict[str, list[float]] = found["seconds"]
+    compute, transfer = seconds[f"{COMPUTE}: vanilla"], seconds[COMMUNICATION]
+    bound = [max(pair) for pair in zip(compute, transfer, strict=True)]
+    rows = {}
+    for name, settings in variants.items():
+        own = seconds[name]
+        rows[name] = {
+            "settings": settings,
+            "step_s": quartiles(own),
+            "step_over_bound": quartiles([a / b for a, b in zip(own, bound, strict=True)]),
+        } | {
+            f"speed_up_over_{reference}": quartiles([b / a for a, b in zip(own, seconds[reference], strict=True)])
+            for reference in REFERENCES
+            if reference in variants
+        }
+    cut = seconds.get(f"{COMPUTE}: unified")
+    return {
+        "rate_mbit": found["rate_mbit"],
+        "compute_alone_s": quartiles(compute),
+        "communication_alone_s": quartiles(transfer),
+        "bound_s": quartiles(bound),
+        **({"compute_alone_in_microbatches_s": quartiles(cut)} if cut else {}),
+        "variants": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The summary as text."""
+    width = max(map(len, result["variants"])) + 2
+    lines = [
+        f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound",
+    ]
+    for name, row in result["variants"].items():
+        step = row["step_s"]
+        over = [row.get(f"speed_up_over_{reference}", {}).get("median", float("nan")) for reference in REFERENCES]
+        lines.append(
+            f"{name:{width}}  {step['median']:6.3f}  ({step['first_quartile']:.3f}…{step['third_quartile']:.3f})"
+            f"  {over[0]:9.3f}  {over[1]:17.3f}"
+            f"  {row['step_over_bound']['median']:7.3f}"
+        )
+    for name in (name for name in result if name.endswith("_s")):
+        lines.append(f"{name.removesuffix('_s').replace('_', ' '):{width}}  {result[name]['median']:6.3f}")
+    return "\n".join([*lines, f"links of {result['rate_mbit']:.0f} Mbit/s"])
