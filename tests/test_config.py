@@ -84,9 +84,43 @@ REFUSED = {
     "train.batch_size=4 train.grad_accumulation=2": (
         "train.batch_size=4 is not divisible by train.grad_accumulation=2 × 4 devices (data × expert) = 8: use 8"
     ),
+    "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3": (
+        "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4"
+    ),
+    "schedule.chunk_mb=2.5": (
+        "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    ),
+    "exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto"
+    ),
+    "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null": (
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto"
+    ),
     "schedule.microbatches=2": (
-        "schedule.microbatches=2 needs a policy that pipelines: "
-        "schedule.policy=vanilla runs one microbatch (train.grad_accumulation cuts the batch in time)"
+        "schedule.microbatches=2 needs a policy that pipelines: use schedule.policy=unified or expert_pipeline "
+        "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+    ),
+    "schedule.policy=unified schedule.microbatches=6 schedule.backward_microbatches=4": (
+        "schedule.backward_microbatches=4 cannot be made of schedule.microbatches=6: use 1, 2, 3 or 6"
+    ),
+    "schedule.chunk_mb=2": (
+        "schedule.chunk_mb=2.0 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    ),
+    "schedule.policy=expert_pipeline exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto"
+    ),
+    "schedule.policy=unified exchange.algorithm=ragged model.moe.order=einsum": (
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto"
+    ),
+    "train.batch_size=12 schedule.policy=unified schedule.microbatches=2": (
+        "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) "
+        "× schedule.microbatches=2 = 8: use 8 or 16"
     ),
 }
 
@@ -190,7 +224,8 @@ def test_null_heads_follow_the_model() -> None:
 def settings_read() -> set[str]:
     """`section.key` of every attribute that the package reads from a section, the config's own checks left out.
 
-    A section is known by its name, by a name that it was given (`settings = config.optimizer`), or is `self`.
+    A section is known by its name, by names that it was given (`settings, model = config.schedule, config.model`), or
+    is `self`.
     """
     read = set()
     for file in SOURCES.rglob("*.py"):
@@ -200,19 +235,24 @@ def settings_read() -> set[str]:
             parts = [(node, node.name.lower()) for node in tree.body if isinstance(node, ast.ClassDef)]
         for part, itself in parts:
             nodes = list(ast.walk(part))
-            alias = {"self": itself} | {
-                target.id: node.value.attr
+            alias = {("self", itself)} | {
+                (target.id, value.attr)
                 for node in nodes
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute)
-                for target in node.targets
-                if isinstance(target, ast.Name)
+                if isinstance(node, ast.Assign)
+                for target, value in zip(parts_of(node.targets[0]), parts_of(node.value), strict=False)
+                if isinstance(target, ast.Name) and isinstance(value, ast.Attribute)
             }
             for node in nodes:
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     owner = node.value
                     name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-                    read |= {f"{name}.{node.attr}", f"{alias.get(name, '')}.{node.attr}"}
+                    read |= {f"{section}.{node.attr}" for own, section in {*alias, (name, name)} if own == name}
     return read | {f"mesh.{axis}" for axis in Axis}  # mesh_sizes reads them by name
+
+
+def parts_of(node: ast.expr) -> list[ast.expr]:
+    """The elements of a tuple; anything else is its only part."""
+    return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
 def test_every_setting_is_read() -> None:
