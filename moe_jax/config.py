@@ -104,9 +104,10 @@ class Schedule:
 class Exchange:
     """In which form tokens and gradients travel between devices."""
 
-    # all-to-all: one collective; collective-permutes; only existing rows (microbatches; auto: on TPU and GPU)
-    algorithm: Literal["auto", "flat", "ring", "ragged"] = "auto"
-    reduction: Literal["all_reduce", "scatter_gather", "ring"] = "all_reduce"  # of gradients
+    # all-to-all: one collective; collective-permutes; only existing rows (microbatches; auto: on TPU and GPU);
+    # beside the program (CPU)
+    algorithm: Literal["auto", "flat", "ring", "ragged", "background"] = "auto"
+    reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
 
 
 @dataclass(frozen=True, kw_only=True)

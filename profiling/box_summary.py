@@ -20,6 +20,30 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def hidden_share(events: Sequence[Sequence[Any]], direction: str | tuple[str, ...]) -> float | None:
+    """The part of a direction's communication during which this process computes; None without any.
+
+    `events` are `measure.trace.Operation`s of one step.
+    """
+    of_direction = [event for event in events if event[2] and event[1].startswith(direction)]
+    total = sum(end - start for *_, start, end in of_direction)
+    computing = _joined([(start, end) for _, _, communicates, _, start, end in events if not communicates])
+    hidden = sum(
+        max(0.0, min(end, stop) - max(start, begin)) for *_, start, end in of_direction for begin, stop in computing
+    )
+    return _rounded(hidden / total) if total else None
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
 def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:
     """Medians and quartiles of seconds, and of ratios within a round."""
     seconds: dict[str, list[float]] = found["seconds"]
@@ -37,6 +61,8 @@ def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, 
             for reference in REFERENCES
             if reference in variants
         }
+        for key, direction in (("exchanges_hidden", ("F", "B")), ("gradient_sums_hidden", "G.reduce")):
+            rows[name][key] = hidden_share(found["timelines"][name], direction)
     cut = seconds.get(f"{COMPUTE}: unified")
     return {
         "rate_mbit": found["rate_mbit"],
@@ -48,11 +74,15 @@ def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, 
     }
 
 
+def _percent(share: float | None) -> str:
+    return f"{'-':>17}" if share is None else f"{share:17.0%}"
+
+
 def table(result: dict[str, Any]) -> str:
     """The summary as text."""
     width = max(map(len, result["variants"])) + 2
     lines = [
-        f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound",
+        f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound  hidden: exchanges, sums",
     ]
     for name, row in result["variants"].items():
         step = row["step_s"]
@@ -60,7 +90,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name:{width}}  {step['median']:6.3f}  ({step['first_quartile']:.3f}…{step['third_quartile']:.3f})"
             f"  {over[0]:9.3f}  {over[1]:17.3f}"
-            f"  {row['step_over_bound']['median']:7.3f}"
+            f"  {row['step_over_bound']['median']:7.3f}  {_percent(row['exchanges_hidden'])}"
+            f"  {_percent(row['gradient_sums_hidden'])[-6:]}"
         )
     for name in (name for name in result if name.endswith("_s")):
         lines.append(f"{name.removesuffix('_s').replace('_', ' '):{width}}  {result[name]['median']:6.3f}")

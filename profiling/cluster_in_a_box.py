@@ -33,28 +33,25 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.step import make_trainer
 
+_PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _GREEDY = ["schedule.weight_grad=greedy"]
-_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2"]
-_RING = ["exchange.algorithm=ring"]
+_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2", "exchange.reduction=background"]
+_FLAT = ["exchange.algorithm=flat"]  # XLA's own
 # name: settings. The first two are what the others are compared with.
 VARIANTS: dict[str, list[str]] = {
     "vanilla": [],
-    "expert_pipeline": ["schedule.policy=expert_pipeline", "schedule.microbatches=2"],
+    "expert_pipeline": _PIPELINE,
     "unified": _UNIFIED,
     "unified+weight_grad": _UNIFIED + _GREEDY,
     "unified+grad_reduce": _UNIFIED + _CHUNKED,
-    "unified+ring": _UNIFIED + _RING,
-    "expert_pipeline+ring": ["schedule.policy=expert_pipeline", "schedule.microbatches=2", *_RING],
-    "vanilla+weight_grad+grad_reduce+ring": _GREEDY + _CHUNKED + _RING,
-    "unified+grad_reduce+ring": _UNIFIED + _CHUNKED + _RING,
-    "unified+weight_grad+ring": _UNIFIED + _GREEDY + _RING,
-    "unified+weight_grad+grad_reduce+ring": _UNIFIED + _GREEDY + _CHUNKED + _RING,
-    "unified+weight_grad+grad_reduce+ring+4_microbatches": _UNIFIED
-    + _GREEDY
-    + _CHUNKED
-    + _RING
-    + ["schedule.microbatches=4"],
+    "unified+weight_grad+grad_reduce": _UNIFIED + _GREEDY + _CHUNKED,
+    "unified+weight_grad+grad_reduce+4_microbatches": [*_UNIFIED, *_GREEDY, *_CHUNKED, "schedule.microbatches=4"],
+    "expert_pipeline+weight_grad+grad_reduce": _PIPELINE + _GREEDY + _CHUNKED,
+    "vanilla+weight_grad+grad_reduce": _GREEDY + _CHUNKED,
+    "vanilla+flat": _FLAT,
+    "expert_pipeline+flat": _PIPELINE + _FLAT,
+    "unified+flat": _UNIFIED + _FLAT,
 }
 _WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first

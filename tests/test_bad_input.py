@@ -254,12 +254,13 @@ SCHEDULE = [
     (
         "an unknown all-to-all",
         "exchange.algorithm=rings",
-        "exchange.algorithm=rings must be auto or flat or ring or ragged: did you mean ring?",
+        "exchange.algorithm=rings must be auto or flat or ring or ragged or background: did you mean ring?",
     ),
     (
         "an unknown reduction",
         "exchange.reduction=allreduce",
-        "exchange.reduction=allreduce must be all_reduce or scatter_gather or ring: did you mean all_reduce?",
+        "exchange.reduction=allreduce must be all_reduce or scatter_gather or ring or background: "
+        "did you mean all_reduce?",
     ),
     (
         "an irregular exchange of a whole batch",

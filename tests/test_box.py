@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
@@ -62,6 +63,7 @@ def body(x):
         return jax.lax.all_to_all(x, Axis.EXPERT, 0, 0, tiled=True), None
 
     x, _ = jax.lax.scan(turn, x, None, length=3)
+    x = EXCHANGES["background"](x, Axis.EXPERT, "cpu")
     total, count = jax.lax.psum((x, jnp.int32(1)), BATCH_AXES)
     part = jax.lax.psum_scatter(total, Axis.EXPERT, tiled=True)
     return jax.lax.ppermute(jax.lax.all_gather(part, Axis.EXPERT, tiled=True), Axis.DATA, [(0, 1), (1, 0)]) * count
@@ -71,13 +73,13 @@ def program():
     return on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
 
 
-KINDS = ["all_to_all"] * 3 + ["psum", "reduce_scatter", "all_gather", "ppermute"]
+KINDS = ["all_to_all"] * 3 + ["host_call", "psum", "reduce_scatter", "all_gather", "ppermute"]
 
 
 def test_every_collective_is_found_in_order_and_once_for_each_turn_of_a_loop():
     collectives = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
     assert [collective.primitive.name for collective in collectives if collective.num_bytes > 4] == KINDS
-    assert [collective.num_bytes for collective in collectives if collective.num_bytes > 4] == [128] * 5 + [32, 128]
+    assert [collective.num_bytes for collective in collectives if collective.num_bytes > 4] == [128] * 6 + [32, 128]
 
 
 def test_without_communication_no_collective_is_left_and_shapes_stay():
@@ -104,9 +106,20 @@ def test_ratios_compare_runs_of_the_same_round():
         "compute alone: vanilla": [1.0, 2.0],
         "communication alone": [1.6, 3.2],
     }
-    result = summary({"rate_mbit": 400.0, "seconds": seconds}, {"vanilla": [], "unified": ["schedule.policy=unified"]})
+    timelines = {
+        "vanilla": [("a", "F.expert.0.0", False, "", 0.0, 1.0), ("b", "B.combine.0.0", True, "", 1.0, 2.0)],
+        "unified": [
+            ("a", "G.reduce.0.0", True, "", 0.0, 4.0),
+            ("b", "F.expert.0.0", False, "", 1.0, 2.0),
+            ("c", "B.expert.0.0", False, "", 1.5, 3.0),
+        ],
+    }
+    found = {"rate_mbit": 400.0, "seconds": seconds, "timelines": timelines}
+    result = summary(found, {"vanilla": [], "unified": ["schedule.policy=unified"]})
     row = result["variants"]["unified"]
     assert row["speed_up_over_vanilla"] == {"median": 2, "first_quartile": 2, "third_quartile": 2}
     assert row["step_over_bound"]["median"] == 1.25
     assert row["step_s"] == {"median": 3, "first_quartile": 2.5, "third_quartile": 3.5}
+    assert (row["exchanges_hidden"], row["gradient_sums_hidden"]) == (None, 0.5)
+    assert result["variants"]["vanilla"]["exchanges_hidden"] == 0
     assert "unified" in table(result)

@@ -4,7 +4,9 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from moe_jax.parallel.background import FINISH_SCOPE, START_SCOPE, TRACE_NAME
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
 _COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
@@ -30,28 +32,43 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
     """
     definitions = {match[1]: match[2] for match in map(_INSTRUCTION.match, program.splitlines()) if match}
     threads: dict[tuple[int, int], str] = {}
-    spans = []
+    spans: list[Any] = []
+    background: list[Any] = []
     for path in sorted(folder.rglob("*.trace.json.gz")):
         with gzip.open(path, "rt") as file:
             events = json.load(file)["traceEvents"]
         threads |= {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         spans += [e for e in events if "hlo_op" in e.get("args", {}) and "dur" in e]
+        background += [e for e in events if e.get("name") == TRACE_NAME and "dur" in e]
     start = min((e["ts"] for e in spans), default=0)
+    spans.sort(key=lambda event: event["ts"])
+    starts = [e for e in spans if _calls(definitions.get(e["args"]["hlo_op"], ""), START_SCOPE)]
+    # collectives in the background have no instruction of their own: they belong to the ones that started them
+    tickets = sorted({int(event["args"]["ticket"]) for event in background})
+    issues = dict(zip(tickets, starts, strict=True))
+    for event in background:
+        event["args"] = issues[int(event["args"]["ticket"])]["args"]
     operations = []
-    for event in spans:
+    for event in spans + background:
         name = event["args"]["hlo_op"]
         definition = definitions.get(name, "")
+        if _calls(definition, FINISH_SCOPE):  # only waits
+            continue
         operations.append(
             Operation(
                 name=name,
                 task=_task(definition),
-                communicates=_COLLECTIVE.search(definition) is not None,
+                communicates=event["name"] == TRACE_NAME or _COLLECTIVE.search(definition) is not None,
                 thread=threads.get((event["pid"], event["tid"]), str(event["tid"])),
                 start_s=(event["ts"] - start) * 1e-6,
                 end_s=(event["ts"] + event["dur"] - start) * 1e-6,
             )
         )
     return sorted(operations, key=lambda operation: operation.start_s)
+
+
+def _calls(definition: str, scope: str) -> bool:
+    return " custom-call(" in definition and scope in definition
 
 
 def _task(definition: str) -> str:

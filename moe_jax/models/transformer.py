@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, Exchange, Model
+from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.layers import mlp, rms_norm
@@ -40,12 +41,18 @@ class Computation:
             remat=config.schedule.remat,
             unroll=config.schedule.unroll,
             platform=platform,
-            exchange=_algorithm(config, platform),
+            exchange=exchange_of(config, platform),
         )
 
 
-def _algorithm(config: Config, platform: str) -> str:
-    """What `exchange.algorithm=auto` stands for."""
+def exchange_of(config: Config, platform: str) -> str:
+    """What `exchange.algorithm=auto` stands for. Raises ConfigError."""
+    for name in ("algorithm", "reduction"):
+        if getattr(config.exchange, name) == "background" and platform != "cpu":
+            raise ConfigError(
+                f"exchange.{name}=background is for CPUs, and these devices are {platform}, whose collectives run "
+                f"beside computations anyway: use exchange.{name}={getattr(Exchange(), name)}"
+            )
     if config.exchange.algorithm != "auto":
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows

@@ -17,6 +17,7 @@ from jax.stages import Wrapped
 from moe_jax.config import Config, Schedule
 from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
@@ -62,6 +63,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     global_tokens = config.train.batch_size * config.data.seq_len
 
     plan = None if is_plain(config) else make_plan(config, mesh)
+    if "background" in (how.exchange, config.exchange.reduction):
+        background.connect(mesh)
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)

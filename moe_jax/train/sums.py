@@ -4,6 +4,7 @@ Owners of gradients are counted: 0 is the embedding, b + 1 block b, the last one
 M blocks with experts, E experts.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
-from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.ordering import after, hold
+from moe_jax.parallel.mesh import BATCH_AXES
 from moe_jax.parallel.reductions import REDUCTIONS
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.reduction import Reduction
@@ -33,10 +33,9 @@ class Sums:
         self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        self.sums: dict[int, list[jax.Array]] = {}
-        self.sent: dict[int, list[jax.Array]] = {}
-        self.count_ME: jax.Array | None = None  # of all devices
-        self.share_ME: jax.Array | None = None
+        self.way = tasks.facts.config.exchange.reduction
+        self.under_way: dict[int, list[tuple[Any, ...]]] = {}
+        self.counts: tuple[Any, ...] | None = None  # of all routers, under way
 
     def run(self, action: Action) -> None:
         """Run a G task."""
@@ -47,19 +46,32 @@ class Sums:
         reduction = self.reductions[owner]
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
-        chunk = self.tasks.in_order(reduction.take(self.vectors[owner], action.part))
-        reduce = REDUCTIONS[self.tasks.facts.config.exchange.reduction]
-        total = self.tasks.last = reduce(chunk, reduction.axes(action.part))
-        self.sums.setdefault(owner, []).append(total)
-        self.sent.setdefault(owner, []).append(chunk)
+        chunk = self.tasks.in_order(reduction.take(self.vectors[owner], action.part), self.way)
+        under_way = REDUCTIONS[self.way].start(chunk, reduction.axes(action.part))
+        self.tasks.issued(under_way[-1], self.way)
+        self.under_way.setdefault(owner, []).append(under_way)
 
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        self.count_ME = self.tasks.last = sum_over_batch(self.tasks.in_order(stats.count_E))
-        self.share_ME = self.count_ME / self.count_ME.sum(axis=-1, keepdims=True)
+        way = "background" if self.way == "background" else "all_reduce"
+        self.counts = REDUCTIONS[way].start(self.tasks.in_order(stats.count_E.ravel(), way), BATCH_AXES)
+        self.tasks.issued(self.counts[-1], way)
         moe = [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
-        self.tasks.share = dict(zip(moe, self.share_ME, strict=True))
+        self.tasks.share = lambda block: self.share_ME[moe.index(block)]
+
+    @functools.cached_property
+    def count_ME(self) -> jax.Array | None:
+        """Pairs of all devices that chose each expert; None without routers."""
+        if self.counts is None:
+            return None
+        return self._arrived(self.counts).reshape(-1, self.model.moe.num_experts)
+
+    @functools.cached_property
+    def share_ME(self) -> jax.Array:
+        """Of all pairs of a block."""
+        assert self.count_ME is not None
+        return self.count_ME / self.count_ME.sum(axis=-1, keepdims=True)
 
     def stats(self) -> RouterStats | None:
         """Router statistics of all microbatches with a leading dimension M; None without routers."""
@@ -103,15 +115,15 @@ class Sums:
 
     def total(self, owner: int) -> Tree:
         """An owner's gradients, summed over devices as far as reductions were run."""
-        chunks = zip(self.sums.get(owner, []), self.sent.get(owner, []), strict=True)
-        return self.reductions[owner].restore(self.own(owner), [self._arrived(*chunk) for chunk in chunks])
+        chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
+        return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _arrived(self, total: jax.Array, sent: jax.Array) -> jax.Array:
-        platform = self.tasks.facts.how.platform
-        if platform != "cpu" or self.tasks.computed is None:
-            return total
-        # read behind all tasks: until then no task gets the memory of the sum or of what was sent
-        return hold(after(total, self.tasks.computed, platform), sent, platform)
+    def _arrived(self, under_way: tuple[Any, ...]) -> jax.Array:
+        """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
+        *others, last = under_way
+        if self.tasks.facts.how.platform == "cpu":
+            last = self.tasks.in_turn(last)
+        return REDUCTIONS[self.way].finish((*others, last))
 
 
 def _is_missing(leaf: Any) -> bool:

@@ -26,7 +26,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after, apart
+from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
 from moe_jax.train.facts import Facts
 from moe_jax.train.moving import Arrival, Moving
@@ -58,7 +58,7 @@ class Tasks:
         self.overflows: dict[tuple[int, int], irregular.Overflow] = {}  # of block and piece
         self.d_rest: dict[tuple[int, int], tuple[jax.Array, int]] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
-        self.share: dict[int, jax.Array] = {}  # of all pairs that chose each expert, by block
+        self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
         self.last: jax.Array | None = None  # result of the collective before
@@ -223,7 +223,7 @@ class Tasks:
         moe = self.facts.config.model.moe
         per_token = 1 / self.facts.global_tokens
         balance = moe.load_balance_weight * moe.num_experts * per_token
-        return balance * self.share[block], jnp.float32(moe.router_z_weight * per_token)
+        return balance * self.share(block), jnp.float32(moe.router_z_weight * per_token)
 
     def _embed_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
@@ -249,8 +249,9 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined), Axis.EXPERT, how.platform)
-        self.last = under_way[-1] if joined.size else self.last
+        under_way = exchange.start(self.in_order(joined, how.exchange), Axis.EXPERT, how.platform)
+        if joined.size:
+            self.issued(under_way[-1], how.exchange)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         moving = Moving(under_way, bounds, axis, how)
         for place, p in enumerate(pieces):
@@ -299,12 +300,18 @@ class Tasks:
             _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.in_order(first), *others])
             self.last = self.dflow[p][0]
 
-    def in_order(self, x: jax.Array) -> jax.Array:
+    def in_order(self, x: jax.Array, way: str = "") -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
-        if not x.size:
+        if not x.size or self.last is None:
             return x
-        platform = self.facts.how.platform
-        return apart(x if self.last is None else after(x, self.last, platform), platform)
+        x = after(x, self.last, self.facts.how.platform)
+        return self.in_turn(x) if way == "background" else x
+
+    def issued(self, result: jax.Array, way: str = "") -> None:
+        """Note the result of a collective; one that is only started is a compute task, too."""
+        self.last = result
+        if way == "background":
+            self.computed = result
 
     # pullbacks
 

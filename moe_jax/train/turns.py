@@ -6,6 +6,7 @@ stacked like the parameters, that every turn changes in place.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -121,13 +122,14 @@ class Loops:
         for block in self._blocks:
             self.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
         late = any(map(is_reduction, self.looped.down))
+        share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], None]:
             dx, self.buffer = carry
             tasks = Tasks(self.tasks.facts, None, self._weights(number), None)
             self._restore(tasks, number, tasks.blocks)
             sums = Sums(self.sums.reductions, tasks, self._earlier(number))
-            tasks.share = self._share(number)
+            tasks.share = partial(self._share, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
                 self._take(sums, number + 1, self.turns.size)
@@ -178,11 +180,8 @@ class Loops:
             return None
         return lambda owner: self.block(self.earlier, turn, owner - 1)
 
-    def _share(self, turn: jax.Array) -> dict[int, jax.Array]:
-        """Of the blocks of a turn."""
+    def _share(self, share_ME: Any, turn: jax.Array, block: int) -> jax.Array:
+        """Of a block of a turn."""
         below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
-        first = below + turn * len(self.moe)
-        return {
-            block: jax.lax.dynamic_index_in_dim(self.sums.share_ME, first + i, keepdims=False)
-            for i, block in enumerate(self.moe)
-        }
+        place = below + turn * len(self.moe) + self.moe.index(block)
+        return jax.lax.dynamic_index_in_dim(share_ME, place, keepdims=False)

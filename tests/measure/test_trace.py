@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.measure.trace import read_trace
-from moe_jax.parallel.mesh import BATCH_AXES
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
@@ -50,6 +51,23 @@ def test_times_are_seconds_since_the_first_operation(operations):
     assert operations[0].start_s == 0
     assert all(0 <= operation.start_s <= operation.end_s < 10 for operation in operations)
     assert [operation.start_s for operation in operations] == sorted(operation.start_s for operation in operations)
+
+
+def test_a_collective_in_the_background_belongs_to_the_task_that_started_it(tmp_path):
+    def body(x):
+        with jax.named_scope("F.dispatch.3.0"):
+            under_way = EXCHANGES["background"].start(x, Axis.EXPERT, "cpu")
+        with jax.named_scope("F.expert.3.0"):
+            return EXCHANGES["background"].finish(under_way, Axis.EXPERT, "cpu") + 1
+
+    x = jnp.ones((8 * 4, 1000))
+    program = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4).lower(x).compile()
+    jax.block_until_ready(program(x))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(program(x))
+    operations = read_trace(tmp_path, program.as_text())
+    assert [operation.task for operation in operations if operation.communicates] == ["F.dispatch.3.0"] * 8
+    assert not any("finish" in operation.name for operation in operations)
 
 
 def test_a_folder_without_a_trace_has_no_operations(tmp_path):

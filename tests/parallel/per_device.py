@@ -7,10 +7,12 @@ import jax
 from jax.stages import Wrapped
 
 from moe_jax.config import Mesh
+from moe_jax.parallel import background
 from moe_jax.parallel.mesh import make_mesh
 
 
 def on_mesh(function: Callable[..., Any], in_specs: Any, out_specs: Any, *, data: int, expert: int) -> Wrapped:
     """`function` as a jitted program over data × expert = 8 devices."""
     mesh = make_mesh(Mesh(data=data, expert=expert))
+    background.connect(mesh)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))

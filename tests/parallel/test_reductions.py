@@ -58,6 +58,7 @@ def test_a_sum_over_one_rank_changes_nothing(name):
         ("all_reduce", {"all_reduce": 1}),
         ("scatter_gather", {"reduce_scatter": 1, "all_gather": 1}),
         ("ring", {"collective_permute": 14}),
+        ("background", {}),
     ],
 )
 def test_each_way_is_the_collectives_it_says(name, collectives):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.config import Config, Model
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
@@ -32,7 +33,9 @@ class Result(NamedTuple):
 
 
 def mesh_of(config: Config) -> jax.sharding.Mesh:
-    return make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert])
+    background.connect(mesh)
+    return mesh
 
 
 def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Result:

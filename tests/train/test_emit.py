@@ -54,8 +54,8 @@ FACTORS: dict[str, list[Any]] = {
     "grad_reduce": list(GRAD_REDUCES),
     "mesh": MESHES,
     "model": ["slots", "dropless", "one-hot", "tied"],
-    "reduction": ["all_reduce", "scatter_gather", "ring"],
-    "exchange": ["flat", "ring"],
+    "reduction": ["all_reduce", "scatter_gather", "ring", "background"],
+    "exchange": ["flat", "ring", "background"],
     "remat": ["none", "dots", "full"],
 }
 CASES = all_pairs(CUTS, FACTORS)

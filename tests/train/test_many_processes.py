@@ -48,6 +48,15 @@ def test_four_processes_train_like_one(expected, tmp_path):
     assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
 
 
+def test_collectives_in_the_background_train_the_same(expected, tmp_path):
+    """Two processes of four devices each, over TCP and within a process."""
+    background = ["exchange.algorithm=background", "exchange.reduction=background"]
+    schedule = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.grad_reduce=block"]
+    with launched(tmp_path, 2, "train.steps=6", *background, *schedule) as process:
+        assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
+    assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
+
+
 def test_two_processes_stopped_by_sigterm_go_on_as_one(expected, tmp_path):
     """The launcher gets the signal, and one process goes on with the devices of both."""
     with launched(tmp_path, 2, "train.steps=10000") as process:

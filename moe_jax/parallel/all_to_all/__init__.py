@@ -5,23 +5,44 @@ rank p. Together they are their own inverse and their own transpose.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from moe_jax.parallel.all_to_all import flat, ring
+from moe_jax.parallel.all_to_all import background, flat, ring
 from moe_jax.parallel.mesh import Axis
 
 
 class Exchange(NamedTuple):
     """An algorithm in two halves, between which other work runs."""
 
-    start: Callable[[jax.Array, Axis, str], tuple[jax.Array, ...]]
-    finish: Callable[[tuple[jax.Array, ...], Axis, str], jax.Array]
+    start: Callable[[jax.Array, Axis, str], tuple[Any, ...]]
+    finish: Callable[[tuple[Any, ...], Axis, str], jax.Array]
 
     def __call__(self, x: jax.Array, axis: Axis, platform: str) -> jax.Array:
         """Both halves."""
-        return self.finish(self.start(x, axis, platform), axis, platform)
+        return _both(self, axis, platform, x)
 
 
-EXCHANGES = {"flat": Exchange(flat.start, flat.finish), "ring": Exchange(ring.start, ring.finish)}
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _both(exchange: Exchange, axis: Axis, platform: str, x: jax.Array) -> jax.Array:
+    return exchange.finish(exchange.start(x, axis, platform), axis, platform)
+
+
+def _forward(exchange: Exchange, axis: Axis, platform: str, x: jax.Array) -> tuple[jax.Array, None]:
+    return _both(exchange, axis, platform, x), None
+
+
+def _backward(exchange: Exchange, axis: Axis, platform: str, _: None, dx: jax.Array) -> tuple[jax.Array | None]:
+    return (_both(exchange, axis, platform, dx) if jnp.issubdtype(dx.dtype, jnp.floating) else None,)
+
+
+_both.defvjp(_forward, _backward)
+
+EXCHANGES = {
+    "flat": Exchange(flat.start, flat.finish),
+    "ring": Exchange(ring.start, ring.finish),
+    "background": Exchange(background.start, background.finish),
+}

@@ -3,6 +3,33 @@
 Each leaves the same bits on every rank; from one way to another they differ by round-off.
 """
 
-from moe_jax.parallel.reductions import all_reduce, ring, scatter_gather
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-REDUCTIONS = {"all_reduce": all_reduce.reduce, "scatter_gather": scatter_gather.reduce, "ring": ring.reduce}
+import jax
+
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.reductions import all_reduce, background, ring, scatter_gather
+
+
+class Way(NamedTuple):
+    """A way in two halves, between which other work runs."""
+
+    start: Callable[[jax.Array, tuple[Axis, ...]], tuple[Any, ...]]
+    finish: Callable[[tuple[Any, ...]], jax.Array]
+
+    def __call__(self, x_n: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+        """Both halves."""
+        return self.finish(self.start(x_n, axes))
+
+
+def _at_once(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Way:
+    return Way(lambda x_n, axes: (reduce(x_n, axes),), lambda under_way: under_way[0])
+
+
+REDUCTIONS = {
+    "all_reduce": _at_once(all_reduce.reduce),
+    "scatter_gather": _at_once(scatter_gather.reduce),
+    "ring": _at_once(ring.reduce),
+    "background": Way(background.start, background.finish),
+}

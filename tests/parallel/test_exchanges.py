@@ -1,4 +1,4 @@
-"""The ring exchange against the flat one: bits, gradients and the collectives it becomes."""
+"""Every exchange against the flat one: bits, gradients, and the collectives that a ring becomes."""
 
 import functools
 
@@ -12,7 +12,15 @@ from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
-flat, ring = (functools.partial(EXCHANGES[name], axis=Axis.EXPERT, platform="cpu") for name in ("flat", "ring"))
+EXCHANGE = {name: functools.partial(exchange, axis=Axis.EXPERT, platform="cpu") for name, exchange in EXCHANGES.items()}
+OTHERS = [name for name in EXCHANGE if name != "flat"]
+
+
+def plain(x):
+    """With the gradient that JAX gives it."""
+    return jax.lax.all_to_all(x, Axis.EXPERT, 0, 0, tiled=True)
+
+
 SPECIAL = jnp.array([jnp.nan, -jnp.inf, -0.0, jnp.inf], jnp.bfloat16)
 PAYLOADS = {
     "float32": lambda shape, key: jax.random.normal(key, shape),
@@ -25,18 +33,20 @@ PAYLOADS = {
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("expert", [1, 2, 4])
-def test_ring_moves_the_same_bits_as_flat(payload, expert):
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_moves_the_same_bits_as_flat(name, payload, expert):
     x = PAYLOADS[payload]((8, expert, 4), jax.random.key(expert))
 
     def both(x):
-        return flat(x[0])[None], ring(x[0])[None]
+        return EXCHANGE["flat"](x[0])[None], EXCHANGE[name](x[0])[None]
 
-    by_flat, by_ring = on_mesh(both, BATCH_SPEC, (BATCH_SPEC, BATCH_SPEC), data=8 // expert, expert=expert)(x)
-    assert by_ring.dtype == by_flat.dtype
-    np.testing.assert_array_equal(np.asarray(by_ring).view(np.uint8), np.asarray(by_flat).view(np.uint8))
+    by_flat, by_other = on_mesh(both, BATCH_SPEC, (BATCH_SPEC, BATCH_SPEC), data=8 // expert, expert=expert)(x)
+    assert by_other.dtype == by_flat.dtype
+    np.testing.assert_array_equal(np.asarray(by_other).view(np.uint8), np.asarray(by_flat).view(np.uint8))
 
 
-def test_ring_has_the_gradient_of_flat_and_undoes_itself():
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_has_the_gradient_of_flat_and_undoes_itself(name):
     x = jax.random.normal(jax.random.key(0), (32, 3))
 
     def gradient(exchange):
@@ -48,14 +58,14 @@ def test_ring_has_the_gradient_of_flat_and_undoes_itself():
 
         return on_mesh(body, BATCH_SPEC, (BATCH_SPEC, BATCH_SPEC), data=2, expert=4)(x)
 
-    by_flat, by_ring = gradient(flat)[0], gradient(ring)
-    np.testing.assert_array_equal(by_ring[0], by_flat)
-    np.testing.assert_array_equal(by_ring[1], x)
+    by_flat, by_other = gradient(plain)[0], gradient(EXCHANGE[name])
+    np.testing.assert_array_equal(by_other[0], by_flat)
+    np.testing.assert_array_equal(by_other[1], x)
 
 
 def test_ring_is_permutes_of_one_block_each():
     """Otherwise it would hide no better than the all-to-all it replaces."""
-    program = on_mesh(lambda x: ring(x), BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
+    program = on_mesh(lambda x: EXCHANGE["ring"](x), BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
     text = program.lower(jnp.zeros((32, 5))).as_text()
     assert text.count("collective_permute") == 3
     assert text.count("-> tensor<1x5xf32>") >= 3

@@ -1,0 +1,194 @@
+"""Collectives of a CPU cluster that run beside the program: on threads of their own, over TCP.
+
+A collective of XLA:CPU keeps the thread that runs it, and the memory that XLA plans around it makes other work wait.
+Here `start` hands an operand over and `finish` waits for what came, like the start and done of an accelerator's
+collective. What a device sends leaves in the order in which its collectives were started.
+
+D devices, in the order of the mesh; P devices of a group.
+"""
+
+import functools
+import itertools
+import math
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Shaped
+
+from moe_jax.parallel.host_call import call
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.post import Key, Post
+
+Kind = Literal["exchange", "sum"]
+START_SCOPE, FINISH_SCOPE = "background_start", "background_finish"
+TRACE_NAME = "background collective"  # what one sends, in traces, with its ticket
+
+
+class Member(NamedTuple):
+    """A device's part in one collective."""
+
+    device: int
+    group_P: tuple[int, ...]
+    channel: int  # of collectives of one kind, shape and group
+    number: int  # of the collective on its channel
+    ticket: int
+
+    @property
+    def place(self) -> int:
+        """Of this device in its group."""
+        return self.group_P.index(self.device)
+
+    def others(self) -> Iterator[tuple[int, int]]:
+        """Places and devices of the others, the next one first: not all send to the same device at once."""
+        for step in range(1, len(self.group_P)):
+            place = (self.place + step) % len(self.group_P)
+            yield place, self.group_P[place]
+
+
+class Lane:
+    """A thread that runs jobs one after another."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` behind all others."""
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+class Engine:
+    """Runs the collectives of this process's devices. `owner_D` is the process of each device of the mesh."""
+
+    def __init__(self, owner_D: tuple[int, ...]):
+        self.owner_D = owner_D
+        self._post = Post(owner_D)
+        self._sending = {d: Lane() for d, process in enumerate(owner_D) if process == jax.process_index()}
+        self._adding = {device: Lane() for device in self._sending}
+        self._results: dict[int, Callable[[], np.ndarray]] = {}
+        self._numbers: dict[tuple[int, int], Iterator[int]] = {}
+        self._tickets = itertools.count()
+
+    def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray) -> int:
+        """Start a collective of `x`, which may change later; returns its ticket."""
+        number = next(self._numbers.setdefault((device, channel), itertools.count()))
+        member = Member(device, group_P, channel, number % 2**31, next(self._tickets) % 2**31)
+        self._results[member.ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
+        return member.ticket
+
+    def finish(self, ticket: int) -> np.ndarray:
+        """Wait for a collective. Raises ConnectionError if another process is gone."""
+        return self._results.pop(ticket)()
+
+    def _exchange(self, member: Member, x_P: np.ndarray) -> Callable[[], np.ndarray]:
+        """Block p goes to member p, and the result's comes from it."""
+        result_P = np.empty_like(x_P)
+        self._expect(member, "block", {other: result_P[place : place + 1] for place, other in member.others()})
+        self._send(member, "block", {other: x_P[place : place + 1].copy() for place, other in member.others()})
+        result_P[member.place] = x_P[member.place]
+
+        def result() -> np.ndarray:
+            self._receive(member, "block")
+            return result_P
+
+        return result
+
+    def _sum(self, member: Member, x_n: np.ndarray) -> Callable[[], np.ndarray]:
+        """Each member sums its share, in the order of the group, and sends it to all: the same bits everywhere."""
+        total_n = x_n.copy()
+        shares = np.array_split(total_n, len(member.group_P))
+        own = shares[member.place]
+        parts = {other: np.empty_like(own) for _, other in member.others()}
+        self._expect(member, "block", parts)
+        self._send(member, "block", {other: shares[place].copy() for place, other in member.others()})
+        added: Future[None] = Future()
+
+        def add() -> None:
+            try:
+                self._receive(member, "block")
+                own[:] = functools.reduce(np.add, (parts.get(device, own) for device in member.group_P))
+                self._send(member, "total", {other: own for _, other in member.others()})
+                added.set_result(None)
+            except OSError as error:
+                added.set_exception(error)
+
+        self._expect(member, "total", {other: shares[place] for place, other in member.others()})
+
+        def result() -> np.ndarray:
+            self._receive(member, "total")
+            added.result()
+            return total_n
+
+        self._adding[member.device].submit(add)
+        return result
+
+    def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
+        def job() -> None:
+            with jax.profiler.TraceAnnotation(TRACE_NAME, ticket=member.ticket):
+                for target, x in to.items():
+                    self._post.send(_key(member, what, member.device, target), x)
+
+        self._sending[member.device].submit(job)
+
+    def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
+        for source, x in out.items():
+            self._post.expect(_key(member, what, source, member.device), x)
+
+    def _receive(self, member: Member, what: Literal["block", "total"]) -> None:
+        for _, source in member.others():
+            self._post.receive(_key(member, what, source, member.device))
+
+
+def _key(member: Member, what: Literal["block", "total"], source: int, target: int) -> Key:
+    return Key(source, target, member.channel, 2 * member.number + (what == "total"))
+
+
+_engine: Engine | None = None
+
+
+def connect(mesh: jax.sharding.Mesh) -> None:
+    """Connect the processes of a mesh; all of them call it, before they run programs over this mesh."""
+    global _engine
+    owner_D = tuple(device.process_index for device in mesh.devices.flat)
+    if _engine is None or _engine.owner_D != owner_D:
+        _engine = Engine(owner_D)
+
+
+def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[Array, ""]:
+    """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    device_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    last = [mesh.axis_names.index(axis) for axis in axes]
+    groups = np.moveaxis(device_of, last, range(-len(last), 0)).reshape(-1, ranks).tolist()
+    group_of = {device: tuple(group) for group in groups for device in group}
+    channel = zlib.crc32(repr((kind, axes, x.shape, x.dtype)).encode())
+
+    def hand_over(device: np.ndarray, x: np.ndarray) -> np.ndarray:
+        own = int(device)
+        return np.array(_running().start(kind, own, group_of[own], channel, x), np.int32)
+
+    with jax.named_scope(START_SCOPE):
+        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), jax.lax.axis_index(mesh.axis_names), x)
+
+
+def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
+    """Wait for a collective's result, of this shape and dtype."""
+    with jax.named_scope(FINISH_SCOPE):
+        return call(lambda ticket: _running().finish(int(ticket)), result, ticket)
+
+
+def _running() -> Engine:
+    assert _engine is not None, "connect the mesh first"
+    return _engine

@@ -1,0 +1,45 @@
+"""Python functions that a program on CPU calls with the arrays as they lie in its memory.
+
+`jax.pure_callback` puts arguments on a device first, on a thread of the pool whose threads may all be waiting in such
+calls.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+host_call_p = Primitive("host_call")
+
+
+def call(function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+    """`function` of the operands as NumPy arrays that it must not keep, when the program gets there.
+
+    It may be called later, again or not at all, as far as the program's results allow.
+    """
+    return host_call_p.bind(*operands, function=function, result=result)
+
+
+@host_call_p.def_abstract_eval
+def _abstract(*_: Any, function: Any, result: jax.ShapeDtypeStruct) -> Any:
+    return jax.core.ShapedArray(result.shape, result.dtype)
+
+
+def _lower(context: Any, *operands: Any, function: Callable[..., np.ndarray], result: Any) -> Any:
+    results, _, _ = mlir.emit_python_callback(
+        context,
+        lambda *arrays: (function(*arrays),),
+        None,
+        list(operands),
+        context.avals_in,
+        context.avals_out,
+        has_side_effect=False,
+        returns_token=False,
+    )
+    return results
+
+
+mlir.register_lowering(host_call_p, _lower, platform="cpu")

@@ -1,0 +1,152 @@
+"""Arrays sent between devices of one or many processes, over one TCP connection for each pair of processes."""
+
+import secrets
+import socket
+import struct
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
+_UNSENT = 2**18  # bytes
+_WAKE = 2**19  # bytes that arrive before a reader takes its core from the computation
+_HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
+
+
+class Key(NamedTuple):
+    """What an array is known by until it is received."""
+
+    source: int  # devices
+    target: int
+    channel: int
+    number: int
+
+
+class Post:
+    """Sends arrays from device to device. `owner_D` is the process of each device."""
+
+    def __init__(self, owner_D: tuple[int, ...]):
+        self._owner_D = owner_D
+        self._arrived: dict[Key, np.ndarray] = {}  # bytes
+        self._awaited: dict[Key, np.ndarray] = {}  # where what comes shall go, as bytes
+        self._changed = threading.Condition()
+        self._gone: str | None = None
+        self._sockets = _connections()
+        self._sending = {process: threading.Lock() for process in self._sockets}
+        for process, connection in self._sockets.items():
+            threading.Thread(target=self._read, args=(process, connection), daemon=True).start()
+
+    def send(self, key: Key, x: np.ndarray) -> None:
+        """Returns when all of `x` is on its way. If the other side is gone, who waits for it is told."""
+        process = self._owner_D[key.target]
+        content = _bytes_of(x)
+        if process == jax.process_index():
+            target = self._target(key, content.size)
+            target[:] = content
+            self._put(key, target)
+            return
+        try:
+            with self._sending[process]:
+                self._sockets[process].sendall(_HEADER.pack(*key, content.nbytes))
+                self._sockets[process].sendall(content.data)
+        except OSError as error:
+            self._lose(process, error)
+
+    def expect(self, key: Key, out: np.ndarray) -> None:
+        """Let the array of this key go straight to `out`, which is contiguous and of its shape and dtype."""
+        with self._changed:
+            self._awaited[key] = _bytes_of(out)
+
+    def receive(self, key: Key) -> None:
+        """Wait until the expected array of this key has come. Raises ConnectionError if a process is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._arrived or self._gone)
+            if key not in self._arrived:
+                raise ConnectionError(self._gone)
+            content = self._arrived.pop(key)
+            target = self._awaited.pop(key, content)
+        if target is not content:  # it came before it was expected
+            target[:] = content
+
+    def _target(self, key: Key, size: int) -> np.ndarray:
+        with self._changed:
+            if key in self._awaited:
+                return self._awaited.pop(key)
+        return np.empty(size, np.uint8)
+
+    def _put(self, key: Key, content: np.ndarray) -> None:
+        with self._changed:
+            self._arrived[key] = content
+            self._changed.notify_all()
+
+    def _read(self, process: int, connection: socket.socket) -> None:
+        try:
+            while True:
+                *parts, size = _HEADER.unpack(_exactly(connection, np.empty(_HEADER.size, np.uint8)).tobytes())
+                key = Key(*parts)
+                self._put(key, _exactly(connection, self._target(key, size)))
+        except OSError as error:
+            self._lose(process, error)
+
+    def _lose(self, process: int, error: OSError) -> None:
+        with self._changed:
+            self._gone = f"process {process} is gone: {error}"
+            self._changed.notify_all()
+
+
+def _connections() -> dict[int, socket.socket]:
+    """One to every other process: to each lower one from here, from each higher one to here."""
+    own, count = jax.process_index(), jax.process_count()
+    if count == 1:
+        return {}
+    address = socket.gethostbyname(socket.gethostname())
+    secret = secrets.randbits(62)
+    with socket.create_server((address, 0), backlog=count) as server:
+        card = [*socket.inet_aton(address), server.getsockname()[1], *_words(secret)]
+        cards = multihost_utils.process_allgather(np.array(card, np.int32))
+        connections = {}
+        for process in range(own):
+            *ip, port, low, high = map(int, cards[process])
+            connection = socket.create_connection((socket.inet_ntoa(bytes(ip)), port))
+            connection.sendall(_HELLO.pack(own, _number(low, high)))
+            connections[process] = connection
+        while len(connections) < count - 1:
+            connection, _ = server.accept()
+            process, given = _HELLO.unpack(_exactly(connection, np.empty(_HELLO.size, np.uint8)).tobytes())
+            if given == secret:
+                connections[process] = connection
+            else:
+                connection.close()
+    for connection in connections.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT
+        )  # what is sent is on its way, not in a queue
+    return connections
+
+
+def _words(number: int) -> tuple[int, int]:
+    return number & 0x7FFFFFFF, number >> 31
+
+
+def _number(low: int, high: int) -> int:
+    return high << 31 | low
+
+
+def _exactly(connection: socket.socket, content: np.ndarray) -> np.ndarray:
+    """Fills bytes. Raises ConnectionError if the other side ends before."""
+    view = content.data
+    while view:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), _WAKE))
+        count = connection.recv_into(view, flags=socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("it closed the connection")
+        view = view[count:]
+    return content
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1).view(np.uint8)

@@ -1,0 +1,20 @@
+"""Beside the program, on a CPU cluster: see `parallel.background`."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Num
+
+from moe_jax.parallel import background
+from moe_jax.parallel.mesh import Axis
+
+
+def start(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+    """Sum `x_n` over all ranks of `axes`. Returns the result's shape and dtype, and a ticket."""
+    return jax.ShapeDtypeStruct(x_n.shape, x_n.dtype), background.start(x_n, "sum", axes)
+
+
+def finish(under_way: tuple[Any, ...]) -> Num[Array, " n"]:
+    """The sum, on each rank."""
+    shape, ticket = under_way
+    return background.finish(ticket, shape)

@@ -1,0 +1,81 @@
+"""Collectives in the background: many at a time in any order, and what becomes of them when a process ends."""
+
+import socket
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.errors import ConfigError
+from moe_jax.models.transformer import exchange_of
+from moe_jax.parallel import background, post
+from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.post import Key, Post
+from moe_jax.parallel.sharding import BATCH_SPEC
+from tests.parallel.per_device import on_mesh
+from tests.small import small_config
+
+
+def test_collectives_under_way_together_do_not_mix():
+    """Same kind, shape and group; finished in another order than started; then once more in a loop."""
+
+    def body(x):
+        def both(x, _):
+            tickets = [background.start(x * factor, "exchange", (Axis.EXPERT,)) for factor in (1, 10, 100)]
+            tickets.append(background.start(x, "sum", BATCH_AXES))
+            results = [background.finish(ticket, jax.ShapeDtypeStruct(x.shape, x.dtype)) for ticket in tickets[::-1]]
+            return x + 1, jnp.stack(results)
+
+        return jax.lax.scan(both, x[0], jnp.arange(3))[1][None]
+
+    x = np.arange(32, dtype=np.int32).reshape(8, 4)
+    found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x)
+    for turn in range(3):
+        now = x + turn
+        exchanged = now.reshape(2, 4, 4).swapaxes(1, 2).reshape(8, 4)
+        total = np.broadcast_to(now.sum(axis=0), (8, 4))
+        np.testing.assert_array_equal(found[:, turn, 0], total)
+        for place, factor in ((1, 100), (2, 10), (3, 1)):
+            np.testing.assert_array_equal(found[:, turn, place], factor * exchanged)
+
+
+def test_what_comes_before_it_is_expected_is_kept():
+    box = Post((0,))
+    box.send(Key(0, 0, 7, 1), np.arange(5))
+    box.send(Key(0, 0, 7, 0), np.arange(5) + 10)
+    for number, first in ((0, 10), (1, 0)):
+        out = np.empty(5, int)
+        box.expect(Key(0, 0, 7, number), out)
+        box.receive(Key(0, 0, 7, number))
+        np.testing.assert_array_equal(out, first + np.arange(5))
+
+
+def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(post, "_connections", lambda: {1: ours})
+    box = Post((0, 1))
+    told = []
+
+    def wait():
+        try:
+            box.receive(Key(1, 0, 0, 0))
+        except ConnectionError as error:
+            told.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    theirs.close()
+    waiting.join(timeout=30)
+    assert told == ["process 1 is gone: it closed the connection"]
+    box.send(Key(0, 1, 0, 0), np.zeros(2**20))  # who sends is not held up
+    ours.close()
+
+
+@pytest.mark.parametrize("name", ["algorithm", "reduction"])
+def test_other_devices_have_collectives_of_their_own(name):
+    config = small_config(2, 4, exchange={name: "background"})
+    assert exchange_of(config, "cpu")
+    with pytest.raises(ConfigError, match=f"exchange.{name}=background is for CPUs, and these devices are tpu"):
+        exchange_of(config, "tpu")
