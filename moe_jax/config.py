@@ -24,6 +24,7 @@ class MoE:
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
     order: Literal["sort", "einsum"] = "sort"  # how tokens reach their slots: scatter, or GShard's one-hot product
+    slot_priority: Literal["position", "score"] = "position"  # whose tokens an expert with few slots takes first
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts
     load_balance_weight: float = 0.01
@@ -187,6 +188,7 @@ class Config:
         _check_model(self.model)
         _check_mesh(self)
         _check_schedule(self.schedule)
+        _check_whole_batch(self)
         _check_exchange(self)
         _check_training(self)
 
@@ -381,6 +383,24 @@ def _check_schedule(settings: Schedule) -> None:
         raise ConfigError(
             f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
             "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+        )
+
+
+def _check_whole_batch(config: Config) -> None:
+    """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
+    moe, settings = config.model.moe, config.schedule
+    if moe.slot_priority != "score":
+        return
+    if settings.policy == "unified" and settings.microbatches > 1:
+        raise ConfigError(
+            f"model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches="
+            f"{settings.microbatches} cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind "
+            "the gate, or model.moe.slot_priority=position"
+        )
+    if not moe.sends_capacity_rows:
+        raise ConfigError(
+            "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+            "set them, or model.moe.slot_priority=position"
         )
 
 

@@ -49,7 +49,7 @@ def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, 
     seconds: dict[str, list[float]] = found["seconds"]
     compute, transfer = seconds[f"{COMPUTE}: vanilla"], seconds[COMMUNICATION]
     bound = [max(pair) for pair in zip(compute, transfer, strict=True)]
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, settings in variants.items():
         own = seconds[name]
         rows[name] = {

@@ -230,6 +230,18 @@ SCHEDULE = [
         "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4",
     ),
     (
+        "a batch cut before its tokens are compared",
+        "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score",
+        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
+        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position",
+    ),
+    (
+        "tokens in the order of their scores without slots",
+        "model.moe.slot_priority=score model.moe.capacity_factor=null",
+        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or model.moe.slot_priority=position",
+    ),
+    (
         "a batch that does not divide into microbatches",
         "schedule.policy=unified schedule.microbatches=2",
         "train.batch_size=8 is not divisible by train.grad_accumulation=1 × 8 devices (data × expert) "

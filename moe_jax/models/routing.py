@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice
 
 
 def capacity(moe: MoE, tokens: int) -> int:
@@ -36,6 +37,13 @@ def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> I
     start_E = jnp.cumsum(count_E) - count_E
     rank_in_order = jnp.arange(flat.size, dtype=jnp.int32) - start_E[flat[order]]
     return jnp.zeros_like(flat).at[order].set(rank_in_order, unique_indices=True).reshape(expert_Tk.shape)
+
+
+def rank_by_score(choice: Choice, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
+    """The same in the order of the tokens' highest probabilities (after V-MoE, Riquelme et al. 2021, section 4)."""
+    token_T = jnp.argsort(-choice.prob_TE.max(axis=-1), stable=True)
+    rank_Tk = rank_in_expert(choice.expert_Tk[token_T], count_E)
+    return jnp.zeros_like(rank_Tk).at[token_T].set(rank_Tk, unique_indices=True)
 
 
 class Rows(NamedTuple):

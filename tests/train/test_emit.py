@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"every": 1, "num_shared_experts": 1, "model": ONE_BLOCK | {"tie_embeddings": True, "activation": "gelu"}},
     "dense-between": {"every": 2, "gate": "sigmoid", "top_k": 3, "model": {"num_layers": 4, "qk_norm": True}},
     "dense": {"num_experts": 0},
+    "by-score": {"every": 1, "slot_priority": "score", "capacity_factor": 0.8, "model": ONE_BLOCK},
 }
 
 # Sums of 0.0005 and 0.002 MB are 125 and 500 elements; the model's matrices have 256 and more.
@@ -86,6 +87,7 @@ CASES += [
         ("unified", 2, (2, 4), "dense-between"),
         ("unified", 2, (8, 1), "dense"),
         ("expert_pipeline", 8, (2, 4), "tied"),  # more parts than slots: some are empty
+        ("expert_pipeline", 2, (2, 4), "by-score"),
     ]
 ]
 

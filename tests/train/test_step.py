@@ -32,11 +32,12 @@ def test_loss_and_gradients_equal_the_reference(capacity_factor, top_k, shared):
         ({"activation": "gelu", "tie_embeddings": True, "qk_norm": True}, {"gate": "sigmoid"}),
         ({"num_layers": 5}, {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 2}),
         ({"num_layers": 3, "head_dim": 6}, {"every": 1, "normalize_weights": False, "routed_scale": 2.5}),
+        ({}, {"slot_priority": "score", "capacity_factor": 0.7}),
         ({}, {"order": "einsum"}),
         ({}, {"order": "einsum", "capacity_factor": None}),
         ({}, {"num_experts": 0}),
     ],
-    ids=["gelu-tied-qknorm-sigmoid", "uneven-segments", "all-moe", "one-hot", "one-hot-dropless", "dense"],
+    ids=["gelu-tied-qknorm-sigmoid", "uneven-segments", "all-moe", "by-score", "one-hot", "one-hot-dropless", "dense"],
 )
 def test_model_variants_equal_the_reference(model, moe):
     expert = 1 if moe.get("num_experts") == 0 else 4

@@ -1,0 +1,66 @@
+"""What does scheduling cost where there is nothing to hide? python profiling/overhead.py [ROUNDS]
+
+Steps of the plain program and of `policy=unified` with one microbatch, in turn, on two simulated devices: the same
+tasks, but issued one by one from explicit pullbacks. About three minutes.
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from results_file import write_result
+
+from moe_jax.config_files import load_config
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.train.processes import Processes, initialize
+from moe_jax.train.step import Trainer, make_trainer
+
+CONFIG = "configs/bench/box.yaml"
+VARIANTS = {
+    "plain": ["exchange.algorithm=flat"],
+    "unified_1": ["exchange.algorithm=flat", "schedule.policy=unified", "schedule.microbatches=1"],
+}
+
+
+def seconds(trainer: Trainer, state: Any, batch: jax.Array) -> tuple[float, Any]:
+    """Of one step, and the state behind it."""
+    start = time.perf_counter()
+    state = jax.block_until_ready(trainer.step(state, batch))[0]
+    return time.perf_counter() - start, state
+
+
+def main() -> None:
+    """Measure and write results/overhead.json."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    initialize(Processes(mode="off"), 2)
+    configs = {name: load_config(CONFIG, settings) for name, settings in VARIANTS.items()}
+    config = configs["plain"]
+    mesh = make_mesh(config.mesh)
+    trainers = {name: make_trainer(each, mesh) for name, each in configs.items()}
+    tokens = np.random.default_rng(0).integers(
+        config.model.vocab_size, size=(config.train.batch_size, config.data.seq_len + 1), dtype=np.int32
+    )
+    batch = jax.device_put(tokens, NamedSharding(mesh, BATCH_SPEC))
+    state = trainers["plain"].init()
+    ratios = []
+    for turn in range(rounds + 2):
+        found = {}
+        order = list(trainers) if turn % 2 else list(reversed(trainers))  # what runs second may find warmer caches
+        for name in order:
+            found[name], state = seconds(trainers[name], state, batch)
+        if turn >= 2:  # the first compile
+            ratios.append(found["unified_1"] / found["plain"])
+    low, median, high = statistics.quantiles(ratios, method="inclusive")
+    values = {"median": median, "first_quartile": low, "third_quartile": high}
+    write_result(
+        "overhead", {"rounds": rounds, "unified_1_over_plain": {k: float(f"{v:.4g}") for k, v in values.items()}}
+    )
+
+
+if __name__ == "__main__":
+    main()
