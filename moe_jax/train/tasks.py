@@ -196,12 +196,18 @@ class Tasks:
             if rest:
                 self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
                 self.d_rest[block, p] = rest[0], first.shape[1]
-                if not split:
-                    self._add_overflow(block, p)
+        if not split:
+            self._add_overflow(block)
 
-    def _add_overflow(self, block: int, p: int) -> None:
-        """Let the rows that found no room in their lane count in the experts' gradients."""
-        if (block, p) in self.d_rest:
+    def _add_overflow(self, block: int) -> None:
+        """Let the rows that found no room in their lanes count in the experts' gradients, as soon as these are whole.
+
+        Before, they would be in the way of adding up the pieces in one operation.
+        """
+        pieces = [p for p in range(self.facts.num_pieces) if (block, p) in self.d_rest]
+        if len(pieces) < self.facts.num_pieces or any(("expert", block, p) in self.waiting for p in pieces):
+            return
+        for p in pieces:
             overflow, so_far = self.overflows.pop((block, p)), self.grads["expert", block]
             self.grads["expert", block] = overflow.add_weights(so_far, *self.d_rest.pop((block, p)))
 
@@ -237,8 +243,8 @@ class Tasks:
             gradient = self.waiting.pop((action.op, action.block, part)).weights(self.in_turn)
             self.computed = jax.tree.leaves(gradient)[0]
             self._add((action.op, action.block), gradient)
-            if action.op == "expert":
-                self._add_overflow(action.block, part)
+        if action.op == "expert":
+            self._add_overflow(action.block)
 
     # collectives
 
