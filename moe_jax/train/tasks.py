@@ -119,7 +119,8 @@ class Tasks:
         """What earlier microbatches leave of the slots."""
         nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
-        return Room(self.facts.slots, used, self.facts.microbatches)
+        # in turn: a compiler that computes two microbatches' sizes in one operation lets the first wait for the second
+        return Room(self.facts.slots, self.in_turn(used) if r else used, self.facts.microbatches)
 
     def _experts(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -289,7 +290,7 @@ class Tasks:
                 rows, count_E = self.flow[p]
                 room = Room(facts.slots, count_E, facts.microbatches)
                 widths = irregular.lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
-                inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
+                inputs = self.in_order(rows), ragged.gather_sizes(self.in_order(count_E), Axis.EXPERT)
                 function = partial(_to_lanes, widths=widths, platform=platform)
             else:
                 lanes = self.flow[p]
