@@ -97,6 +97,7 @@ class Schedule:
     chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
     device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
     link_gb_per_s: float | None = None  # null: typical of the platform
+    network_gb_per_s: float | None = None  # the same beyond a node of GPUs
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
 
@@ -242,8 +243,9 @@ _POSITIVE = (
     "schedule.chunk_mb",
     "schedule.device_tflops",
     "schedule.link_gb_per_s",
+    "schedule.network_gb_per_s",
 )
-_MAY_BE_NULL = ("model.moe.capacity_factor", "optimizer.clip_norm", *_POSITIVE[-3:])
+_MAY_BE_NULL = ("model.moe.capacity_factor", "optimizer.clip_norm", *_POSITIVE[-4:])
 # Numbers that must lie in [0, 1).
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 

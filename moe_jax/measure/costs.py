@@ -27,6 +27,7 @@ _FREE = {
     *("opt-barrier", "add-dependency", "domain", "infeed", "outfeed"),
 }
 _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
+_ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 
 
@@ -47,6 +48,8 @@ def compute_seconds(instruction: Instruction, program: Program, target: Target) 
     """Of one instruction that is no collective."""
     if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
         return 0.0
+    if _ALLOCATION in instruction.attributes:  # memory that nobody fills
+        return 0.0
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz:
         return cycles / target.clock_hz
@@ -56,7 +59,7 @@ def compute_seconds(instruction: Instruction, program: Program, target: Target) 
 
 def sent_bytes(collective: Instruction, program: Program, num_devices: int) -> float:
     """Bytes that leave a device; of an overflow path none, as it runs with no rows while nothing overflows."""
-    if _only_overflows(collective, program):
+    if only_overflows(collective, program):
         return 0.0
     size = _group(collective, num_devices).size
     operands = program.operand_bytes(collective)
@@ -64,15 +67,16 @@ def sent_bytes(collective: Instruction, program: Program, num_devices: int) -> f
     if kind in ("collective-permute", "collective-broadcast"):
         return sum(operands)
     if kind == "ragged-all-to-all":
-        operands = operands[:1]
+        operands = [min(operands[:2])]  # no more rows than there are, and than there is room for
     factor = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1.0}.get(kind, (size - 1) / size)
     return sum(operands) * factor
 
 
-def _only_overflows(collective: Instruction, program: Program) -> bool:
-    name = collective.op_name
-    if not name and collective.opcode.startswith("ragged-all-to-all"):
-        name = program.by_name[collective.operands[1]].op_name  # of the buffer, if it is not another exchange's result
+def only_overflows(instruction: Instruction, program: Program) -> bool:
+    """Whether an instruction is there for tokens that overflow, which are taken to be none."""
+    name = instruction.op_name
+    if not name and instruction.opcode.startswith("ragged-all-to-all"):
+        name = program.by_name[instruction.operands[1]].op_name  # of the buffer, if it is not another exchange's result
     return "overflow" in name
 
 

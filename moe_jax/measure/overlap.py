@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from moe_jax.measure.costs import collective_of, collective_seconds, compute_seconds, matrix_products, sent_bytes
+from moe_jax.measure.costs import (
+    collective_of,
+    collective_seconds,
+    compute_seconds,
+    matrix_products,
+    only_overflows,
+    sent_bytes,
+)
 from moe_jax.measure.hlo import Instruction, Program
 from moe_jax.measure.targets import Target
 
@@ -123,6 +130,8 @@ def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
 
 
 def _loop(walk: _Walk, line: Instruction) -> None:
+    if only_overflows(line, walk.program):
+        return
     turns = walk.program.trip_count(line)
     if turns is None:
         walk.unknown_loops.append(line.name)

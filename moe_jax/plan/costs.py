@@ -11,26 +11,47 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches in matrix products, and what leaves it through its link."""
+    """What a device reaches in matrix products, and what leaves it in exchanges and in sums over devices."""
+
+    flops_per_s: float
+    exchange: Linear
+    reduce: Linear
+
+
+@dataclass(frozen=True)
+class _Typical:
+    """A platform: its devices, their links, and the network between nodes of so many devices (None: no nodes)."""
 
     flops_per_s: float
     link: Linear
+    network: Linear
+    node_devices: int | None
 
 
-# Half of the peak rates of TPU v5p and H100, and one link of each; a CPU core behind a local network.
-RATES = {
-    "tpu": Rates(230e12, Linear(5e-6, 1 / 300e9)),
-    "gpu": Rates(500e12, Linear(10e-6, 1 / 200e9)),
-    "cpu": Rates(50e9, Linear(2e-4, 1 / 1e9)),
+# Half of the peak rates of TPU v5p and H100, one link of each, and an adapter of 400 Gbit/s for each H100; a CPU core
+# behind a local network.
+_TYPICAL = {
+    "tpu": _Typical(230e12, Linear(5e-6, 1 / 300e9), Linear(5e-6, 1 / 300e9), None),
+    "gpu": _Typical(500e12, Linear(10e-6, 1 / 200e9), Linear(10e-6, 1 / 50e9), 8),
+    "cpu": _Typical(50e9, Linear(2e-4, 1 / 1e9), Linear(2e-4, 1 / 1e9), None),
 }
 
 
-def rates_of(config: Config, platform: str) -> Rates:
-    """The platform's rates, or those that a config gives."""
-    known, settings = RATES[platform], config.schedule
+def rates_of(config: Config, platform: str, expert_ranks: int, num_devices: int) -> Rates:
+    """The platform's rates, or those that a config gives. The ranks of an expert group are neighbours."""
+    typical, settings = _TYPICAL[platform], config.schedule
+
+    def link(devices: int) -> Linear:
+        """Between so many neighbours."""
+        beyond = typical.node_devices is not None and devices > typical.node_devices
+        known = typical.network if beyond else typical.link
+        given = settings.network_gb_per_s if beyond else settings.link_gb_per_s
+        return known if given is None else Linear(known.alpha_s, 1e-9 / given)
+
     return Rates(
-        known.flops_per_s if settings.device_tflops is None else settings.device_tflops * 1e12,
-        known.link if settings.link_gb_per_s is None else Linear(known.link.alpha_s, 1e-9 / settings.link_gb_per_s),
+        typical.flops_per_s if settings.device_tflops is None else settings.device_tflops * 1e12,
+        exchange=link(expert_ranks),
+        reduce=link(num_devices),
     )
 
 
@@ -56,7 +77,7 @@ def task_times(
         )
 
     moved = rows * model.d_model * _ITEM_BYTES[config.train.compute_dtype] * (expert_ranks - 1) / expert_ranks
-    exchange = Transfer(link=rates.link, num_bytes=moved)
+    exchange = Transfer(link=rates.exchange, num_bytes=moved)
     return TaskTimes(
         compute={
             "embed": Compute(rate=matmul, forward_flops=0.0, backward_flops=0.0),
@@ -66,7 +87,7 @@ def task_times(
             "head": compute(head),
         },
         transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
-        reduce=rates.link,
+        reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),
     )
 

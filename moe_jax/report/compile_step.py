@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 
 from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
+from moe_jax.measure.hlo import parse
+from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, find_target, target_devices
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -73,7 +75,12 @@ def _compile(trainer: Trainer, batch: Any, target: Target, options: dict[str, Va
     platform = {"gpu": "cuda"}.get(target.platform, target.platform)
     lowered = trainer.step.trace(trainer.state_shapes, batch).lower(lowering_platforms=(platform,))
     try:
-        return lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options=options)
+        if target.platform != "gpu" or trainer.schedule is None:
+            return compiled
+        # again, by the times of what came out
+        profile = estimated_profile(parse(compiled.as_text()), target, trainer.mesh.size)
+        return lowered.compile(compiler_options={**options, "fdo_profile": profile.encode()})
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         cure = "use a smaller train.batch_size" if "RESOURCE_EXHAUSTED" in reason else "change the step or its options"

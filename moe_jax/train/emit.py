@@ -85,7 +85,8 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     platform = Computation.of(config, mesh).platform
     tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
-    times = task_times(config, tokens, mesh.shape[Axis.EXPERT], sent, rates_of(config, platform))
+    expert_ranks = mesh.shape[Axis.EXPERT]
+    times = task_times(config, tokens, expert_ranks, sent, rates_of(config, platform, expert_ranks, mesh.size))
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)

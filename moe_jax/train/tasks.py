@@ -119,7 +119,8 @@ class Tasks:
         """What earlier microbatches leave of the slots."""
         nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
-        return Room(self.facts.slots, used, self.facts.microbatches)
+        # in turn: a compiler that computes two microbatches' sizes in one operation lets the first wait for the second
+        return Room(self.facts.slots, self.in_turn(used) if r else used, self.facts.microbatches)
 
     def _experts(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -196,12 +197,18 @@ class Tasks:
             if rest:
                 self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
                 self.d_rest[block, p] = rest[0], first.shape[1]
-                if not split:
-                    self._add_overflow(block, p)
+        if not split:
+            self._add_overflow(block)
 
-    def _add_overflow(self, block: int, p: int) -> None:
-        """Let the rows that found no room in their lane count in the experts' gradients."""
-        if (block, p) in self.d_rest:
+    def _add_overflow(self, block: int) -> None:
+        """Let the rows that found no room in their lanes count in the experts' gradients, as soon as these are whole.
+
+        Before, they would be in the way of adding up the pieces in one operation.
+        """
+        pieces = [p for p in range(self.facts.num_pieces) if (block, p) in self.d_rest]
+        if len(pieces) < self.facts.num_pieces or any(("expert", block, p) in self.waiting for p in pieces):
+            return
+        for p in pieces:
             overflow, so_far = self.overflows.pop((block, p)), self.grads["expert", block]
             self.grads["expert", block] = overflow.add_weights(so_far, *self.d_rest.pop((block, p)))
 
@@ -237,8 +244,8 @@ class Tasks:
             gradient = self.waiting.pop((action.op, action.block, part)).weights(self.in_turn)
             self.computed = jax.tree.leaves(gradient)[0]
             self._add((action.op, action.block), gradient)
-            if action.op == "expert":
-                self._add_overflow(action.block, part)
+        if action.op == "expert":
+            self._add_overflow(action.block)
 
     # collectives
 
@@ -284,7 +291,7 @@ class Tasks:
                 rows, count_E = self.flow[p]
                 room = Room(facts.slots, count_E, facts.microbatches)
                 widths = irregular.lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
-                inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
+                inputs = self.in_order(rows), ragged.gather_sizes(self.in_order(count_E), Axis.EXPERT)
                 function = partial(_to_lanes, widths=widths, platform=platform)
             else:
                 lanes = self.flow[p]

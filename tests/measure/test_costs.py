@@ -60,6 +60,20 @@ def test_groups_within_a_node_use_its_links_others_the_network(groups: str, netw
     assert seconds == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8) * (10e-6 if network else 1e-6))
 
 
+def test_an_irregular_exchange_sends_no_more_rows_than_its_target_takes() -> None:
+    toy = program(
+        """%x = u8[80] parameter(0)
+        %out = u8[40] parameter(1)
+        %c = u8[40] ragged-all-to-all(%x, %out, %x, %x, %x, %x), replica_groups={{0,1}}"""
+    )
+    assert sent_bytes(toy.by_name["c"], toy, 2) == 20
+
+
+def test_memory_that_nobody_fills_costs_nothing() -> None:
+    toy = program('%x = u8[80] custom-call(), custom_call_target="AllocateBuffer"')
+    assert compute_seconds(toy.by_name["x"], toy, TOY) == 0
+
+
 def test_a_group_of_one_device_costs_nothing() -> None:
     toy = program("%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={{0},{1}}")
     assert collective_seconds(toy.by_name["c"], toy, TOY, 2) == 0

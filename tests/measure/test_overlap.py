@@ -105,6 +105,13 @@ def test_the_cheaper_branch_runs() -> None:
     assert us(result.step_s) == [2]
 
 
+def test_a_loop_for_rows_that_overflow_takes_no_turn() -> None:
+    line, others = loop(1, work("b", 6))
+    result = run(line + ', metadata={op_name="step/W.expert.0.0/overflow/while"}', work("after", 1), others=others)
+    assert us(result.step_s) == [1]
+    assert result.unknown_loops == ()
+
+
 @pytest.mark.parametrize(("name", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
 def test_on_real_programs_time_is_neither_lost_nor_double(name: str, target: str) -> None:
     result = replay(saved(name), find_target(target), 8)

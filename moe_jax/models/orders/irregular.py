@@ -18,7 +18,7 @@ from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Room, Ticket
-from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, filled, row_shape
+from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, filled, overflows, row_shape
 from moe_jax.parallel.mesh import Axis
 
 _TILE = 8  # rows that hardware handles at once
@@ -73,8 +73,9 @@ class Overflow(NamedTuple):
     @classmethod
     def of(cls, params: Any, lanes: Lanes) -> "Overflow":
         """Of a rank's lanes."""
-        # of any rank: all take the same way
-        happened = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]
+        happened = overflows(lanes.count_PE, lanes.main_LbD.shape[1])
+        # as the product on the lanes has them: a branch would get copies of its own
+        params = jax.tree.map(lambda w: w.astype(lanes.rest_R.dtype), params)
         return cls(params, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
 
     def forward(self, main: int) -> jax.Array:
@@ -88,10 +89,12 @@ class Overflow(NamedTuple):
     def add_weights(self, gradient: Any, d_out: jax.Array, main: int) -> Any:
         """Gradients of the experts' weights with these rows' part."""
         with jax.named_scope("overflow"):
-            return jax.lax.cond(
-                self.happened,
-                lambda: jax.tree.map(jnp.add, gradient, self._pull(d_out, main)[0]),
-                lambda: gradient,
+            # a loop of no or one turn changes the gradients in place, where a branch would copy them
+            return jax.lax.fori_loop(
+                0,
+                self.happened.astype(jnp.int32),
+                lambda _, gradient: jax.tree.map(jnp.add, gradient, self._pull(d_out, main)[0]),
+                gradient,
             )
 
     def _if(self, full: Callable[[], jax.Array]) -> jax.Array:

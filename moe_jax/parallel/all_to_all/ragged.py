@@ -7,11 +7,12 @@ more in `rest`.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.parallel.mesh import Axis
 
@@ -47,6 +48,11 @@ def filled(count_PE: Int[Array, "P E"], axis: Axis) -> Int[Array, " L"]:
     return own_PL.sum(axis=0)
 
 
+def overflows(count_PE: Int[Array, "P E"], main: int) -> Bool[Array, ""]:
+    """Whether any expert of any rank gets more rows than find room in its lane: the same on all ranks of the axis."""
+    return count_PE.sum(axis=0).max() > main
+
+
 def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
     """How many rows each rank sends to each expert, known to all."""
     return jax.lax.all_gather(count_E, axis)
@@ -60,7 +66,6 @@ def to_lanes(
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
     lanes = []
-    # `rest` first: it is nearly always empty, and what comes next waits for the exchange before it
     for low, width in ((widths.main, widths.rest), (0, widths.main)):
         skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
         lane_E = jnp.tile(jnp.arange(held, dtype=jnp.int32) * width, count_PE.shape[0])
@@ -70,8 +75,9 @@ def to_lanes(
             target=lane_E + (place_PE + skip_PE)[me] - low,
             received=_of_rank(size_PE, me),
         )
-        with jax.named_scope("overflow" if low else "rows"):
-            lanes.append(_move(rows_S, held * width, None, slices, axis, platform))
+        move = functools.partial(_move, rows_S, held * width, None, slices, axis, platform)
+        with jax.named_scope("rows"):
+            lanes.append(_rarely(overflows(count_PE, low), move) if low else move())
     rest, main = lanes
     return main.reshape(held, widths.main, math.prod(rows_S.shape[1:])), rest
 
@@ -101,8 +107,9 @@ def from_lanes(
             target=_of_rank(own_PE + skip_PE, me),
             received=size_PE[me],
         )
-        with jax.named_scope("overflow" if low else "rows"):
-            rows_S = _move(lanes_R, num_rows, rows_S, slices, axis, platform)
+        move = functools.partial(_move, lanes_R, num_rows, rows_S, slices, axis, platform)
+        with jax.named_scope("rows"):
+            rows_S = _rarely(overflows(count_PE, low), move) if low else move()
     assert rows_S is not None
     return rows_S
 
@@ -150,6 +157,17 @@ def _of_rank(x_PE: jax.Array, rank: jax.Array) -> jax.Array:
     """The columns of a rank's experts, source by source [P · L]."""
     ranks = len(x_PE)
     return jax.lax.dynamic_index_in_dim(x_PE.reshape(ranks, ranks, -1), rank, axis=1, keepdims=False).ravel()
+
+
+def _rarely(happened: jax.Array, move: Callable[[], jax.Array]) -> jax.Array:
+    """`move()` if it has anything to do: a collective that moves no rows still costs its start-up. Else anything."""
+    shape = jax.eval_shape(move)
+
+    def overflow() -> jax.Array:
+        with jax.named_scope("overflow"):
+            return move()
+
+    return jax.lax.cond(happened, overflow, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
 
 class _Slices(NamedTuple):

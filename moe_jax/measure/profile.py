@@ -1,0 +1,40 @@
+"""Estimated times of a program's instructions, for XLA:GPU's scheduler to compile it again by (its fdo_profile).
+
+By itself the scheduler takes all fusions to be equally long, and five of any size to hide any collective. With
+JAX_ENABLE_PGLE=true jax measures the times instead, which needs the hardware.
+"""
+
+import re
+
+from moe_jax.measure.costs import collective_of, collective_seconds, compute_seconds
+from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.measure.targets import Target
+from moe_jax.measure.tasks import action_of
+
+_NAME = re.compile(r'scheduling_name="([^"]*)"')
+
+
+def estimated_profile(program: Program, target: Target, num_devices: int) -> str:
+    """A ProfiledInstructionsProto as text: microseconds of each instruction, under the name it is scheduled by.
+
+    Compute that belongs to no task of a schedule counts for nothing: it hides collectives wherever it stands, so it
+    should not take the place of a task beside one.
+    """
+    fused = {name for line in program.by_name.values() if line.opcode == "fusion" for name in line.called}
+    lines = [line for name, lines in program.computations.items() if name not in fused for line in lines]
+    times = ((_scheduled_name(line), 1e6 * _seconds(line, program, target, num_devices)) for line in lines)
+    return "".join(f'costs {{ name: "{name}" cost_us: {us:.3f} }}\n' for name, us in times)
+
+
+def _scheduled_name(line: Instruction) -> str:
+    """Later passes may rename it."""
+    found = _NAME.search(line.attributes)
+    return found[1] if found else line.name
+
+
+def _seconds(line: Instruction, program: Program, target: Target, num_devices: int) -> float:
+    if line.opcode in ("while", "conditional", "call") or line.opcode.endswith(("-done", "-update")):
+        return 0.0
+    if (collective := collective_of(line, program)) is not None:
+        return collective_seconds(collective, program, target, num_devices)
+    return compute_seconds(line, program, target) if action_of(program.op_name(line)) else 0.0
