@@ -135,10 +135,10 @@ class Tasks:
 
     def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
-        overflow = self.overflows[block, p] = irregular.Overflow.of(weights, lanes)
+        overflow = self.overflows[block, p] = irregular.Overflow.of(lanes)
         function = self._remat(partial(_run_lanes, filled=overflow.filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
-        return lanes._replace(main_LbD=main, rest_R=overflow.forward(main.shape[1]))
+        return lanes._replace(main_LbD=main, rest_R=overflow.forward(weights, main.shape[1]))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -194,7 +194,9 @@ class Tasks:
             self.dflow[p] = self._pull("expert", block, p, [first])
             self._computed(self.dflow[p][0])
             if rest:
-                self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
+                self.dflow[p].append(
+                    self.overflows[block, p].backward(self.blocks[block]["moe"]["experts"], rest[0], first.shape[1])
+                )
                 self.d_rest[block, p] = rest[0], first.shape[1]
                 if not split:
                     self._add_overflow(block, p)
@@ -203,7 +205,9 @@ class Tasks:
         """Let the rows that found no room in their lane count in the experts' gradients."""
         if (block, p) in self.d_rest:
             overflow, so_far = self.overflows.pop((block, p)), self.grads["expert", block]
-            self.grads["expert", block] = overflow.add_weights(so_far, *self.d_rest.pop((block, p)))
+            self.grads["expert", block] = overflow.add_weights(
+                so_far, self.blocks[block]["moe"]["experts"], *self.d_rest.pop((block, p))
+            )
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block

@@ -63,58 +63,85 @@ def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, "
 
 
 class Overflow(NamedTuple):
-    """Rows that found no room in their expert's lane: a second product, if there are any. `main`: rows of a lane."""
+    """Rows that found no room in their expert's lane, with products of their own. `main`: rows of a lane.
 
-    params: Any
+    A loop over experts, of no turn if nothing overflows: its buffers are those of one expert, what it changes it
+    changes in place, and what it reads is not copied. None of that holds for a branch.
+    """
+
     rest_R: Float[Array, "R ..."]
     filled_L: Int[Array, " L"]
     happened: Bool[Array, ""]
 
     @classmethod
-    def of(cls, params: Any, lanes: Lanes) -> "Overflow":
+    def of(cls, lanes: Lanes) -> "Overflow":
         """Of a rank's lanes."""
         # of any rank: all take the same way
         happened = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]
-        return cls(params, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
+        return cls(lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
 
-    def forward(self, main: int) -> jax.Array:
+    def forward(self, params: Any, main: int) -> jax.Array:
         """What the experts make of these rows."""
-        return self._if(lambda: _product(self.params, self._lanes(self.rest_R, main)))
 
-    def backward(self, d_out: jax.Array, main: int) -> jax.Array:
+        def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
+            return self._put(out_R, expert, mlp(self._of(params, expert), self._lane(self.rest_R, expert, main)))
+
+        return self._each_expert(turn, self._nothing())
+
+    def backward(self, params: Any, d_out: jax.Array, main: int) -> jax.Array:
         """The rows' gradient."""
-        return self._if(lambda: self._pull(d_out, main)[1])
 
-    def add_weights(self, gradient: Any, d_out: jax.Array, main: int) -> Any:
-        """Gradients of the experts' weights with these rows' part."""
+        def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
+            return self._put(d_rest_R, expert, self._pull(params, expert, d_out, main)[1])
+
+        return self._each_expert(turn, self._nothing())
+
+    def add_weights(self, gradient: Any, params: Any, d_out: jax.Array, main: int) -> Any:
+        """Gradients of the experts' weights [L, …] with these rows' part."""
+
+        def turn(expert: jax.Array, gradient: Any) -> Any:
+            new = self._pull(params, expert, d_out, main)[0]
+            return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
+
+        return self._each_expert(turn, gradient)
+
+    def _each_expert(self, turn: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         with jax.named_scope("overflow"):
-            return jax.lax.cond(
-                self.happened,
-                lambda: jax.tree.map(jnp.add, gradient, self._pull(d_out, main)[0]),
-                lambda: gradient,
-            )
+            return jax.lax.fori_loop(0, jnp.where(self.happened, len(self.filled_L), 0), turn, carry)
 
-    def _if(self, full: Callable[[], jax.Array]) -> jax.Array:
-        shape, dtype = self.rest_R.shape, self.rest_R.dtype
-        with jax.named_scope("overflow"):  # otherwise nobody reads these rows
-            return jax.lax.cond(self.happened, lambda: full().reshape(shape), lambda: jax.lax.empty(shape, dtype))
+    def _nothing(self) -> jax.Array:
+        return jax.lax.empty(self.rest_R.shape, self.rest_R.dtype)  # where nothing overflows, nobody reads these rows
 
-    def _lanes(self, rows_R: jax.Array, main: int) -> jax.Array:
-        held = len(self.filled_L)
-        return _real(rows_R.reshape(held, len(rows_R) // held, math.prod(rows_R.shape[1:])), self.filled_L, main)
+    def _of(self, params: Any, expert: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), params)
 
-    def _pull(self, d_out: jax.Array, main: int) -> Any:
-        return jax.vjp(_product, self.params, self._lanes(self.rest_R, main))[1](self._lanes(d_out, main))
+    def _width(self) -> int:
+        return len(self.rest_R) // len(self.filled_L)
+
+    def _lane(self, rows_R: jax.Array, expert: jax.Array, main: int) -> jax.Array:
+        """The rows of one expert [w, D]; 0 for those that do not exist."""
+        width = self._width()
+        rows = jax.lax.dynamic_slice_in_dim(rows_R, expert * width, width)
+        exists = main + jnp.arange(width) < self.filled_L[expert]
+        return jnp.where(exists[:, None], rows.reshape(width, math.prod(rows_R.shape[1:])), 0)
+
+    def _put(self, rows_R: jax.Array, expert: jax.Array, lane: jax.Array) -> jax.Array:
+        width = self._width()
+        lane = lane.reshape(width, *rows_R.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * width, axis=0)
+
+    def _pull(self, params: Any, expert: jax.Array, d_out: jax.Array, main: int) -> Any:
+        rows, d_lane = self._lane(self.rest_R, expert, main), self._lane(d_out, expert, main)
+        return jax.vjp(mlp, self._of(params, expert), rows)[1](d_lane)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
     return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
 
 
-def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
-    """The rows that exist; 0 for the others. The first has place `low` in its lane."""
-    place_R = low + jnp.arange(rows_LRD.shape[1])
-    return jnp.where((place_R < filled_L[:, None])[..., None], rows_LRD, 0)
+def _real(rows_LRD: jax.Array, filled_L: jax.Array) -> jax.Array:
+    """The rows that exist; 0 for the others."""
+    return jnp.where((jnp.arange(rows_LRD.shape[1]) < filled_L[:, None])[..., None], rows_LRD, 0)
 
 
 @jax.custom_vjp
