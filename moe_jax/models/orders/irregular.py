@@ -29,6 +29,18 @@ class Sent(NamedTuple):
 
     rows_S: Float[Array, "S ..."]  # D features in the shape of `row_shape`
     count_E: Int[Array, " E"]
+    again: "Again"
+
+
+class Again(NamedTuple):
+    """What rows are made of, to send them a second time; no gradients."""
+
+    x_TD: Float[Array, "T D"]
+    rows: routing.Rows
+
+    def make(self) -> Float[Array, "S ..."]:
+        """The rows."""
+        return routing.to_rows(self.x_TD.reshape(-1, *row_shape(self.x_TD.shape[1])), self.rows)
 
 
 def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room) -> tuple[Sent, Ticket]:
@@ -40,8 +52,8 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room:
     start_E = jnp.cumsum(kept_E) - kept_E
     rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
     ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
-    rows_S = routing.to_rows(x_TD.reshape(-1, *row_shape(x_TD.shape[1])), rows)
-    return Sent(rows_S, kept_E), ticket
+    rows_S = Again(x_TD, rows).make()
+    return Sent(rows_S, kept_E, Again(jax.lax.stop_gradient(x_TD), rows)), ticket
 
 
 def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
@@ -63,76 +75,96 @@ def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, "
 
 
 class Overflow(NamedTuple):
-    """Rows that found no room in their expert's lane, with products of their own. `main`: rows of a lane.
+    """Rows that found no room in their expert's lane, with products of their own.
 
-    A loop over experts, of no turn if nothing overflows: its buffers are those of one expert, what it changes it
-    changes in place, and what it reads is not copied. None of that holds for a branch.
+    They are not kept for the backward pass: room for all that can be is a lot of memory for what is nearly never there.
+    They are sent a second time. A loop takes one expert after another, so that its buffers are small.
     """
 
-    rest_R: Float[Array, "R ..."]
+    again: Again
+    count_PE: Int[Array, "P E"]
     filled_L: Int[Array, " L"]
     happened: Bool[Array, ""]
 
     @classmethod
-    def of(cls, lanes: Lanes) -> "Overflow":
+    def of(cls, again: Again, lanes: Lanes) -> "Overflow":
         """Of a rank's lanes."""
         # of any rank: all take the same way
         happened = lanes.count_PE.sum(axis=0).max() > lanes.main_LbD.shape[1]
-        return cls(lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
+        return cls(again, lanes.count_PE, filled(lanes.count_PE, Axis.EXPERT), happened)
 
-    def forward(self, params: Any, main: int) -> jax.Array:
+    def sent(self) -> jax.Array:
+        """What was sent, [S, …]; anything if nothing overflows."""
+        shape = jax.eval_shape(self.again.make)
+        with jax.named_scope("overflow"):
+            return jax.lax.cond(self.happened, self.again.make, lambda: jax.lax.empty(shape.shape, shape.dtype))
+
+    def forward(self, params: Any, rest: "Rest") -> jax.Array:
         """What the experts make of these rows."""
 
         def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
-            return self._put(out_R, expert, mlp(self._of(params, expert), self._lane(self.rest_R, expert, main)))
+            return self._put(out_R, expert, mlp(_of(params, expert), self._lane(rest.rows_R, expert, rest.main)))
 
-        return self._each_expert(turn, self._nothing())
+        return self._rows(turn, rest.rows_R)
 
-    def backward(self, params: Any, d_out: jax.Array, main: int) -> jax.Array:
+    def backward(self, params: Any, rest: "Rest", d_out: jax.Array) -> jax.Array:
         """The rows' gradient."""
 
         def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
-            return self._put(d_rest_R, expert, self._pull(params, expert, d_out, main)[1])
+            return self._put(d_rest_R, expert, self._pull(params, expert, rest, d_out)[1])
 
-        return self._each_expert(turn, self._nothing())
+        return self._rows(turn, rest.rows_R)
 
-    def add_weights(self, gradient: Any, params: Any, d_out: jax.Array, main: int) -> Any:
+    def add_weights(self, gradient: Any, params: Any, rest: "Rest", d_out: jax.Array) -> Any:
         """Gradients of the experts' weights [L, …] with these rows' part."""
 
         def turn(expert: jax.Array, gradient: Any) -> Any:
-            new = self._pull(params, expert, d_out, main)[0]
+            new = self._pull(params, expert, rest, d_out)[0]
             return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
 
-        return self._each_expert(turn, gradient)
-
-    def _each_expert(self, turn: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        # no branch: it would copy the gradients even if nothing overflows
         with jax.named_scope("overflow"):
-            return jax.lax.fori_loop(0, jnp.where(self.happened, len(self.filled_L), 0), turn, carry)
+            return jax.lax.fori_loop(0, jnp.where(self.happened, len(self.filled_L), 0), turn, gradient)
 
-    def _nothing(self) -> jax.Array:
-        return jax.lax.empty(self.rest_R.shape, self.rest_R.dtype)  # where nothing overflows, nobody reads these rows
+    def _rows(self, turn: Callable[[jax.Array, jax.Array], jax.Array], like_R: jax.Array) -> jax.Array:
+        """Rows that a loop makes; anything if nothing overflows."""
 
-    def _of(self, params: Any, expert: jax.Array) -> Any:
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), params)
+        def nothing() -> jax.Array:
+            return jax.lax.empty(like_R.shape, like_R.dtype)
 
-    def _width(self) -> int:
-        return len(self.rest_R) // len(self.filled_L)
+        # a branch, because XLA:TPU believes that a loop takes long, and that it hides collectives
+        with jax.named_scope("overflow"):
+            return jax.lax.cond(
+                self.happened, lambda: jax.lax.fori_loop(0, len(self.filled_L), turn, nothing()), nothing
+            )
 
     def _lane(self, rows_R: jax.Array, expert: jax.Array, main: int) -> jax.Array:
         """The rows of one expert [w, D]; 0 for those that do not exist."""
-        width = self._width()
+        width = len(rows_R) // len(self.filled_L)
         rows = jax.lax.dynamic_slice_in_dim(rows_R, expert * width, width)
         exists = main + jnp.arange(width) < self.filled_L[expert]
         return jnp.where(exists[:, None], rows.reshape(width, math.prod(rows_R.shape[1:])), 0)
 
     def _put(self, rows_R: jax.Array, expert: jax.Array, lane: jax.Array) -> jax.Array:
-        width = self._width()
-        lane = lane.reshape(width, *rows_R.shape[1:])
-        return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * width, axis=0)
+        lane = lane.reshape(len(lane), *rows_R.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, params: Any, expert: jax.Array, d_out: jax.Array, main: int) -> Any:
-        rows, d_lane = self._lane(self.rest_R, expert, main), self._lane(d_out, expert, main)
-        return jax.vjp(mlp, self._of(params, expert), rows)[1](d_lane)
+    def _pull(self, params: Any, expert: jax.Array, rest: "Rest", d_out: jax.Array) -> Any:
+        rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
+        return jax.vjp(mlp, _of(params, expert), rows)[1](d_lane)
+
+
+class Rest(NamedTuple):
+    """Rows beyond the first `main` of each lane, as they arrived."""
+
+    rows_R: Float[Array, "R ..."]
+    main: int
+
+
+def _of(params: Any, expert: jax.Array) -> Any:
+    weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), params)
+    # without a barrier XLA:TPU changes the layout of all weights in front of the loop, and of what it makes behind it
+    return jax.lax.optimization_barrier(weights)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
