@@ -97,6 +97,19 @@ def test_a_loop_of_compute_alone_is_one_task() -> None:
     assert us(result.step_s) == [6000]
 
 
+def test_a_loop_over_what_overflows_takes_no_turn() -> None:
+    for scope, step in (("overflow", 1), ("another", 7)):
+        line = f'%loop = f32[] while(%x10), condition=%until, body=%turn, metadata={{op_name="W.expert.0.0/{scope}/while"}}'
+        others = (
+            f"%turn () -> f32[] {{\n  {work('b', 6)}\n}}\n"
+            "%until () -> pred[] {\n  %i = s32[] parameter(0)\n  %n = s32[] parameter(1)\n"
+            "  ROOT %more = pred[] compare(%i, %n), direction=LT\n}\n"
+        )
+        result = run(line, work("after", 1), others=others)
+        assert us(result.step_s) == [step]
+        assert result.unknown_loops == (() if scope == "overflow" else ("loop",))
+
+
 def test_the_cheaper_branch_runs() -> None:
     branches = "".join(
         f"%{name} () -> f32[2] {{\n  {work(f'w{name}', cycles)}\n}}\n" for name, cycles in (("p", 9), ("q", 2))
