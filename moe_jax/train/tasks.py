@@ -56,7 +56,9 @@ class Tasks:
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitPullback] = {}
         self.overflows: dict[tuple[int, int], irregular.Overflow] = {}  # of block and piece
-        self.d_rest: dict[tuple[int, int], tuple[jax.Array, int]] = {}
+        self.again: dict[int, irregular.Again] = {}  # of each piece under way
+        self.rest: dict[tuple[int, int], irregular.Rest] = {}  # rows that overflowed, in the backward pass
+        self.d_rest: dict[tuple[int, int], jax.Array] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
@@ -136,10 +138,11 @@ class Tasks:
 
     def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
-        overflow = self.overflows[block, p] = irregular.Overflow.of(weights, lanes)
+        overflow = self.overflows[block, p] = irregular.Overflow.of(self.again.pop(p), lanes)
         function = self._remat(partial(_run_lanes, filled=overflow.filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
-        return lanes._replace(main_LbD=main, rest_R=overflow.forward(main.shape[1]))
+        rest = irregular.Rest(lanes.rest_R, main.shape[1])
+        return lanes._replace(main_LbD=main, rest_R=overflow.forward(weights, rest))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -191,12 +194,13 @@ class Tasks:
     def _experts_back(self, action: Action) -> None:
         block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
-            first, *rest = self._arrived(self.dflow, p)
+            first, *d_rest = self._arrived(self.dflow, p)
             self.dflow[p] = self._pull("expert", block, p, [first])
             self._computed(self.dflow[p][0])
-            if rest:
-                self.dflow[p].append(self.overflows[block, p].backward(rest[0], first.shape[1]))
-                self.d_rest[block, p] = rest[0], first.shape[1]
+            if d_rest:
+                overflow, rest = self.overflows[block, p], self.rest[block, p]
+                self.dflow[p].append(overflow.backward(self.blocks[block]["moe"]["experts"], rest, d_rest[0]))
+                self.d_rest[block, p] = d_rest[0]
         if not split:
             self._add_overflow(block)
 
@@ -208,9 +212,11 @@ class Tasks:
         pieces = [p for p in range(self.facts.num_pieces) if (block, p) in self.d_rest]
         if len(pieces) < self.facts.num_pieces or any(("expert", block, p) in self.waiting for p in pieces):
             return
-        for p in pieces:
-            overflow, so_far = self.overflows.pop((block, p)), self.grads["expert", block]
-            self.grads["expert", block] = overflow.add_weights(so_far, *self.d_rest.pop((block, p)))
+        weights = self.blocks[block]["moe"]["experts"]
+        for key in ((block, p) for p in pieces):
+            self.grads["expert", block] = self.overflows.pop(key).add_weights(
+                self.grads["expert", block], weights, self.rest.pop(key), self.d_rest.pop(key)
+            )
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -220,10 +226,14 @@ class Tasks:
                 axis = facts.order.slot_axis
                 pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
-                cotangents += [drows, *self.dticket.pop(r), *self._router_cotangents(block)]
+                cotangents += [drows, *self._no_cotangents(r), *self.dticket.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
             self.computed = self.dx[r]
             self.settle_back(r, block)
+
+    def _no_cotangents(self, r: int) -> list[jax.Array]:
+        """Of what a microbatch's rows are made of once more, if they are irregular."""
+        return [jnp.zeros_like(self.dx[r]).reshape(-1, self.dx[r].shape[-1])] if self.facts.ragged else []
 
     def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
         """Gradients of the auxiliary losses by a microbatch's summed probabilities [E] and squared logits."""
@@ -284,28 +294,40 @@ class Tasks:
 
     def _exchange_ragged(self, action: Action) -> None:
         """Sizes, then rows; each microbatch for itself."""
-        facts = self.facts
-        tokens, platform = facts.tokens // facts.microbatches, facts.how.platform
+        facts, platform = self.facts, self.facts.how.platform
+        num_rows = facts.tokens // facts.microbatches * facts.config.model.moe.top_k
         for p in facts.pieces_of(action):
             if action.op == "dispatch":
-                rows, count_E = self.flow[p]
-                room = Room(facts.slots, count_E, facts.microbatches)
-                widths = irregular.lane_widths(room, tokens, jax.lax.axis_size(Axis.EXPERT))
+                rows, count_E, self.again[p] = self.flow[p]
                 inputs = self.in_order(rows), ragged.gather_sizes(self.in_order(count_E), Axis.EXPERT)
-                function = partial(_to_lanes, widths=widths, platform=platform)
+                function = partial(_to_lanes, widths=self._lane_widths(count_E), platform=platform)
             else:
                 lanes = self.flow[p]
                 inputs = lanes._replace(main_LbD=self.in_order(lanes.main_LbD))
-                num_rows = tokens * facts.config.model.moe.top_k
                 function = partial(_from_lanes, num_rows=num_rows, platform=platform)
             self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
             self.last = floats_of(self.flow[p])[0]
 
     def _exchange_ragged_back(self, action: Action) -> None:
         for p in self.facts.pieces_of(action):
+            if action.op == "combine":
+                self._send_again(action.block, p)
             first, *others = self.dflow[p]
             _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.in_order(first), *others])
             self.last = self.dflow[p][0]
+
+    def _send_again(self, block: int, p: int) -> None:
+        """Rows that overflowed; no others."""
+        overflow, platform = self.overflows[block, p], self.facts.how.platform
+        widths = self._lane_widths(overflow.count_PE[0])
+        rows = ragged.rest_lanes(self.in_order(overflow.sent()), overflow.count_PE, widths, Axis.EXPERT, platform)
+        self.rest[block, p] = irregular.Rest(rows, widths.main)
+        self.last = rows if rows.size else self.last
+
+    def _lane_widths(self, count_E: jax.Array) -> ragged.Widths:
+        facts = self.facts
+        room = Room(facts.slots, count_E, facts.microbatches)
+        return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
 
     def in_order(self, x: jax.Array, way: str = "") -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""

@@ -112,7 +112,7 @@ def rows_of_counts(rows_WD: np.ndarray, count_E: np.ndarray) -> list[np.ndarray]
 ROWS_OF: dict[str, Callable[..., list[np.ndarray]]] = {
     "slots": rows_of_slots,
     "one_hot": rows_of_slots,
-    "irregular": lambda sent, _: rows_of_counts(*sent),
+    "irregular": lambda sent, _: rows_of_counts(sent.rows_S, sent.count_E),
     "dropless": rows_of_dropless,
 }
 

@@ -29,6 +29,18 @@ class Sent(NamedTuple):
 
     rows_S: Float[Array, "S ..."]  # D features in the shape of `row_shape`
     count_E: Int[Array, " E"]
+    again: "Again"
+
+
+class Again(NamedTuple):
+    """What rows are made of, to send them a second time; no gradients."""
+
+    x_TD: Float[Array, "T D"]
+    rows: routing.Rows
+
+    def make(self) -> Float[Array, "S ..."]:
+        """The rows."""
+        return routing.to_rows(self.x_TD.reshape(-1, *row_shape(self.x_TD.shape[1])), self.rows)
 
 
 def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room) -> tuple[Sent, Ticket]:
@@ -40,8 +52,8 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room:
     start_E = jnp.cumsum(kept_E) - kept_E
     rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
     ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
-    rows_S = routing.to_rows(x_TD.reshape(-1, *row_shape(x_TD.shape[1])), rows)
-    return Sent(rows_S, kept_E), ticket
+    rows_S = Again(x_TD, rows).make()
+    return Sent(rows_S, kept_E, Again(jax.lax.stop_gradient(x_TD), rows)), ticket
 
 
 def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
@@ -63,61 +75,104 @@ def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, "
 
 
 class Overflow(NamedTuple):
-    """Rows that found no room in their expert's lane: a second product, if there are any. `main`: rows of a lane."""
+    """Rows that found no room in their expert's lane, with products of their own.
 
-    params: Any
-    rest_R: Float[Array, "R ..."]
+    They are not kept for the backward pass: room for all that can be is a lot of memory for what is nearly never there.
+    They are sent a second time. A loop takes one expert after another, so that its buffers are small.
+    """
+
+    again: Again
+    count_PE: Int[Array, "P E"]
     filled_L: Int[Array, " L"]
     happened: Bool[Array, ""]
 
     @classmethod
-    def of(cls, params: Any, lanes: Lanes) -> "Overflow":
+    def of(cls, again: Again, lanes: Lanes) -> "Overflow":
         """Of a rank's lanes."""
         happened = overflows(lanes.count_PE, lanes.main_LbD.shape[1])
-        # as the product on the lanes has them: a branch would get copies of its own
-        params = jax.tree.map(lambda w: w.astype(lanes.rest_R.dtype), params)
-        return cls(params, lanes.rest_R, filled(lanes.count_PE, Axis.EXPERT), happened)
+        return cls(again, lanes.count_PE, filled(lanes.count_PE, Axis.EXPERT), happened)
 
-    def forward(self, main: int) -> jax.Array:
-        """What the experts make of these rows."""
-        return self._if(lambda: _product(self.params, self._lanes(self.rest_R, main)))
-
-    def backward(self, d_out: jax.Array, main: int) -> jax.Array:
-        """The rows' gradient."""
-        return self._if(lambda: self._pull(d_out, main)[1])
-
-    def add_weights(self, gradient: Any, d_out: jax.Array, main: int) -> Any:
-        """Gradients of the experts' weights with these rows' part."""
+    def sent(self) -> jax.Array:
+        """What was sent, [S, …]; anything if nothing overflows."""
+        shape = jax.eval_shape(self.again.make)
         with jax.named_scope("overflow"):
-            # a loop of no or one turn changes the gradients in place, where a branch would copy them
-            return jax.lax.fori_loop(
-                0,
-                self.happened.astype(jnp.int32),
-                lambda _, gradient: jax.tree.map(jnp.add, gradient, self._pull(d_out, main)[0]),
-                gradient,
+            return jax.lax.cond(self.happened, self.again.make, lambda: jax.lax.empty(shape.shape, shape.dtype))
+
+    def forward(self, params: Any, rest: "Rest") -> jax.Array:
+        """What the experts make of these rows."""
+
+        def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
+            return self._put(out_R, expert, mlp(_of(params, expert), self._lane(rest.rows_R, expert, rest.main)))
+
+        return self._rows(turn, rest.rows_R)
+
+    def backward(self, params: Any, rest: "Rest", d_out: jax.Array) -> jax.Array:
+        """The rows' gradient."""
+
+        def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
+            return self._put(d_rest_R, expert, self._pull(params, expert, rest, d_out)[1])
+
+        return self._rows(turn, rest.rows_R)
+
+    def add_weights(self, gradient: Any, params: Any, rest: "Rest", d_out: jax.Array) -> Any:
+        """Gradients of the experts' weights [L, …] with these rows' part."""
+
+        def turn(expert: jax.Array, gradient: Any) -> Any:
+            new = self._pull(params, expert, rest, d_out)[0]
+            return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
+
+        # no branch: it would copy the gradients even if nothing overflows
+        with jax.named_scope("overflow"):
+            return jax.lax.fori_loop(0, jnp.where(self.happened, len(self.filled_L), 0), turn, gradient)
+
+    def _rows(self, turn: Callable[[jax.Array, jax.Array], jax.Array], like_R: jax.Array) -> jax.Array:
+        """Rows that a loop makes; anything if nothing overflows."""
+
+        def nothing() -> jax.Array:
+            return jax.lax.empty(like_R.shape, like_R.dtype)
+
+        # a branch, because XLA:TPU believes that a loop takes long, and that it hides collectives
+        with jax.named_scope("overflow"):
+            return jax.lax.cond(
+                self.happened, lambda: jax.lax.fori_loop(0, len(self.filled_L), turn, nothing()), nothing
             )
 
-    def _if(self, full: Callable[[], jax.Array]) -> jax.Array:
-        shape, dtype = self.rest_R.shape, self.rest_R.dtype
-        with jax.named_scope("overflow"):  # otherwise nobody reads these rows
-            return jax.lax.cond(self.happened, lambda: full().reshape(shape), lambda: jax.lax.empty(shape, dtype))
+    def _lane(self, rows_R: jax.Array, expert: jax.Array, main: int) -> jax.Array:
+        """The rows of one expert [w, D]; 0 for those that do not exist."""
+        width = len(rows_R) // len(self.filled_L)
+        rows = jax.lax.dynamic_slice_in_dim(rows_R, expert * width, width)
+        exists = main + jnp.arange(width) < self.filled_L[expert]
+        return jnp.where(exists[:, None], rows.reshape(width, math.prod(rows_R.shape[1:])), 0)
 
-    def _lanes(self, rows_R: jax.Array, main: int) -> jax.Array:
-        held = len(self.filled_L)
-        return _real(rows_R.reshape(held, len(rows_R) // held, math.prod(rows_R.shape[1:])), self.filled_L, main)
+    def _put(self, rows_R: jax.Array, expert: jax.Array, lane: jax.Array) -> jax.Array:
+        lane = lane.reshape(len(lane), *rows_R.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, d_out: jax.Array, main: int) -> Any:
-        return jax.vjp(_product, self.params, self._lanes(self.rest_R, main))[1](self._lanes(d_out, main))
+    def _pull(self, params: Any, expert: jax.Array, rest: "Rest", d_out: jax.Array) -> Any:
+        rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
+        return jax.vjp(mlp, _of(params, expert), rows)[1](d_lane)
+
+
+class Rest(NamedTuple):
+    """Rows beyond the first `main` of each lane, as they arrived."""
+
+    rows_R: Float[Array, "R ..."]
+    main: int
+
+
+def _of(params: Any, expert: jax.Array) -> Any:
+    weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), params)
+    # without a barrier XLA:TPU changes the layout of all weights in front of the loop, and of what it makes behind it
+    return jax.lax.optimization_barrier(weights)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
     return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
 
 
-def _real(rows_LRD: jax.Array, filled_L: jax.Array, low: int = 0) -> jax.Array:
-    """The rows that exist; 0 for the others. The first has place `low` in its lane."""
-    place_R = low + jnp.arange(rows_LRD.shape[1])
-    return jnp.where((place_R < filled_L[:, None])[..., None], rows_LRD, 0)
+def _real(rows_LRD: jax.Array, filled_L: jax.Array) -> jax.Array:
+    """The rows that exist; 0 for the others."""
+    return jnp.where((jnp.arange(rows_LRD.shape[1]) < filled_L[:, None])[..., None], rows_LRD, 0)
 
 
 @jax.custom_vjp

@@ -63,23 +63,33 @@ def to_lanes(
     rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
 ) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
     """Each row in its expert's lane; other rows can be anything."""
+    rest = rest_lanes(rows_S, count_PE, widths, axis, platform)
+    main = _received(rows_S, count_PE, 0, widths.main, axis, platform)
+    return main.reshape(_held(count_PE), widths.main, math.prod(rows_S.shape[1:])), rest
+
+
+def rest_lanes(
+    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
+) -> Float[Array, "R ..."]:
+    """The rows that find no room in `main`; not to be differentiated."""
+    return _received(rows_S, count_PE, widths.main, widths.rest, axis, platform)
+
+
+def _received(rows_S: jax.Array, count_PE: jax.Array, low: int, width: int, axis: Axis, platform: str) -> jax.Array:
+    """Places low … low + width of all lanes."""
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
-    lanes = []
-    for low, width in ((widths.main, widths.rest), (0, widths.main)):
-        skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
-        lane_E = jnp.tile(jnp.arange(held, dtype=jnp.int32) * width, count_PE.shape[0])
-        slices = _Slices(
-            start=(own_PE + skip_PE)[me],
-            sent=size_PE[me],
-            target=lane_E + (place_PE + skip_PE)[me] - low,
-            received=_of_rank(size_PE, me),
-        )
-        move = functools.partial(_move, rows_S, held * width, None, slices, axis, platform)
-        with jax.named_scope("rows"):
-            lanes.append(_rarely(overflows(count_PE, low), move) if low else move())
-    rest, main = lanes
-    return main.reshape(held, widths.main, math.prod(rows_S.shape[1:])), rest
+    skip_PE, size_PE = _inside(place_PE, count_PE, low, width)
+    lane_E = jnp.tile(jnp.arange(held, dtype=jnp.int32) * width, count_PE.shape[0])
+    slices = _Slices(
+        start=(own_PE + skip_PE)[me],
+        sent=size_PE[me],
+        target=lane_E + (place_PE + skip_PE)[me] - low,
+        received=_of_rank(size_PE, me),
+    )
+    move = functools.partial(_move, rows_S, held * width, None, slices, axis, platform)
+    with jax.named_scope("rows"):
+        return _rarely(overflows(count_PE, low), move) if low else move()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
