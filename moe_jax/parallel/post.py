@@ -12,7 +12,6 @@ from jax.experimental import multihost_utils
 
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
 _UNSENT = 2**18  # bytes
-_WAKE = 2**19  # bytes that arrive before a reader takes its core from the computation
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
 
 
@@ -140,7 +139,6 @@ def _exactly(connection: socket.socket, content: np.ndarray) -> np.ndarray:
     """Fills bytes. Raises ConnectionError if the other side ends before."""
     view = content.data
     while view:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), _WAKE))
         count = connection.recv_into(view, flags=socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("it closed the connection")
