@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.parallel.background import FINISH_SCOPE, START_SCOPE, TRACE_NAME
+from moe_jax.parallel.background import FINISH_SCOPE, START_NAME, START_SCOPE
+from moe_jax.parallel.post import TRACE_NAME
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
 _COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
@@ -33,21 +34,23 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
     definitions = {match[1]: match[2] for match in map(_INSTRUCTION.match, program.splitlines()) if match}
     threads: dict[tuple[int, int], str] = {}
     spans: list[Any] = []
+    started: list[Any] = []
     background: list[Any] = []
     for path in sorted(folder.rglob("*.trace.json.gz")):
         with gzip.open(path, "rt") as file:
             events = json.load(file)["traceEvents"]
         threads |= {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         spans += [e for e in events if "hlo_op" in e.get("args", {}) and "dur" in e]
+        started += [e for e in events if e.get("name") == START_NAME]
         background += [e for e in events if e.get("name") == TRACE_NAME and "dur" in e]
     start = min((e["ts"] for e in spans), default=0)
     spans.sort(key=lambda event: event["ts"])
     starts = [e for e in spans if _calls(definitions.get(e["args"]["hlo_op"], ""), START_SCOPE)]
     # collectives in the background have no instruction of their own: they belong to the ones that started them
-    tickets = sorted({int(event["args"]["ticket"]) for event in background})
-    issues = dict(zip(tickets, starts, strict=True))
+    started.sort(key=lambda event: event["ts"])
+    issues = {event["args"]["collective"]: issue for event, issue in zip(started, starts, strict=True)}
     for event in background:
-        event["args"] = issues[int(event["args"]["ticket"])]["args"]
+        event["args"] = issues[event["args"]["collective"]]["args"]
     operations = []
     for event in spans + background:
         name = event["args"]["hlo_op"]

@@ -28,7 +28,7 @@ from moe_jax.parallel.post import Key, Post
 
 Kind = Literal["exchange", "sum"]
 START_SCOPE, FINISH_SCOPE = "background_start", "background_finish"
-TRACE_NAME = "background collective"  # what one sends, in traces, with its ticket
+START_NAME = "started in the background"  # in traces
 
 
 class Member(NamedTuple):
@@ -38,7 +38,6 @@ class Member(NamedTuple):
     group_P: tuple[int, ...]
     channel: int  # of collectives of one kind, shape and group
     number: int  # of the collective on its channel
-    ticket: int
 
     @property
     def place(self) -> int:
@@ -83,9 +82,10 @@ class Engine:
     def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray) -> int:
         """Start a collective of `x`, which may change later; returns its ticket."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
-        member = Member(device, group_P, channel, number % 2**31, next(self._tickets) % 2**31)
-        self._results[member.ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
-        return member.ticket
+        member, ticket = Member(device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
+        with jax.profiler.TraceAnnotation(START_NAME, collective=_key(member, "block", device, device).trace):
+            self._results[ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
+        return ticket
 
     def finish(self, ticket: int) -> np.ndarray:
         """Wait for a collective. Raises ConnectionError if another process is gone."""
@@ -135,9 +135,8 @@ class Engine:
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         def job() -> None:
-            with jax.profiler.TraceAnnotation(TRACE_NAME, ticket=member.ticket):
-                for target, x in to.items():
-                    self._post.send(_key(member, what, member.device, target), x)
+            for target, x in to.items():
+                self._post.send(_key(member, what, member.device, target), x)
 
         self._sending[member.device].submit(job)
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
-_UNSENT = 2**18  # bytes
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
+TRACE_NAME = "arriving in the background"
 
 
 class Key(NamedTuple):
@@ -21,7 +21,12 @@ class Key(NamedTuple):
     source: int  # devices
     target: int
     channel: int
-    number: int
+    number: int  # of the collective on its channel, and of its round
+
+    @property
+    def trace(self) -> str:
+        """Who receives it, and for what, in traces."""
+        return f"{self.target}.{self.channel}.{self.number // 2}"
 
 
 class Post:
@@ -44,7 +49,8 @@ class Post:
         content = _bytes_of(x)
         if process == jax.process_index():
             target = self._target(key, content.size)
-            target[:] = content
+            with jax.profiler.TraceAnnotation(TRACE_NAME, collective=key.trace):
+                target[:] = content
             self._put(key, target)
             return
         try:
@@ -86,7 +92,9 @@ class Post:
             while True:
                 *parts, size = _HEADER.unpack(_exactly(connection, np.empty(_HEADER.size, np.uint8)).tobytes())
                 key = Key(*parts)
-                self._put(key, _exactly(connection, self._target(key, size)))
+                with jax.profiler.TraceAnnotation(TRACE_NAME, collective=key.trace):
+                    content = _exactly(connection, self._target(key, size))
+                self._put(key, content)
         except OSError as error:
             self._lose(process, error)
 
@@ -121,9 +129,6 @@ def _connections() -> dict[int, socket.socket]:
                 connection.close()
     for connection in connections.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT
-        )  # what is sent is on its way, not in a queue
     return connections
 
 

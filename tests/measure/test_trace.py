@@ -66,7 +66,8 @@ def test_a_collective_in_the_background_belongs_to_the_task_that_started_it(tmp_
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(program(x))
     operations = read_trace(tmp_path, program.as_text())
-    assert [operation.task for operation in operations if operation.communicates] == ["F.dispatch.3.0"] * 8
+    arrived = [operation.task for operation in operations if operation.communicates]
+    assert arrived == ["F.dispatch.3.0"] * 8 * 3  # at 8 devices from 3 others
     assert not any("finish" in operation.name for operation in operations)
 
 
