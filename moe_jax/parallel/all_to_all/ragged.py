@@ -88,8 +88,7 @@ def _received(rows_S: jax.Array, count_PE: jax.Array, low: int, width: int, axis
         received=_of_rank(size_PE, me),
     )
     move = functools.partial(_move, rows_S, held * width, None, slices, axis, platform)
-    with jax.named_scope("rows"):
-        return _rarely(overflows(count_PE, low), move) if low else move()
+    return _rarely(overflows(count_PE, low), move, platform) if low else _in_scope("rows", move)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -118,8 +117,7 @@ def from_lanes(
             received=size_PE[me],
         )
         move = functools.partial(_move, lanes_R, num_rows, rows_S, slices, axis, platform)
-        with jax.named_scope("rows"):
-            rows_S = _rarely(overflows(count_PE, low), move) if low else move()
+        rows_S = _rarely(overflows(count_PE, low), move, platform) if low else _in_scope("rows", move)
     assert rows_S is not None
     return rows_S
 
@@ -169,15 +167,23 @@ def _of_rank(x_PE: jax.Array, rank: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x_PE.reshape(ranks, ranks, -1), rank, axis=1, keepdims=False).ravel()
 
 
-def _rarely(happened: jax.Array, move: Callable[[], jax.Array]) -> jax.Array:
-    """`move()` if it has anything to do: a collective that moves no rows still costs its start-up. Else anything."""
+def _rarely(happened: jax.Array, move: Callable[[], jax.Array], platform: str) -> jax.Array:
+    """What `move` brings if it has anything to do; else anything.
+
+    A collective that moves no rows still costs its start-up. On TPU a branch around it costs more: nothing hides the
+    collective before.
+    """
     shape = jax.eval_shape(move)
+    overflow = functools.partial(_in_scope, "overflow", move)
+    if platform == "tpu":
+        return overflow()
+    with jax.named_scope("rows"):
+        return jax.lax.cond(happened, overflow, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
-    def overflow() -> jax.Array:
-        with jax.named_scope("overflow"):
-            return move()
 
-    return jax.lax.cond(happened, overflow, lambda: jax.lax.empty(shape.shape, shape.dtype))
+def _in_scope(name: str, move: Callable[[], jax.Array]) -> jax.Array:
+    with jax.named_scope(name):
+        return move()
 
 
 class _Slices(NamedTuple):
