@@ -46,6 +46,7 @@ VARIANTS: dict[str, list[str]] = {
     "unified+weight_grad": _UNIFIED + _GREEDY,
     "unified+grad_reduce": _UNIFIED + _CHUNKED,
     "unified+weight_grad+grad_reduce": _UNIFIED + _GREEDY + _CHUNKED,
+    "unified+weight_grad+block": [*_UNIFIED, *_GREEDY, "schedule.grad_reduce=block", "exchange.reduction=background"],
     "unified+weight_grad+grad_reduce+4_microbatches": [*_UNIFIED, *_GREEDY, *_CHUNKED, "schedule.microbatches=4"],
     "expert_pipeline+weight_grad+grad_reduce": _PIPELINE + _GREEDY + _CHUNKED,
     "vanilla+weight_grad+grad_reduce": _GREEDY + _CHUNKED,

@@ -2,7 +2,7 @@
 
 A collective of XLA:CPU keeps the thread that runs it, and the memory that XLA plans around it makes other work wait.
 Here `start` hands an operand over and `finish` waits for what came, like the start and done of an accelerator's
-collective. What a device sends leaves in the order in which its collectives were started.
+collective. What a device sends leaves in the order in which its collectives were started, but sums wait for exchanges.
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -34,6 +34,7 @@ START_NAME = "started in the background"  # in traces
 class Member(NamedTuple):
     """A device's part in one collective."""
 
+    kind: Kind
     device: int
     group_P: tuple[int, ...]
     channel: int  # of collectives of one kind, shape and group
@@ -52,19 +53,21 @@ class Member(NamedTuple):
 
 
 class Lane:
-    """A thread that runs jobs one after another."""
+    """A thread that runs jobs one after another, urgent ones first."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[bool, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._count = itertools.count()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` behind all others."""
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None], urgent: bool = False) -> None:
+        """Run `job` behind all others that are as urgent."""
+        self._jobs.put((not urgent, next(self._count), job))
 
     def _run(self) -> None:
         while True:
-            self._jobs.get()()
+            _, _, job = self._jobs.get()
+            job()
 
 
 class Engine:
@@ -82,7 +85,7 @@ class Engine:
     def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray) -> int:
         """Start a collective of `x`, which may change later; returns its ticket."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
-        member, ticket = Member(device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
+        member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
         with jax.profiler.TraceAnnotation(START_NAME, collective=_key(member, "block", device, device).trace):
             self._results[ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
         return ticket
@@ -134,11 +137,10 @@ class Engine:
         return result
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
-        def job() -> None:
-            for target, x in to.items():
-                self._post.send(_key(member, what, member.device, target), x)
-
-        self._sending[member.device].submit(job)
+        for target, x in to.items():
+            send = functools.partial(self._post.send, _key(member, what, member.device, target), x)
+            # as in FlowMoE: the next task waits for rows, but nothing waits for a sum before the step's end
+            self._sending[member.device].submit(send, urgent=member.kind == "exchange")
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
