@@ -21,8 +21,28 @@ def greedy(
     W that no exchange needs stay behind their B (1: least memory), but for the last few without a reduction: they
     run at the end and hide the last reductions (2). Or all run last (3), oldest first, those again behind the others.
     Without reductions none is slower than every W behind its B (4), however long the chosen W are; with them it can
-    be, because a W that waits for an exchange holds up its block's reductions.
+    be, because a W that waits for an exchange holds up its block's reductions. So where there are W without a
+    reduction, first come orders in which the others stay behind their B.
     """
+    every_w = {w for b in issued if (w := weight_gradient(b, shape))}
+    local = {w for w in every_w if shape.local_experts and w.op == "expert"}
+    chosen = [local, every_w] if local and shape.reductions else [every_w]
+    orders = [
+        order for movable in chosen for order in _filled(issued, shape, needs, seconds, stream_of, movable, local)
+    ]
+    return [*orders, _behind_their_b([task for task in issued if stream_of(task) == Stream.COMPUTE], shape, every_w)]
+
+
+def _filled(
+    issued: Sequence[Action],
+    shape: Shape,
+    needs: Needs,
+    seconds: Seconds,
+    stream_of: StreamOf,
+    movable: set[Action],
+    local: set[Action],
+) -> list[list[Action]]:
+    """Orders 1 to 3 with the `movable` W; others stay behind their B."""
     compute: list[Action] = []
     candidates: list[Action] = []
     free_s = dict.fromkeys(Stream, 0.0)
@@ -37,18 +57,19 @@ def greedy(
                 compute.append(chosen)
                 free_s[stream] += seconds(chosen)
             compute.append(action)
-            if weight := weight_gradient(action, shape):
-                candidates.append(weight)
         end_s[action] = free_s[stream] = max(free_s[stream], ready_s) + seconds(action)
-    every_w = {w for b in issued if (w := weight_gradient(b, shape))}
-    plain = [task for task in compute if task not in every_w]
-    local = [task for task in candidates if shape.local_experts and task.op == "expert"][-_MOST_HELD:]
-    held = [local[-count:] for count in range(1, len(local) + 1)]
+        if weight := weight_gradient(action, shape):
+            if weight in movable:
+                candidates.append(weight)
+            else:
+                compute.append(weight)
+                free_s[stream] += seconds(weight)
+    last_local = [task for task in candidates if task in local][-_MOST_HELD:]
+    held = [last_local[-count:] for count in range(1, len(last_local) + 1)]
     return [
         _behind_their_b(compute, shape, set(candidates)),
         *(_behind_their_b(compute, shape, set(candidates) - set(last)) + last for last in held),
-        compute + sorted(candidates, key=lambda w: shape.local_experts and w.op == "expert"),
-        _behind_their_b(plain, shape, every_w),
+        compute + sorted(candidates, key=lambda w: w in local),
     ]
 
 
