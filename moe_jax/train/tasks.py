@@ -144,7 +144,7 @@ class Tasks:
         function = self._remat(partial(_run_lanes, filled=overflow.filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         rest = irregular.Rest(lanes.rest_R, main.shape[1])
-        return lanes._replace(main_LbD=main, rest_R=overflow.forward(weights, rest))
+        return lanes._replace(main_LbD=main, rest_R=overflow.forward(self._expert_weights(block), rest))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -201,7 +201,7 @@ class Tasks:
             self._computed(self.dflow[p][0])
             if d_rest:
                 overflow, rest = self.overflows[block, p], self.rest[block, p]
-                self.dflow[p].append(overflow.backward(self.blocks[block]["moe"]["experts"], rest, d_rest[0]))
+                self.dflow[p].append(overflow.backward(self._expert_weights(block), rest, d_rest[0]))
                 self.d_rest[block, p] = d_rest[0]
         if not split:
             self._add_overflow(block)
@@ -214,11 +214,16 @@ class Tasks:
         pieces = [p for p in range(self.facts.num_pieces) if (block, p) in self.d_rest]
         if len(pieces) < self.facts.num_pieces or any(("expert", block, p) in self.waiting for p in pieces):
             return
-        weights = self.blocks[block]["moe"]["experts"]
-        for key in ((block, p) for p in pieces):
+        for key in [(block, p) for p in pieces]:
             self.grads["expert", block] = self.overflows.pop(key).add_weights(
-                self.grads["expert", block], weights, self.rest.pop(key), self.d_rest.pop(key)
+                self.grads["expert", block], self._expert_weights(block), self.rest.pop(key), self.d_rest.pop(key)
             )
+
+    def _expert_weights(self, block: int) -> Tree:
+        """A block's, as branches and loops for rows that overflow take them."""
+        weights, how = self.blocks[block]["moe"]["experts"], self.facts.how
+        # XLA:GPU has the lanes' casts in memory, and would slice float32 for these; XLA:TPU casts inside the products
+        return jax.tree.map(lambda w: w.astype(how.dtype), weights) if how.platform == "gpu" else weights
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -334,9 +339,10 @@ class Tasks:
 
     def in_order(self, x: jax.Array, way: str = "") -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
-        if not x.size or self.last is None:
+        if not x.size:
             return x
-        x = after(x, self.last, self.facts.how.platform)
+        if self.last is not None:
+            x = after(x, self.last, self.facts.how.platform)
         return self.in_turn(x) if way == "background" else x
 
     def issued(self, result: jax.Array, way: str = "") -> None:
