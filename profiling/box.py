@@ -41,7 +41,7 @@ class Box:
 
     processes: int = 2
     cores: tuple[int, ...]  # process i is pinned to the i-th, round and round
-    threads: int = 2  # of XLA's pool in each process; with one, nothing overlaps
+    threads: int = 2  # of XLA's pool in each process; with one, XLA's own collectives hide nothing
 
     def __post_init__(self) -> None:
         if not 2 <= self.processes <= 4:

@@ -1,6 +1,7 @@
 """Training steps on a throttled cluster in one box: sudo python profiling/cluster_in_a_box.py [section.key=value …]
 
-Processes in network namespaces run the project's own step over gloo on XLA:CPU, each on one core. All variants are
+Processes in network namespaces run the project's own step on XLA:CPU, each on one core, with collectives that run in
+the background (`exchange.algorithm=background`; `flat` is XLA's own, over gloo). All variants are
 compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare neighbours in
 time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and communication alone
 (the collectives of the plain step, one after another). No schedule can be faster than the longer of the two.

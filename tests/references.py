@@ -59,15 +59,17 @@ def gate(logit_TE, moe: MoE):
     return weight * moe.routed_scale, scores / scores.sum(-1, keepdims=True), chosen_TE
 
 
-def keep(chosen_TE, prob_TE, moe: MoE):
+def keep(chosen_TE, moe: MoE, prob_TE=None):
     """Which of one device's pairs find a slot: the first C of each expert, in the order of tokens or of scores."""
     tokens = chosen_TE.shape[0]
     if moe.capacity_factor is None:
         return chosen_TE
     slots = math.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts)
     used, kept = np.zeros(moe.num_experts, int), np.zeros_like(chosen_TE)
-    best = -np.asarray(jax.lax.stop_gradient(prob_TE)).max(-1)
-    for token in np.argsort(best, kind="stable") if moe.slot_priority == "score" else range(tokens):
+    order = range(tokens)
+    if moe.slot_priority == "score":
+        order = np.argsort(-np.asarray(jax.lax.stop_gradient(prob_TE)).max(-1), kind="stable")
+    for token in order:
         for expert in np.flatnonzero(chosen_TE[token]):
             kept[token, expert] = used[expert] < slots
             used[expert] += 1
@@ -82,7 +84,10 @@ def moe_layer(p, h_TD, moe: MoE, sources: int):
     logit_TE = h_TD @ p["router"]
     weight_TE, prob_TE, chosen_TE = gate(logit_TE, moe)
     kept_TE = np.concatenate(
-        [keep(*part, moe) for part in zip(np.split(chosen_TE, sources), jnp.split(prob_TE, sources), strict=True)]
+        [
+            keep(chosen, moe, prob)
+            for chosen, prob in zip(np.split(chosen_TE, sources), jnp.split(prob_TE, sources), strict=True)
+        ]
     )
     out = mlp(p["shared"], h_TD) if "shared" in p else jnp.zeros_like(h_TD)
     for expert in range(moe.num_experts):

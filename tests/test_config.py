@@ -91,6 +91,14 @@ REFUSED = {
         "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
         "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
     ),
+    "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score": (
+        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
+        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position"
+    ),
+    "model.moe.slot_priority=score model.moe.capacity_factor=null": (
+        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or model.moe.slot_priority=position"
+    ),
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"
