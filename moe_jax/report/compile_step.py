@@ -61,16 +61,9 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         schedule=str(trainer.schedule) if trainer.schedule else None,
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=_temporary_bytes(memory),
+        temporary_bytes=memory.temp_size_in_bytes,
         versions=_versions(target),
     )
-
-
-def _temporary_bytes(memory: Any) -> int:
-    # libtpu's temp_size counts what irregular exchanges write to twice, once as fragmentation; its peak is what the
-    # buffer assignment says. XLA:GPU tells no peak ahead of time.
-    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    return peak if peak > 0 else memory.temp_size_in_bytes
 
 
 def _versions(target: Target) -> dict[str, str]:
