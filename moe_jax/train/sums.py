@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
-from moe_jax.parallel.mesh import BATCH_AXES
-from moe_jax.parallel.reductions import REDUCTIONS
+from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.reductions import REDUCTIONS, Way
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.tasks import Tasks
@@ -33,7 +33,7 @@ class Sums:
         self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        self.way = tasks.facts.config.exchange.reduction
+        self.way = REDUCTIONS[tasks.facts.config.exchange.reduction]
         self.under_way: dict[int, list[tuple[Any, ...]]] = {}
         self.counts: tuple[Any, ...] | None = None  # of all routers, under way
 
@@ -46,17 +46,14 @@ class Sums:
         reduction = self.reductions[owner]
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
-        chunk = self.tasks.in_order(reduction.take(self.vectors[owner], action.part), self.way)
-        under_way = REDUCTIONS[self.way].start(chunk, reduction.axes(action.part))
-        self.tasks.issued(under_way[-1], self.way)
-        self.under_way.setdefault(owner, []).append(under_way)
+        chunk = reduction.take(self.vectors[owner], action.part)
+        self.under_way.setdefault(owner, []).append(self._started(self.way, chunk, reduction.axes(action.part)))
 
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        way = "background" if self.way == "background" else "all_reduce"
-        self.counts = REDUCTIONS[way].start(self.tasks.in_order(stats.count_E.ravel(), way), BATCH_AXES)
-        self.tasks.issued(self.counts[-1], way)
+        way = self.way if self.way.at_once else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        self.counts = self._started(way, stats.count_E.ravel(), BATCH_AXES)
         moe = [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
 
@@ -118,12 +115,18 @@ class Sums:
         chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
+    def _started(self, way: Way, x_n: jax.Array, axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+        """A sum in the order of the schedule."""
+        under_way = way.start(self.tasks.in_order(x_n, way.at_once), axes)
+        self.tasks.issued(under_way[-1], way.at_once)
+        return under_way
+
     def _arrived(self, under_way: tuple[Any, ...]) -> jax.Array:
         """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
         *others, last = under_way
         if self.tasks.facts.how.platform == "cpu":
             last = self.tasks.in_turn(last)
-        return REDUCTIONS[self.way].finish((*others, last))
+        return self.way.finish((*others, last))
 
 
 def _is_missing(leaf: Any) -> bool:

@@ -104,11 +104,11 @@ class Tasks:
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(_dense, model=model))
+                function = self._remat(partial(dense_block, model=model))
                 self.computed = self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 continue
             function = self._remat(
-                partial(_attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
+                partial(attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
@@ -134,14 +134,14 @@ class Tasks:
             if facts.ragged:
                 self.flow[p] = self._lanes(block, p, weights, received)
             else:
-                function = partial(_run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
+                function = partial(run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
                 self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
             self._computed(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
         overflow = self.overflows[block, p] = irregular.Overflow.of(self.again.pop(p), lanes)
-        function = self._remat(partial(_run_lanes, filled=overflow.filled_L))
+        function = self._remat(partial(irregular.experts, filled_L=overflow.filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         rest = irregular.Rest(lanes.rest_R, main.shape[1])
         return lanes._replace(main_LbD=main, rest_R=overflow.forward(self._expert_weights(block), rest))
@@ -273,9 +273,9 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined, how.exchange), Axis.EXPERT, how.platform)
+        under_way = exchange.start(self.in_order(joined, exchange.at_once), Axis.EXPERT, how.platform)
         if joined.size:
-            self.issued(under_way[-1], how.exchange)
+            self.issued(under_way[-1], exchange.at_once)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         moving = Moving(under_way, bounds, axis, how)
         for place, p in enumerate(pieces):
@@ -337,18 +337,21 @@ class Tasks:
         room = Room(facts.slots, count_E, facts.microbatches)
         return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
 
-    def in_order(self, x: jax.Array, way: str = "") -> jax.Array:
-        """`x`, tied to the collective before it: collectives are issued in the order of the schedule."""
+    def in_order(self, x: jax.Array, at_once: bool = False) -> jax.Array:
+        """`x`, tied to the collective before it: collectives are issued in the order of the schedule.
+
+        `at_once`: the collective only starts here, and its start is a compute task like others.
+        """
         if not x.size:
             return x
         if self.last is not None:
             x = after(x, self.last, self.facts.how.platform)
-        return self.in_turn(x) if way == "background" else x
+        return self.in_turn(x) if at_once else x
 
-    def issued(self, result: jax.Array, way: str = "") -> None:
-        """Note the result of a collective; one that is only started is a compute task, too."""
+    def issued(self, result: jax.Array, at_once: bool = False) -> None:
+        """Note what a collective, or its start, came to."""
         self.last = result
-        if way == "background":
+        if at_once:
             self.computed = result
 
     # pullbacks
@@ -376,20 +379,8 @@ class Tasks:
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
-def _run_experts(weights: Tree, rows: Any, moe: Any, platform: str) -> jax.Array:
-    return run_experts(weights, rows, moe, platform)
-
-
-def _run_lanes(weights: Tree, main: jax.Array, filled: jax.Array) -> jax.Array:
-    return irregular.experts(weights, main, filled)
-
-
 def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:
     return embed(embedding, tokens, how)
-
-
-def _attend_and_route(weights: Tree, x: jax.Array, model: Any, room: Room, ragged: bool) -> Routed:
-    return attend_and_route(weights, x, model, room, ragged)
 
 
 def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, platform: str) -> Tree:
@@ -399,10 +390,6 @@ def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, platform: 
 
 def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, platform: str) -> Tree:
     return ragged.from_lanes(*lanes, num_rows, Axis.EXPERT, platform)
-
-
-def _dense(weights: Tree, x: jax.Array, model: Any) -> jax.Array:
-    return dense_block(weights, x, model)
 
 
 def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any, ragged: bool) -> jax.Array:

@@ -17,6 +17,7 @@ class Way(NamedTuple):
 
     start: Callable[[jax.Array, tuple[Axis, ...]], tuple[Any, ...]]
     finish: Callable[[tuple[Any, ...]], jax.Array]
+    at_once: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
 
     def __call__(self, x_n: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
         """Both halves."""
@@ -31,5 +32,5 @@ REDUCTIONS = {
     "all_reduce": _at_once(all_reduce.reduce),
     "scatter_gather": _at_once(scatter_gather.reduce),
     "ring": _at_once(ring.reduce),
-    "background": Way(background.start, background.finish),
+    "background": Way(background.start, background.finish, at_once=True),
 }
