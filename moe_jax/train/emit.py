@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
+from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import Axis, batch_shards
@@ -125,6 +126,12 @@ def _places(model: Model) -> list[tuple[int, int, int]]:
     ]
 
 
+def _stored(params: Tree, model: Model, block: int) -> Stored:
+    """The weights of a block's experts, not taken out."""
+    number, period, place = _places(model)[block]
+    return Stored(params["segments"][number][place]["moe"]["experts"], period)
+
+
 def _slice(leaf: jax.Array, period: int) -> jax.Array:
     return leaf[period]
 
@@ -148,7 +155,7 @@ def scheduled_gradients(
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: _owned(params, model, block + 1, _slice) for block in outside}
-    tasks = Tasks(facts, params, blocks, token_BN1)
+    tasks = Tasks(facts, params, blocks, token_BN1, functools.partial(_stored, params, model))
     sums = Sums(
         plan.reductions, tasks, None if earlier is None else lambda owner: _owned(earlier, model, owner, _slice)
     )

@@ -12,7 +12,7 @@ from moe_jax.models import routing
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Order
 from moe_jax.models.transformer import Computation
-from moe_jax.schedule.actions import Action
+from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.schedule.shape import Shape
 
 
@@ -30,6 +30,11 @@ class Facts:
     def num_pieces(self) -> int:
         """Pieces of the device's rows in a block."""
         return math.lcm(self.shape.forward.chunks, self.shape.backward.chunks)
+
+    @property
+    def last_moe(self) -> int:
+        """The highest block with experts."""
+        return max((block for block, kind in enumerate(self.shape.kinds) if kind == "moe"), default=NO_BLOCK)
 
     @property
     def microbatches(self) -> int:

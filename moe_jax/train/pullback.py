@@ -5,7 +5,7 @@ does. The pullback of a whole task is taken apart by what each of its operations
 input gradients need, later the rest. Nothing is computed twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -53,11 +53,19 @@ def differentiate(
 class SplitPullback:
     """One call of a pullback in two parts, inside one trace."""
 
-    def __init__(self, pullback: Callable[[Any], tuple[Tree, Any]], cotangents: Sequence[jax.Array]):
+    def __init__(
+        self,
+        pullback: Callable[[Any], tuple[Tree, Any]],
+        cotangents: Sequence[jax.Array],
+        again: Iterable[tuple[jax.Array, jax.Array]] = (),
+    ):
+        """`again`: values that the pullback keeps, and what takes their place."""
         traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
         traced = _inlined(traced)
         jaxpr = traced.jaxpr
-        self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+        instead = {id(kept): new for kept, new in again}
+        consts = [instead.get(id(value), value) for value in traced.consts]
+        self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self._values |= dict(zip(jaxpr.invars, cotangents, strict=True))
         weight_shapes, input_shapes = shapes
         num_weights = len(jax.tree.leaves(weight_shapes))

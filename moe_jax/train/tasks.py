@@ -3,7 +3,7 @@
 B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,17 @@ class Tasks:
     neither ends nor tokens.
     """
 
-    def __init__(self, facts: Facts, ends: Tree, blocks: dict[int, Tree], token_BN1: jax.Array | None):
+    def __init__(
+        self,
+        facts: Facts,
+        ends: Tree,
+        blocks: dict[int, Tree],
+        token_BN1: jax.Array | None,
+        stored: Callable[[int], irregular.Stored] | None = None,
+    ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
+        self.stored = None if facts.how.platform == "gpu" else stored  # experts' weights of a block
+        self.casts: dict[tuple[str, int], Tree] = {}  # of them, by direction and block
         self.token = [] if token_BN1 is None else jnp.split(token_BN1, facts.microbatches)
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
@@ -141,10 +150,14 @@ class Tasks:
     def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
         overflow = self.overflows[block, p] = irregular.Overflow.of(self.again.pop(p), lanes)
+        if self.stored is not None:
+            weights = self._cast("F", block, lanes.main_LbD)
         function = self._remat(partial(irregular.experts, filled_L=overflow.filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         rest = irregular.Rest(lanes.rest_R, main.shape[1])
-        return lanes._replace(main_LbD=main, rest_R=overflow.forward(self._expert_weights(block), rest))
+        if block == self.facts.last_moe:  # its backward pass comes next
+            self.rest[block, p] = rest
+        return lanes._replace(main_LbD=main, rest_R=overflow.forward(self._stored_experts(block), rest))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -197,11 +210,15 @@ class Tasks:
         block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
             first, *d_rest = self._arrived(self.dflow, p)
-            self.dflow[p] = self._pull("expert", block, p, [first])
+            again: Iterable[tuple[jax.Array, jax.Array]] = ()
+            if ("F", block) in self.casts:
+                casts = self.casts["F", block], self._cast("B", block, first)
+                again = zip(*map(jax.tree.leaves, casts), strict=True)
+            self.dflow[p] = self._pull("expert", block, p, [first], again)
             self._computed(self.dflow[p][0])
             if d_rest:
                 overflow, rest = self.overflows[block, p], self.rest[block, p]
-                self.dflow[p].append(overflow.backward(self._expert_weights(block), rest, d_rest[0]))
+                self.dflow[p].append(overflow.backward(self._stored_experts(block), rest, d_rest[0]))
                 self.d_rest[block, p] = d_rest[0]
         if not split:
             self._add_overflow(block)
@@ -216,14 +233,27 @@ class Tasks:
             return
         for key in [(block, p) for p in pieces]:
             self.grads["expert", block] = self.overflows.pop(key).add_weights(
-                self.grads["expert", block], self._expert_weights(block), self.rest.pop(key), self.d_rest.pop(key)
+                self.grads["expert", block], self._stored_experts(block), self.rest.pop(key), self.d_rest.pop(key)
             )
 
-    def _expert_weights(self, block: int) -> Tree:
+    def _cast(self, direction: str, block: int, x: jax.Array) -> Tree:
+        """The weights of a block's experts for products with `x` and others, cast once for each direction.
+
+        XLA would keep one cast for both, those of all blocks at once.
+        """
+        if (direction, block) not in self.casts:
+            assert self.stored is not None
+            self.casts[direction, block] = self.stored(block).cast(x)
+        return self.casts[direction, block]
+
+    def _stored_experts(self, block: int) -> irregular.Stored:
         """A block's, as branches and loops for rows that overflow take them."""
+        if self.stored is not None:
+            return self.stored(block)
         weights, how = self.blocks[block]["moe"]["experts"], self.facts.how
-        # XLA:GPU has the lanes' casts in memory, and would slice float32 for these; XLA:TPU casts inside the products
-        return jax.tree.map(lambda w: w.astype(how.dtype), weights) if how.platform == "gpu" else weights
+        if how.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
+            weights = jax.tree.map(lambda w: w.astype(how.dtype), weights)
+        return irregular.Stored(jax.tree.map(lambda w: w[None], weights), 0)
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -326,6 +356,8 @@ class Tasks:
 
     def _send_again(self, block: int, p: int) -> None:
         """Rows that overflowed; no others."""
+        if (block, p) in self.rest:
+            return
         overflow, platform = self.overflows[block, p], self.facts.how.platform
         widths = self._lane_widths(overflow.count_PE[0])
         rows = ragged.rest_lanes(self.in_order(overflow.sent()), overflow.count_PE, widths, Axis.EXPERT, platform)
@@ -364,17 +396,28 @@ class Tasks:
         result, self.pullbacks[key] = differentiate(function, weights, inputs)
         return result
 
-    def _pull(self, op: str, block: int, part: int, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task."""
+    def _pull(
+        self,
+        op: str,
+        block: int,
+        part: int,
+        cotangents: Sequence[jax.Array],
+        again: Iterable[tuple[jax.Array, jax.Array]] = (),
+    ) -> list[jax.Array]:
+        """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task.
+
+        `again`: see `SplitPullback`.
+        """
         pullback = self.pullbacks.pop((op, block, part))
         if self.facts.shape.split_weight_grad:
-            split = self.waiting[op, block, part] = SplitPullback(pullback, cotangents)
+            split = self.waiting[op, block, part] = SplitPullback(pullback, cotangents, again)
             return split.inputs()
         gradient, inputs = pullback(list(cotangents))
         self._add((op, block), gradient)
         return inputs
 
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # of casts, as autodiff would
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 

@@ -74,6 +74,36 @@ def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, "
     return _real_back(_product(params, _real(main_LbD, filled_L)), filled_L)
 
 
+class Stored(NamedTuple):
+    """The weights of a block's experts where they lie, so that what is not used now is not copied."""
+
+    stack: Any  # leaves [periods, L, …]
+    period: int
+
+    def cast(self, x: jax.Array) -> Any:
+        """Those of all experts [L, …] in the type of `x`, made as soon as `x` exists and not before."""
+        period, _ = jax.lax.optimization_barrier((jnp.int32(self.period), x))
+
+        def taken(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False).astype(x.dtype)
+
+        # with a barrier: XLA:TPU would take the block out once more in every product
+        return jax.lax.optimization_barrier(jax.tree.map(taken, self.stack))
+
+    def of(self, expert: jax.Array) -> Any:
+        """Those of one expert."""
+
+        def taken(leaf: jax.Array) -> jax.Array:
+            start: list[Any] = [self.period, expert, *[0] * (leaf.ndim - 2)]
+            one = jax.lax.dynamic_slice(leaf, start, (1, 1, *leaf.shape[2:])).reshape(leaf.shape[2:])
+            return jax.lax.bitcast_convert_type(one, f"uint{8 * leaf.dtype.itemsize}")
+
+        # As bits: XLA:TPU would keep a copy of all weights in bfloat16 if it knew that they are only used as such.
+        # With a barrier: it would change all weights' layout in front of the loop, and that of what it makes behind it.
+        bits = jax.lax.optimization_barrier(jax.tree.map(taken, self.stack))
+        return jax.tree.map(lambda one, leaf: jax.lax.bitcast_convert_type(one, leaf.dtype), bits, self.stack)
+
+
 class Overflow(NamedTuple):
     """Rows that found no room in their expert's lane, with products of their own.
 
@@ -98,27 +128,27 @@ class Overflow(NamedTuple):
         with jax.named_scope("overflow"):
             return jax.lax.cond(self.happened, self.again.make, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
-    def forward(self, params: Any, rest: "Rest") -> jax.Array:
+    def forward(self, weights: Stored, rest: "Rest") -> jax.Array:
         """What the experts make of these rows."""
 
         def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
-            return self._put(out_R, expert, mlp(_of(params, expert), self._lane(rest.rows_R, expert, rest.main)))
+            return self._put(out_R, expert, mlp(weights.of(expert), self._lane(rest.rows_R, expert, rest.main)))
 
         return self._rows(turn, rest.rows_R)
 
-    def backward(self, params: Any, rest: "Rest", d_out: jax.Array) -> jax.Array:
+    def backward(self, weights: Stored, rest: "Rest", d_out: jax.Array) -> jax.Array:
         """The rows' gradient."""
 
         def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
-            return self._put(d_rest_R, expert, self._pull(params, expert, rest, d_out)[1])
+            return self._put(d_rest_R, expert, self._pull(weights, expert, rest, d_out)[1])
 
         return self._rows(turn, rest.rows_R)
 
-    def add_weights(self, gradient: Any, params: Any, rest: "Rest", d_out: jax.Array) -> Any:
+    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array) -> Any:
         """Gradients of the experts' weights [L, …] with these rows' part."""
 
         def turn(expert: jax.Array, gradient: Any) -> Any:
-            new = self._pull(params, expert, rest, d_out)[0]
+            new = self._pull(weights, expert, rest, d_out)[0]
             return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
 
         # no branch: it would copy the gradients even if nothing overflows
@@ -148,9 +178,9 @@ class Overflow(NamedTuple):
         lane = lane.reshape(len(lane), *rows_R.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, params: Any, expert: jax.Array, rest: "Rest", d_out: jax.Array) -> Any:
+    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array) -> Any:
         rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
-        return jax.vjp(mlp, _of(params, expert), rows)[1](d_lane)
+        return jax.vjp(mlp, weights.of(expert), rows)[1](d_lane)
 
 
 class Rest(NamedTuple):
@@ -158,12 +188,6 @@ class Rest(NamedTuple):
 
     rows_R: Float[Array, "R ..."]
     main: int
-
-
-def _of(params: Any, expert: jax.Array) -> Any:
-    weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), params)
-    # without a barrier XLA:TPU changes the layout of all weights in front of the loop, and of what it makes behind it
-    return jax.lax.optimization_barrier(weights)
 
 
 def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ordering import after
 
 _LINE = 128  # features
 
@@ -64,6 +65,9 @@ def to_lanes(
 ) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
     """Each row in its expert's lane; other rows can be anything."""
     rest = rest_lanes(rows_S, count_PE, widths, axis, platform)
+    if rest.size and platform == "tpu":
+        # else XLA:TPU hides the rare rows, and not these
+        rows_S = after(rows_S, rest, platform)
     main = _received(rows_S, count_PE, 0, widths.main, axis, platform)
     return main.reshape(_held(count_PE), widths.main, math.prod(rows_S.shape[1:])), rest
 
