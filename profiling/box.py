@@ -41,7 +41,7 @@ class Box:
 
     processes: int = 2
     cores: tuple[int, ...]  # process i is pinned to the i-th, round and round
-    threads: int = 2  # of XLA's pool in each process; with one, XLA's own collectives hide nothing
+    threads: int = 1  # of XLA's pool in each process; with one, XLA's own collectives hide nothing
 
     def __post_init__(self) -> None:
         if not 2 <= self.processes <= 4:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("box")
     group.add_argument("--processes", type=int, default=2, metavar="N", help="2..4 (default 2)")
     group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, in turn (default: all)")
-    group.add_argument("--threads", type=int, default=2, help="of XLA's pool in each process (default 2)")
+    group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 
 def box_from(arguments: argparse.Namespace) -> Box:

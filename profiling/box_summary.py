@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from moe_jax.measure.trace import joined
+
 REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 
@@ -27,21 +29,11 @@ def hidden_share(events: Sequence[Sequence[Any]], direction: str | tuple[str, ..
     """
     of_direction = [event for event in events if event[2] and event[1].startswith(direction)]
     total = sum(end - start for *_, start, end in of_direction)
-    computing = _joined([(start, end) for _, _, communicates, _, start, end in events if not communicates])
+    computing = joined([(start, end) for _, _, communicates, _, start, end in events if not communicates])
     hidden = sum(
         max(0.0, min(end, stop) - max(start, begin)) for *_, start, end in of_direction for begin, stop in computing
     )
     return _rounded(hidden / total) if total else None
-
-
-def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Training steps on a throttled cluster in one box: sudo python profiling/cluster_in_a_box.py [section.key=value …]
 
 Processes in network namespaces run the project's own step on XLA:CPU, each on one core, with collectives that run in
-the background (`exchange.algorithm=background`; `flat` is XLA's own, over gloo). All variants are
-compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare neighbours in
-time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and communication alone
-(the collectives of the plain step, one after another). No schedule can be faster than the longer of the two.
+the background (`exchange.algorithm=background`). How long tasks take is measured first, and schedules are made by that.
+All variants are compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare
+neighbours in time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and
+communication alone (the collectives of the plain step, one after another). No schedule can be faster than the longer of
+the two. Variants with `flat` exchange by XLA's own collectives, over gloo: ask for them with `--variants`, and for
+`--threads 2`, without which those hide nothing.
 """
 
 import argparse
@@ -29,9 +31,10 @@ from stand_ins import collectives_of, communication, without_communication
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.measure.trace import read_trace
+from moe_jax.measure.trace import Operation, compute_seconds, read_trace
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.measured import OPS, write_times
 from moe_jax.train.step import make_trainer
 
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
@@ -122,17 +125,20 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.join()
     box.set_rate(_PROBE_RATE)
     stand = Stand(configs["vanilla"])
-    programs = {name: stand.compiled(config) for name, config in configs.items()}
-    tell("compiled")
     with without_communication():
         alone = {f"{COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
-    steps: dict[str, Step] = {name: stand.step_of(program) for name, program in (programs | alone).items()}
+    steps: dict[str, Step] = {name: stand.step_of(program) for name, program in alone.items()}
     steps[COMMUNICATION] = stand.communication(configs["vanilla"])
     if arguments.rate == "auto":
         rate = choose_rate(steps[f"{COMPUTE}: vanilla"], steps[COMMUNICATION], arguments.steps)
     else:
         rate = box.parse_rate(arguments.rate)
     box.set_rate(rate)
+    with tempfile.TemporaryDirectory() as folder:
+        times = calibrated(stand, configs["vanilla"], Path(folder), rate)
+        programs = {name: stand.compiled(_timed(config, times, rate)) for name, config in configs.items()}
+    steps = {name: stand.step_of(program) for name, program in programs.items()} | steps
+    tell("compiled")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(arguments.rounds + 1):
         for name, step in steps.items():
@@ -144,25 +150,47 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.hand_back({"rate_mbit": rate / 1e6, "seconds": seconds, "timelines": timelines})
 
 
+def calibrated(stand: Stand, config: Config, folder: Path, rate: float) -> Path:
+    """A file of how long tasks take here, read off a traced step; the same on all ranks."""
+    schedule = dataclasses.replace(config.schedule, policy="unified", microbatches=2, weight_grad="greedy")
+    config = dataclasses.replace(config, schedule=schedule)
+    program = stand.compiled(_timed(config, None, rate))
+    seconds = compute_seconds(traced(stand.step_of(program), program))
+    own = [seconds[op][direction] for op in OPS for direction in "FBW" if op in seconds]
+    first = iter(multihost_utils.broadcast_one_to_all(np.array(own, np.float32)).tolist())
+    file = folder / "task_times.json"
+    write_times(file, {op: {direction: next(first) for direction in "FBW"} for op in OPS if op in seconds})
+    tell("compute of all tasks, seconds: " + " ".join(file.read_text(encoding="utf-8").split()))
+    return file
+
+
+def _timed(config: Config, times: Path | None, rate: float) -> Config:
+    """Scheduled by these times and the links' rate."""
+    schedule = dataclasses.replace(
+        config.schedule, task_times=None if times is None else str(times), link_gb_per_s=rate / 8e9
+    )
+    return dataclasses.replace(config, schedule=schedule)
+
+
 def tell(line: str) -> None:
     """Print once, not once for every process."""
     if box.rank() == 0:
         print(line, flush=True)
 
 
-def traced(step: Step, program: Compiled) -> list[Any]:
-    """What ran when in one step: (name, thread, start, end) of every operation, the name with its schedule task."""
+def traced(step: Step, program: Compiled) -> list[Operation]:
+    """What ran when in one step."""
     with tempfile.TemporaryDirectory() as folder:
         for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
             multihost_utils.sync_global_devices(turn)
             with jax.profiler.trace(Path(folder) / turn):
                 jax.block_until_ready(step())
-        return [list(event) for event in read_trace(Path(folder) / "measured", program.as_text() or "")]
+        return read_trace(Path(folder) / "measured", program.as_text() or "")
 
 
 def chosen(names: str | None) -> dict[str, list[str]]:
     """The variants to run, vanilla always among them. Raises ConfigError."""
-    wanted = {"vanilla", *names.split(",")} if names else set(VARIANTS)
+    wanted = {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if "flat" not in name}
     if unknown := sorted(wanted - set(VARIANTS)):
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
     return {name: settings for name, settings in VARIANTS.items() if name in wanted}
@@ -177,7 +205,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
     parser.add_argument("--rounds", type=int, default=10, help="default 10")
-    parser.add_argument("--variants", metavar="NAME,…", help=f"beside vanilla, of {', '.join(VARIANTS)} (default all)")
+    parser.add_argument(
+        "--variants", metavar="NAME,…", help=f"beside vanilla, of {', '.join(VARIANTS)} (default all but flat)"
+    )
     parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
     box.add_arguments(parser)

@@ -157,7 +157,7 @@ def main() -> None:
     box.parse_rate(arguments.rate)
     results = {}
     print(f"{'':45}alone s  compute s   both s  in order   hidden    hidden")
-    for threads in sorted({1, arguments.threads}):
+    for threads in sorted({1, 2, arguments.threads}):
         arguments.threads = threads
         results[f"{threads} threads"] = box.run_in_box(box.box_from(arguments))
     write_result("overlap_probe", {"rate": arguments.rate, "processes": arguments.processes, **results})

@@ -3,6 +3,8 @@
 import gzip
 import json
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +70,34 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
             )
         )
     return sorted(operations, key=lambda operation: operation.start_s)
+
+
+def compute_seconds(operations: Iterable[Operation]) -> dict[str, dict[str, float]]:
+    """How long tasks computed, summed by op and by direction (F, B, W), e.g. `["expert"]["W"]`.
+
+    What several operations of one task did at the same time counts once.
+    """
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for operation in operations:
+        if operation.task and not operation.communicates:
+            spans[operation.task].append((operation.start_s, operation.end_s))
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys("FBW", 0.0))
+    for task, parts in spans.items():
+        direction, _, rest = task.partition(".")
+        if rest and direction in "FBW":
+            seconds[rest.partition(".")[0]][direction] += sum(end - start for start, end in joined(parts))
+    return dict(seconds)
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans by start, those that touch made one."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return result
 
 
 def _calls(definition: str, scope: str) -> bool:

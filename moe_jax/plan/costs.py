@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_jax.config import Config, Model
+from moe_jax.plan.measured import read_times
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -58,7 +59,10 @@ def rates_of(config: Config, platform: str, expert_ranks: int, num_devices: int)
 def task_times(
     config: Config, tokens: int, expert_ranks: int, reduction_bytes: Sequence[Sequence[float]], rates: Rates
 ) -> TaskTimes:
-    """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner."""
+    """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
+
+    Raises ConfigError if `schedule.task_times` cannot be used.
+    """
     model, moe = config.model, config.model.moe
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     matrices = 3 if model.activation == "swiglu" else 2
@@ -76,16 +80,19 @@ def task_times(
             rate=matmul, forward_flops=products + rest, backward_flops=products + 2 * rest, weight_flops=products
         )
 
+    estimated = {
+        "embed": Compute(rate=matmul, forward_flops=0.0, backward_flops=0.0),
+        "attend": compute(attention + shared, scores),
+        "dense": compute(attention + dense, scores),
+        "expert": compute(expert),
+        "head": compute(head),
+    }
+    given = config.schedule.task_times
+    measured = read_times(given, model.block_kinds) if given is not None else {}
     moved = rows * model.d_model * _ITEM_BYTES[config.train.compute_dtype] * (expert_ranks - 1) / expert_ranks
     exchange = Transfer(link=rates.exchange, num_bytes=moved)
     return TaskTimes(
-        compute={
-            "embed": Compute(rate=matmul, forward_flops=0.0, backward_flops=0.0),
-            "attend": compute(attention + shared, scores),
-            "dense": compute(attention + dense, scores),
-            "expert": compute(expert),
-            "head": compute(head),
-        },
+        compute=estimated | measured,
         transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
         reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.measure.trace import read_trace
+from moe_jax.measure.trace import Operation, compute_seconds, joined, read_trace
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -86,3 +86,24 @@ def test_without_a_schedule_forward_and_backward_are_told_apart(tmp_path):
     tasks = [operation.task for operation in read_trace(tmp_path, program.as_text())]
     assert {"F", "B"} <= set(tasks)
     assert tasks.index("F") < tasks.index("B")
+
+
+def test_compute_is_summed_by_op_and_direction_and_collectives_are_not():
+    def ran(task, start_s, end_s, communicates=False):
+        return Operation("dot", task, communicates, "thread", start_s, end_s)
+
+    operations = [
+        ran("F.expert.0.0", 0.0, 1.0),
+        ran("F.expert.0.0", 0.5, 2.0),  # on another thread
+        ran("F.expert.0.1", 0.5, 1.0),
+        ran("W.expert.0.1", 3.0, 4.0),
+        ran("F.dispatch.0.0", 0.0, 9.0, communicates=True),
+        ran("G.reduce.0.0", 4.0, 5.0),
+        ran("", 5.0, 6.0),
+        ran("B", 6.0, 7.0),
+    ]
+    assert compute_seconds(operations) == {"expert": {"F": 2.5, "B": 0.0, "W": 1.0}}
+
+
+def test_spans_that_touch_are_joined():
+    assert joined([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
