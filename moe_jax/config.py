@@ -98,7 +98,7 @@ class Schedule:
     device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
     link_gb_per_s: float | None = None  # null: typical of the platform
     network_gb_per_s: float | None = None  # the same beyond a node of GPUs
-    task_times: str | None = None  # a file of measured seconds (plan/measured.py) that come before these rates
+    task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
 

@@ -58,6 +58,7 @@ def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, 
     cut = seconds.get(f"{COMPUTE}: unified")
     return {
         "rate_mbit": found["rate_mbit"],
+        "task_times": found["task_times"],
         "compute_alone_s": quartiles(compute),
         "communication_alone_s": quartiles(transfer),
         "bound_s": quartiles(bound),

@@ -4,13 +4,14 @@ Processes in network namespaces run the project's own step on XLA:CPU, each on o
 the background (`exchange.algorithm=background`). How long tasks take is measured first, and schedules are made by that.
 All variants are compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare
 neighbours in time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and
-communication alone (the collectives of the plain step, one after another). No schedule can be faster than the longer of
-the two. Variants with `flat` exchange by XLA's own collectives, over gloo: ask for them with `--variants`, and for
-`--threads 2`, without which those hide nothing.
+communication alone (the collectives of the plain step, one after another). No schedule can be faster than the longer
+of the two. `vanilla` is what autodiff makes: it sums gradients over gloo, all others in the background. Variants with
+`flat` use XLA's own collectives; they run only if named in `--variants`, and need `--threads 2` to hide anything.
 """
 
 import argparse
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from stand_ins import collectives_of, communication, without_communication
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.measure.trace import Operation, compute_seconds, read_trace
+from moe_jax.measure.trace import Operation, read_trace, seconds_by_op
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, write_times
@@ -40,8 +41,8 @@ from moe_jax.train.step import make_trainer
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _GREEDY = ["schedule.weight_grad=greedy"]
-_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2", "exchange.reduction=background"]
-_FLAT = ["exchange.algorithm=flat"]  # XLA's own
+_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2"]
+_FLAT = ["exchange.algorithm=flat", "exchange.reduction=all_reduce"]  # XLA's own
 # name: settings. The first two are what the others are compared with.
 VARIANTS: dict[str, list[str]] = {
     "vanilla": [],
@@ -50,8 +51,9 @@ VARIANTS: dict[str, list[str]] = {
     "unified+weight_grad": _UNIFIED + _GREEDY,
     "unified+grad_reduce": _UNIFIED + _CHUNKED,
     "unified+weight_grad+grad_reduce": _UNIFIED + _GREEDY + _CHUNKED,
-    "unified+weight_grad+block": [*_UNIFIED, *_GREEDY, "schedule.grad_reduce=block", "exchange.reduction=background"],
+    "unified+weight_grad+block": [*_UNIFIED, *_GREEDY, "schedule.grad_reduce=block"],
     "unified+weight_grad+grad_reduce+4_microbatches": [*_UNIFIED, *_GREEDY, *_CHUNKED, "schedule.microbatches=4"],
+    "expert_pipeline+4_parts": [*_PIPELINE, "schedule.microbatches=4"],
     "expert_pipeline+weight_grad+grad_reduce": _PIPELINE + _GREEDY + _CHUNKED,
     "vanilla+weight_grad+grad_reduce": _GREEDY + _CHUNKED,
     "vanilla+flat": _FLAT,
@@ -59,6 +61,7 @@ VARIANTS: dict[str, list[str]] = {
     "unified+flat": _UNIFIED + _FLAT,
 }
 _WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
+_TRACES = 3  # that task times are the median of
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
 
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
@@ -136,6 +139,7 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.set_rate(rate)
     with tempfile.TemporaryDirectory() as folder:
         times = calibrated(stand, configs["vanilla"], Path(folder), rate)
+        task_times = json.loads(times.read_text(encoding="utf-8"))
         programs = {name: stand.compiled(_timed(config, times, rate)) for name, config in configs.items()}
     steps = {name: stand.step_of(program) for name, program in programs.items()} | steps
     tell("compiled")
@@ -147,20 +151,21 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
                 seconds[name].append(step_s)
         tell(f"round {turn} of {arguments.rounds}")
     timelines = {name: traced(steps[name], programs[name]) for name in programs}
-    box.hand_back({"rate_mbit": rate / 1e6, "seconds": seconds, "timelines": timelines})
+    box.hand_back({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
 
 
 def calibrated(stand: Stand, config: Config, folder: Path, rate: float) -> Path:
-    """A file of how long tasks take here, read off a traced step; the same on all ranks."""
+    """A file of how long tasks take here, read off traced steps of rank 0; the same on all ranks."""
     schedule = dataclasses.replace(config.schedule, policy="unified", microbatches=2, weight_grad="greedy")
     config = dataclasses.replace(config, schedule=schedule)
     program = stand.compiled(_timed(config, None, rate))
-    seconds = compute_seconds(traced(stand.step_of(program), program))
-    own = [seconds[op][direction] for op in OPS for direction in "FBW" if op in seconds]
-    first = iter(multihost_utils.broadcast_one_to_all(np.array(own, np.float32)).tolist())
+    step, kinds = stand.step_of(program), config.model.block_kinds
+    found = [seconds_by_op(traced(step, program), kinds) for _ in range(_TRACES)]
+    own = [[[each.get(op, {}).get(direction, 0.0) for direction in "FBW"] for op in OPS] for each in found]
+    median = multihost_utils.broadcast_one_to_all(np.median(np.array(own, np.float32), axis=0))
     file = folder / "task_times.json"
-    write_times(file, {op: {direction: next(first) for direction in "FBW"} for op in OPS if op in seconds})
-    tell("compute of all tasks, seconds: " + " ".join(file.read_text(encoding="utf-8").split()))
+    rows = zip(OPS, median.tolist(), strict=True)
+    write_times(file, {op: dict(zip("FBW", row, strict=True)) for op, row in rows if any(row)})
     return file
 
 
@@ -215,6 +220,9 @@ def main() -> None:
     for name in ("steps", "rounds"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    for setting in ("schedule.task_times", "schedule.link_gb_per_s"):
+        if any(override.startswith(setting) for override in arguments.overrides):
+            raise ConfigError(f"{setting} is measured here: leave it out")
     variants = chosen(arguments.variants)
     configs = {
         name: load_config(arguments.config, [*arguments.overrides, *settings]) for name, settings in variants.items()

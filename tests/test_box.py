@@ -114,7 +114,7 @@ def test_ratios_compare_runs_of_the_same_round():
             ("c", "B.expert.0.0", False, "", 1.5, 3.0),
         ],
     }
-    found = {"rate_mbit": 400.0, "seconds": seconds, "timelines": timelines}
+    found = {"rate_mbit": 400.0, "task_times": {}, "seconds": seconds, "timelines": timelines}
     result = summary(found, {"vanilla": [], "unified": ["schedule.policy=unified"]})
     row = result["variants"]["unified"]
     assert row["speed_up_over_vanilla"] == {"median": 2, "first_quartile": 2, "third_quartile": 2}

@@ -82,12 +82,16 @@ def only_overflows(instruction: Instruction, program: Program) -> bool:
 
 def collective_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> float:
     """Of one collective, alone on its link."""
-    group = _group(collective, num_devices)
-    if group.size == 1:
+    if _group(collective, num_devices).size == 1:
         return 0.0
-    one_node = target.node_devices is None or len({int(rank) // target.node_devices for rank in group}) == 1
-    link = target.link if one_node else target.network
+    link = target.network if leaves_node(collective, target, num_devices) else target.link
     return link.seconds(sent_bytes(collective, program, num_devices))
+
+
+def leaves_node(collective: Instruction, target: Target, num_devices: int) -> bool:
+    """Whether a collective goes over the network between nodes, and not over the links inside one."""
+    group = _group(collective, num_devices)
+    return target.node_devices is not None and len({int(rank) // target.node_devices for rank in group}) > 1
 
 
 def _group(collective: Instruction, num_devices: int) -> np.ndarray:

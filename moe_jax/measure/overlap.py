@@ -1,7 +1,8 @@
-"""What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and one link.
+"""What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and the links.
 
-A start queues its collective on the link, where transfers run one after another; a done makes compute wait for it. A
-collective without start and done occupies both. What compute waits for is exposed, the rest of communication hidden.
+A start queues its collective on its link, inside a node or between nodes, where transfers run one after another; a done
+makes compute wait for it. A collective without start and done occupies both. What compute waits for is exposed, the
+rest of communication hidden.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from moe_jax.measure.costs import (
     collective_of,
     collective_seconds,
     compute_seconds,
+    leaves_node,
     matrix_products,
     only_overflows,
     sent_bytes,
@@ -94,7 +96,7 @@ class _Walk:
     target: Target
     num_devices: int
     now_s: float = 0.0
-    link_free_s: float = 0.0
+    link_free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})  # inside, between nodes
     done_products: int = 0
     done_compute_s: float = 0.0
     turn: int = 0
@@ -172,7 +174,8 @@ def _communicate(walk: _Walk, line: Instruction, collective: Instruction) -> Non
     seconds = collective_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU writes start and done for what it runs in one go, too
     is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
-    start_s = max(walk.now_s, walk.link_free_s)
+    link = leaves_node(collective, walk.target, walk.num_devices)
+    start_s = max(walk.now_s, walk.link_free_s[link])
     task = Collective(
         instruction=collective,
         op_name=walk.program.op_name(collective) or walk.program.op_name(line),
@@ -183,7 +186,7 @@ def _communicate(walk: _Walk, line: Instruction, collective: Instruction) -> Non
         turn=walk.turn,
         turns=walk.turns,
     )
-    walk.link_free_s = task.end_s
+    walk.link_free_s[link] = task.end_s
     if is_async:
         walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
     else:
@@ -217,6 +220,6 @@ def _finish(walk: _Walk, line: Instruction) -> None:
 
 def _alone_s(walk: _Walk, lines: Iterable[Instruction]) -> float:
     """Seconds of a computation if nothing overlapped."""
-    inner = replace(walk, now_s=0.0, link_free_s=0.0, compute=[], collectives=[], open={}, unknown_loops=[])
+    inner = _Walk(walk.program, walk.target, walk.num_devices)
     _run(inner, lines)
     return inner.now_s

@@ -4,12 +4,13 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.parallel.background import FINISH_SCOPE, START_NAME, START_SCOPE
 from moe_jax.parallel.post import TRACE_NAME
+from moe_jax.schedule.actions import Action
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
 _COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
@@ -72,10 +73,12 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
     return sorted(operations, key=lambda operation: operation.start_s)
 
 
-def compute_seconds(operations: Iterable[Operation]) -> dict[str, dict[str, float]]:
+def seconds_by_op(operations: Iterable[Operation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
     """How long tasks computed, summed by op and by direction (F, B, W), e.g. `["expert"]["W"]`.
 
-    What several operations of one task did at the same time counts once.
+    `kinds` are those of the model's blocks; "dense" is the one compute op of a dense block. The step is to have tasks
+    for weight gradients (`schedule.weight_grad=greedy`), and its process one device: what operations of a task did at
+    the same time counts once.
     """
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for operation in operations:
@@ -83,9 +86,13 @@ def compute_seconds(operations: Iterable[Operation]) -> dict[str, dict[str, floa
             spans[operation.task].append((operation.start_s, operation.end_s))
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys("FBW", 0.0))
     for task, parts in spans.items():
-        direction, _, rest = task.partition(".")
-        if rest and direction in "FBW":
-            seconds[rest.partition(".")[0]][direction] += sum(end - start for start, end in joined(parts))
+        if task in ("F", "B"):  # autodiff chose the order
+            continue
+        action = Action.parse(task)
+        if action.direction in "FBW":
+            dense = action.op == "attend" and kinds[action.block] == "dense"
+            op = "dense" if dense else action.op
+            seconds[op][action.direction] += sum(end - start for start, end in joined(parts))
     return dict(seconds)
 
 

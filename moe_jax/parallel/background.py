@@ -123,7 +123,7 @@ class Engine:
                 own[:] = functools.reduce(np.add, (parts.get(device, own) for device in member.group_P))
                 self._send(member, "total", {other: own for _, other in member.others()})
                 added.set_result(None)
-            except Exception as error:  # for who waits for the sum
+            except Exception as error:  # raised again in `result`
                 added.set_exception(error)
 
         self._expect(member, "total", {other: shares[place] for place, other in member.others()})

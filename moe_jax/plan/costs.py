@@ -1,10 +1,9 @@
 """How long a model's tasks take: floating-point operations and bytes of each, at the rates of a device and its link."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_jax.config import Config, Model
-from moe_jax.plan.measured import read_times
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -57,11 +56,16 @@ def rates_of(config: Config, platform: str, expert_ranks: int, num_devices: int)
 
 
 def task_times(
-    config: Config, tokens: int, expert_ranks: int, reduction_bytes: Sequence[Sequence[float]], rates: Rates
+    config: Config,
+    tokens: int,
+    expert_ranks: int,
+    reduction_bytes: Sequence[Sequence[float]],
+    rates: Rates,
+    measured: Mapping[str, Compute],
 ) -> TaskTimes:
     """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
 
-    Raises ConfigError if `schedule.task_times` cannot be used.
+    Ops that were `measured` are not estimated.
     """
     model, moe = config.model, config.model.moe
     matmul = Linear(0.0, 1 / rates.flops_per_s)
@@ -76,23 +80,19 @@ def task_times(
 
     def compute(products: float, rest: float = 0.0) -> Compute:
         """Of matrix products with weights, and of `rest` without, whose backward pass is twice as long."""
-        return Compute(
-            rate=matmul, forward_flops=products + rest, backward_flops=products + 2 * rest, weight_flops=products
-        )
+        return Compute(rate=matmul, forward=products + rest, backward=products + 2 * rest, weight=products)
 
     estimated = {
-        "embed": Compute(rate=matmul, forward_flops=0.0, backward_flops=0.0),
+        "embed": Compute(rate=matmul, forward=0.0, backward=0.0),
         "attend": compute(attention + shared, scores),
         "dense": compute(attention + dense, scores),
         "expert": compute(expert),
         "head": compute(head),
     }
-    given = config.schedule.task_times
-    measured = read_times(given, model.block_kinds) if given is not None else {}
     moved = rows * model.d_model * _ITEM_BYTES[config.train.compute_dtype] * (expert_ranks - 1) / expert_ranks
     exchange = Transfer(link=rates.exchange, num_bytes=moved)
     return TaskTimes(
-        compute=estimated | measured,
+        compute={**estimated, **measured},
         transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
         reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),

@@ -6,7 +6,6 @@ Seconds of all tasks of one op in a step, over all blocks and parts; ops that ar
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from moe_jax.plan.task_times import Compute, Linear
 
 OPS = ("embed", "attend", "dense", "expert", "head")
 _FIELDS = {"forward_s": "F", "backward_s": "B", "weight_s": "W"}
+_LONGEST_S = 1e6
 _RATE = Linear(0.0, 1.0)  # amounts are seconds
 
 Seconds = Mapping[str, Mapping[str, float]]  # of each op and direction: F, B, W
@@ -48,10 +48,10 @@ def _is_entry(times: object) -> bool:
     return (
         isinstance(times, dict)
         and times.keys() == _FIELDS.keys()
-        and all(isinstance(s, (int, float)) and math.isfinite(s) and s >= 0 for s in times.values())
+        and all(isinstance(s, (int, float)) and not isinstance(s, bool) and 0 <= s < _LONGEST_S for s in times.values())
     )
 
 
 def _in_one_block(times: Mapping[str, float], blocks: int) -> Compute:
     forward_s, backward_s, weight_s = (times[field] / blocks for field in _FIELDS)
-    return Compute(rate=_RATE, forward_flops=forward_s, backward_flops=backward_s, weight_flops=weight_s)
+    return Compute(rate=_RATE, forward=forward_s, backward=backward_s, weight=weight_s)

@@ -24,22 +24,22 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Floating-point operations of a compute stage."""
+    """A compute stage: amounts of which `rate` makes seconds, floating-point operations or seconds themselves."""
 
     rate: Linear
-    forward_flops: float
-    backward_flops: float  # gradients of activations
-    weight_flops: float = 0.0  # gradients of weights
+    forward: float
+    backward: float  # gradients of activations
+    weight: float = 0.0  # gradients of weights
 
     def seconds(self, action: Action, shape: Shape) -> float:
         """Of one task; with inline weight gradients a B task takes the time of both."""
         parts = shape.num_parts(action.direction, action.op)
-        weight_s = self.rate.seconds(self.weight_flops, parts) if self.weight_flops else 0.0
+        weight_s = self.rate.seconds(self.weight, parts) if self.weight else 0.0
         if action.direction == "W":
             return weight_s
         if action.direction == "F":
-            return self.rate.seconds(self.forward_flops, parts)
-        return self.rate.seconds(self.backward_flops, parts) + (0.0 if shape.split_weight_grad else weight_s)
+            return self.rate.seconds(self.forward, parts)
+        return self.rate.seconds(self.backward, parts) + (0.0 if shape.split_weight_grad else weight_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def nominal(shape: Shape) -> TaskTimes:
     The unit is the time of one such task over the whole batch; all reductions of a block take half of it.
     """
     unit = Linear(0.0, 1.0)
-    full = Compute(rate=unit, forward_flops=1.0, backward_flops=1.0, weight_flops=1.0)
-    free = Compute(rate=unit, forward_flops=0.0, backward_flops=0.0)
+    full = Compute(rate=unit, forward=1.0, backward=1.0, weight=1.0)
+    free = Compute(rate=unit, forward=0.0, backward=0.0)
     exchange = Transfer(link=unit, num_bytes=1.0)
     return TaskTimes(
         compute={"embed": free, "attend": full, "dense": full, "expert": full, "head": full},

@@ -35,6 +35,11 @@ _GPU = (
     Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
     Flag("xla_gpu_all_gather_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
     Flag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "exchanges inside a node and sums between nodes wait for each other otherwise",
+    ),
+    Flag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,  # a bool: XLA:GPU takes no "true"
         "without it half of the ragged all-to-alls have nothing between start and done",

@@ -5,20 +5,25 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
+from moe_jax.errors import ConfigError
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.parallel.sharding import partitions
 from moe_jax.plan.costs import rates_of, task_times
+from moe_jax.plan.measured import read_times
 from moe_jax.schedule.actions import NO_BLOCK, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
@@ -54,7 +59,7 @@ class Plan:
 
 
 def make_plan(config: Config, mesh: Mesh) -> Plan:
-    """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError."""
+    """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
     settings, model = config.schedule, config.model
     specs = partitions(param_dims(model))
 
@@ -87,14 +92,25 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     expert_ranks = mesh.shape[Axis.EXPERT]
-    times = task_times(config, tokens, expert_ranks, sent, rates_of(config, platform, expert_ranks, mesh.size))
+    measured = {} if settings.task_times is None else read_times(settings.task_times, model.block_kinds)
+    rates = rates_of(config, platform, expert_ranks, mesh.size)
+    times = task_times(config, tokens, expert_ranks, sent, rates, measured)
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
+    if measured:
+        _agree(str(schedule), settings.task_times)
     return Plan(schedule, reductions, looped)
+
+
+def _agree(schedule: str, path: str | None) -> None:
+    """Collectives in another order on another process would wait for each other."""
+    own = np.array(zlib.crc32(schedule.encode()) & 0x7FFFFFFF, np.int32)
+    if jax.process_count() > 1 and len(set(multihost_utils.process_allgather(own).tolist())) > 1:
+        raise ConfigError(f"schedule.task_times={path} is not the same on all processes: give them copies of one file")
 
 
 def _turns(config: Config) -> tuple[int, Turns | None]:

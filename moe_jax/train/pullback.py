@@ -2,7 +2,7 @@
 
 Differentiating y = x·W gives two products, dX = dY·Wᵀ, which the block below waits for, and dW = Xᵀ·dY, which nobody
 does. The pullback of a whole task is taken apart by what each of its operations is needed for: first everything that
-input gradients need, later the rest. Nothing is computed twice.
+input gradients need, later the rest. No operation runs twice.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,14 +57,15 @@ class SplitPullback:
         self,
         pullback: Callable[[Any], tuple[Tree, Any]],
         cotangents: Sequence[jax.Array],
-        again: Iterable[tuple[jax.Array, jax.Array]] = (),
+        instead: Iterable[tuple[jax.Array, jax.Array]] = (),
     ):
-        """`again`: values that the pullback keeps, and what takes their place."""
+        """`instead`: values that the pullback keeps, and what takes their place."""
         traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
         traced = _inlined(traced)
         jaxpr = traced.jaxpr
-        instead = {id(kept): new for kept, new in again}
-        consts = [instead.get(id(value), value) for value in traced.consts]
+        new_of = {id(kept): new for kept, new in instead}
+        assert new_of.keys() <= set(map(id, traced.consts)), "the pullback does not keep what is to be replaced"
+        consts = [new_of.get(id(value), value) for value in traced.consts]
         self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self._values |= dict(zip(jaxpr.invars, cotangents, strict=True))
         weight_shapes, input_shapes = shapes

@@ -52,7 +52,7 @@ class Sums:
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        way = self.way if self.way.at_once else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
         self.counts = self._started(way, stats.count_E.ravel(), BATCH_AXES)
         moe = [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
@@ -117,8 +117,12 @@ class Sums:
 
     def _started(self, way: Way, x_n: jax.Array, axes: tuple[Axis, ...]) -> tuple[Any, ...]:
         """A sum in the order of the schedule."""
-        under_way = way.start(self.tasks.in_order(x_n, way.at_once), axes)
-        self.tasks.issued(under_way[-1], way.at_once)
+        if self.tasks.facts.how.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
+            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
+            # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
+            return way.start(x_n, axes)
+        under_way = way.start(self.tasks.in_order(x_n, way.only_starts), axes)
+        self.tasks.issued(under_way[-1], way.only_starts)
         return under_way
 
     def _arrived(self, under_way: tuple[Any, ...]) -> jax.Array:

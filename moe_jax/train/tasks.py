@@ -52,7 +52,8 @@ class Tasks:
         stored: Callable[[int], irregular.Stored] | None = None,
     ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
-        self.stored = None if facts.how.platform == "gpu" else stored  # experts' weights of a block
+        # Experts' weights of a block. XLA:GPU would take a block's out of the stack in every product.
+        self.stored = None if facts.how.platform == "gpu" else stored
         self.casts: dict[tuple[str, int], Tree] = {}  # of them, by direction and block
         self.token = [] if token_BN1 is None else jnp.split(token_BN1, facts.microbatches)
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
@@ -66,7 +67,7 @@ class Tasks:
         self.waiting: dict[Key, SplitPullback] = {}
         self.overflows: dict[tuple[int, int], irregular.Overflow] = {}  # of block and piece
         self.again: dict[int, irregular.Again] = {}  # of each piece under way
-        self.rest: dict[tuple[int, int], irregular.Rest] = {}  # rows that overflowed, in the backward pass
+        self.rest: dict[tuple[int, int], irregular.Rest] = {}  # rows that overflowed, for the backward pass
         self.d_rest: dict[tuple[int, int], jax.Array] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
@@ -210,11 +211,8 @@ class Tasks:
         block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
             first, *d_rest = self._arrived(self.dflow, p)
-            again: Iterable[tuple[jax.Array, jax.Array]] = ()
-            if ("F", block) in self.casts:
-                casts = self.casts["F", block], self._cast("B", block, first)
-                again = zip(*map(jax.tree.leaves, casts), strict=True)
-            self.dflow[p] = self._pull("expert", block, p, [first], again)
+            casts = [self._cast(direction, block, first) for direction in "FB"] if ("F", block) in self.casts else []
+            self.dflow[p] = self._pull("expert", block, p, [first], zip(*map(jax.tree.leaves, casts), strict=True))
             self._computed(self.dflow[p][0])
             if d_rest:
                 overflow, rest = self.overflows[block, p], self.rest[block, p]
@@ -237,9 +235,9 @@ class Tasks:
             )
 
     def _cast(self, direction: str, block: int, x: jax.Array) -> Tree:
-        """The weights of a block's experts for products with `x` and others, cast once for each direction.
+        """The weights of a block's experts for products with `x`, cast for one direction.
 
-        XLA would keep one cast for both, those of all blocks at once.
+        One cast for both directions would be kept from the forward to the backward pass, for all blocks at once.
         """
         if (direction, block) not in self.casts:
             assert self.stored is not None
@@ -303,9 +301,9 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined, exchange.at_once), Axis.EXPERT, how.platform)
+        under_way = exchange.start(self.in_order(joined, exchange.only_starts), Axis.EXPERT, how.platform)
         if joined.size:
-            self.issued(under_way[-1], exchange.at_once)
+            self.issued(under_way[-1], exchange.only_starts)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         moving = Moving(under_way, bounds, axis, how)
         for place, p in enumerate(pieces):
@@ -369,21 +367,21 @@ class Tasks:
         room = Room(facts.slots, count_E, facts.microbatches)
         return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
 
-    def in_order(self, x: jax.Array, at_once: bool = False) -> jax.Array:
+    def in_order(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule.
 
-        `at_once`: the collective only starts here, and its start is a compute task like others.
+        `only_starts`: the collective only starts here, and its start is a compute task like others.
         """
         if not x.size:
             return x
         if self.last is not None:
             x = after(x, self.last, self.facts.how.platform)
-        return self.in_turn(x) if at_once else x
+        return self.in_turn(x) if only_starts else x
 
-    def issued(self, result: jax.Array, at_once: bool = False) -> None:
+    def issued(self, result: jax.Array, only_starts: bool = False) -> None:
         """Note what a collective, or its start, came to."""
         self.last = result
-        if at_once:
+        if only_starts:
             self.computed = result
 
     # pullbacks
@@ -402,18 +400,18 @@ class Tasks:
         block: int,
         part: int,
         cotangents: Sequence[jax.Array],
-        again: Iterable[tuple[jax.Array, jax.Array]] = (),
+        instead: Iterable[tuple[jax.Array, jax.Array]] = (),
     ) -> list[jax.Array]:
         """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task.
 
-        `again`: see `SplitPullback`.
+        `instead`: see `SplitPullback`.
         """
-        pullback = self.pullbacks.pop((op, block, part))
+        pulled = SplitPullback(self.pullbacks.pop((op, block, part)), cotangents, instead)
+        inputs = pulled.inputs()
         if self.facts.shape.split_weight_grad:
-            split = self.waiting[op, block, part] = SplitPullback(pullback, cotangents, again)
-            return split.inputs()
-        gradient, inputs = pullback(list(cotangents))
-        self._add((op, block), gradient)
+            self.waiting[op, block, part] = pulled
+        else:
+            self._add((op, block), pulled.weights(lambda x: x))
         return inputs
 
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.measure.trace import Operation, compute_seconds, joined, read_trace
+from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -97,12 +97,18 @@ def test_compute_is_summed_by_op_and_direction_and_collectives_are_not():
         ran("F.expert.0.0", 0.5, 2.0),  # on another thread
         ran("F.expert.0.1", 0.5, 1.0),
         ran("W.expert.0.1", 3.0, 4.0),
+        ran("F.attend.0.0", 2.0, 2.5),
+        ran("F.attend.1.0", 2.5, 2.75),
         ran("F.dispatch.0.0", 0.0, 9.0, communicates=True),
         ran("G.reduce.0.0", 4.0, 5.0),
         ran("", 5.0, 6.0),
         ran("B", 6.0, 7.0),
     ]
-    assert compute_seconds(operations) == {"expert": {"F": 2.5, "B": 0.0, "W": 1.0}}
+    assert seconds_by_op(operations, ["moe", "dense"]) == {
+        "expert": {"F": 2.5, "B": 0.0, "W": 1.0},
+        "attend": {"F": 0.5, "B": 0.0, "W": 0.0},
+        "dense": {"F": 0.25, "B": 0.0, "W": 0.0},
+    }
 
 
 def test_spans_that_touch_are_joined():

@@ -26,9 +26,9 @@ def random_costs(seed: int, shape: Shape, chunk_alpha_s: float = 0.0, reduce_sca
 
     def compute() -> Compute:
         flops = rng.uniform(0.1, 2.0)
-        return Compute(rate=unit, forward_flops=flops, backward_flops=flops * rng.uniform(0.8, 1.5), weight_flops=flops)
+        return Compute(rate=unit, forward=flops, backward=flops * rng.uniform(0.8, 1.5), weight=flops)
 
-    free = Compute(rate=unit, forward_flops=0.05, backward_flops=0.05)
+    free = Compute(rate=unit, forward=0.05, backward=0.05)
     stages = {"embed": free} | {name: compute() for name in ("attend", "dense", "expert", "head")}
     inter = Transfer(link=unit, num_bytes=rng.uniform(0.1, 2.5))
     intra = Transfer(link=unit, num_bytes=rng.uniform(0.1, 2.0))

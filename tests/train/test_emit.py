@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Schedule
+from moe_jax.config import Config, Exchange, Schedule
 from moe_jax.models.orders.protocol import Room
 from moe_jax.train.step import is_plain, make_trainer
 from moe_jax.train.tasks import Tasks
@@ -20,7 +20,6 @@ from tests.train.test_step import run_steps
 
 MESHES = [(1, 1), (8, 1), (2, 4), (1, 8)]
 
-ONE_BLOCK = {"num_layers": 1}
 ONE_BLOCK = {"num_layers": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "slots": {"every": 1},
@@ -132,10 +131,16 @@ def forget(room: Room) -> Room:
     return room._replace(used_E=0 * room.used_E)
 
 
-def test_half_precision_is_as_exact_as_without_a_schedule():
+@pytest.mark.parametrize("weight_grad", ["inline", "greedy"])
+@pytest.mark.parametrize("algorithm", ["auto", "ragged"])
+def test_half_precision_is_as_exact_as_without_a_schedule(algorithm, weight_grad):
     exact = small_config(2, 4, batch_size=32, seq_len=6, every=1, model=ONE_BLOCK)
     plain = dataclasses.replace(exact, train=dataclasses.replace(exact.train, compute_dtype="bfloat16"))
-    scheduled = dataclasses.replace(plain, schedule=Schedule(**UNIFIED))
+    scheduled = dataclasses.replace(
+        plain,
+        schedule=Schedule(**UNIFIED | {"weight_grad": weight_grad}),
+        exchange=Exchange(algorithm=algorithm),
+    )
     params, token_BN1 = first_params(exact.model), tokens_of(exact)
     expected, *results = (sharded_gradients(each, params, token_BN1) for each in (exact, plain, scheduled))
     errors = [norm(jax.tree.map(np.subtract, result.grads, expected.grads)) for result in results]

@@ -170,3 +170,31 @@ def test_experts_leave_all_their_weight_gradients_for_later(remat):
     first, second = both_parts(pullback, [jax.random.normal(next(keys), result.shape)])
     assert sum(products(second).values()) == 3
     assert sum(products(first).values()) == (5 if remat else 3)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_kept_value_can_be_replaced(recompute):
+    """By NaN here: it reaches the input gradients, and no weight gradient."""
+
+    def product(w: Any, x: jax.Array) -> jax.Array:
+        return x @ w
+
+    w, x, dy = jnp.ones((WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)), jnp.ones((ROWS, WIDTH))
+
+    def gradients(w: jax.Array, x: jax.Array, dy: jax.Array) -> Any:
+        _, pullback = differentiate(jax.checkpoint(product) if recompute else product, w, x)
+        split = SplitPullback(pullback, [dy], [(w, w * jnp.nan)])
+        return split.inputs(), split.weights(lambda x: x)
+
+    (dx,), dw = jax.jit(gradients)(w, x, dy)
+    assert jnp.isnan(dx).all()
+    chex.assert_trees_all_close(dw, x.T @ dy)
+
+
+def test_what_a_pullback_does_not_keep_cannot_be_replaced():
+    def gradients(w: jax.Array, x: jax.Array) -> Any:
+        _, pullback = differentiate(lambda w, x: x + w, w, x)
+        return SplitPullback(pullback, [x], [(w, w)]).inputs()
+
+    with pytest.raises(AssertionError, match="does not keep"):
+        jax.jit(gradients)(jnp.ones(WIDTH), jnp.ones(WIDTH))

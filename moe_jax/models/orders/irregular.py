@@ -107,8 +107,9 @@ class Stored(NamedTuple):
 class Overflow(NamedTuple):
     """Rows that found no room in their expert's lane, with products of their own.
 
-    They are not kept for the backward pass: room for all that can be is a lot of memory for what is nearly never there.
-    They are sent a second time. A loop takes one expert after another, so that its buffers are small.
+    Only the last block keeps them for the backward pass, which comes next: room for all that can be is a lot of memory
+    for what is nearly never there. Those of other blocks are sent a second time. A loop takes one expert after another,
+    so that its buffers are small.
     """
 
     again: Again

@@ -20,7 +20,7 @@ class Exchange(NamedTuple):
 
     start: Callable[[jax.Array, Axis, str], tuple[Any, ...]]
     finish: Callable[[tuple[Any, ...], Axis, str], jax.Array]
-    at_once: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
+    only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
 
     def __call__(self, x: jax.Array, axis: Axis, platform: str) -> jax.Array:
         """Both halves."""
@@ -45,5 +45,5 @@ _both.defvjp(_forward, _backward)
 EXCHANGES = {
     "flat": Exchange(flat.start, flat.finish),
     "ring": Exchange(ring.start, ring.finish),
-    "background": Exchange(background.start, background.finish, at_once=True),
+    "background": Exchange(background.start, background.finish, only_starts=True),
 }

@@ -17,20 +17,20 @@ class Way(NamedTuple):
 
     start: Callable[[jax.Array, tuple[Axis, ...]], tuple[Any, ...]]
     finish: Callable[[tuple[Any, ...]], jax.Array]
-    at_once: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
+    only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
 
     def __call__(self, x_n: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
         """Both halves."""
         return self.finish(self.start(x_n, axes))
 
 
-def _at_once(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Way:
+def _in_one_go(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Way:
     return Way(lambda x_n, axes: (reduce(x_n, axes),), lambda under_way: under_way[0])
 
 
 REDUCTIONS = {
-    "all_reduce": _at_once(all_reduce.reduce),
-    "scatter_gather": _at_once(scatter_gather.reduce),
-    "ring": _at_once(ring.reduce),
-    "background": Way(background.start, background.finish, at_once=True),
+    "all_reduce": _in_one_go(all_reduce.reduce),
+    "scatter_gather": _in_one_go(scatter_gather.reduce),
+    "ring": _in_one_go(ring.reduce),
+    "background": Way(background.start, background.finish, only_starts=True),
 }
