@@ -5,8 +5,8 @@ the background (`exchange.algorithm=background`). How long tasks take is measure
 All variants are compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare
 neighbours in time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and
 communication alone (the collectives of the plain step, one after another). No schedule can be faster than the longer
-of the two. `vanilla` is what autodiff makes: it sums gradients over gloo, all others in the background. Variants with
-`flat` use XLA's own collectives; they run only if named in `--variants`, and need `--threads 2` to hide anything.
+of the two. Gradients are summed in the background, too. Variants with `flat` use XLA's own collectives; they run only
+if named in `--variants`, and need `--threads 2` to hide anything.
 """
 
 import argparse

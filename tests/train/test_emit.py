@@ -11,6 +11,8 @@ import pytest
 
 from moe_jax.config import Config, Exchange, Schedule
 from moe_jax.models.orders.protocol import Room
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.all_to_all import ragged
 from moe_jax.train.step import is_plain, make_trainer
 from moe_jax.train.tasks import Tasks
 from tests.pairwise import Case, all_pairs
@@ -152,6 +154,16 @@ def test_half_precision_is_as_exact_as_without_a_schedule(algorithm, weight_grad
 
 def norm(tree: Any) -> float:
     return float(np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(tree))))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
+    """All but the irregular collective itself, which CPUs do not have."""
+    of, move = Computation.of, ragged._move
+    monkeypatch.setattr(Computation, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
+    monkeypatch.setattr(ragged, "_move", lambda *given: move(*given[:-1], "cpu"))
+    config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, **MODELS["slots"])
+    assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))
 
 
 def test_a_scheduled_run_learns_what_a_plain_one_learns():
