@@ -28,9 +28,11 @@ from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
+from moe_jax.train.expert_weights import ExpertWeights
 from moe_jax.train.facts import Facts
 from moe_jax.train.moving import Arrival, Moving
 from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float, with_floats
+from moe_jax.train.rare_rows import RareRows, lane_widths
 
 Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
@@ -52,9 +54,8 @@ class Tasks:
         stored: Callable[[int], irregular.Stored] | None = None,
     ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
-        # Experts' weights of a block. XLA:GPU would take a block's out of the stack in every product.
-        self.stored = None if facts.how.platform == "gpu" else stored
-        self.casts: dict[tuple[str, int], Tree] = {}  # of them, by direction and block
+        self.expert_weights = ExpertWeights(facts, blocks, stored)
+        self.rare = RareRows(facts, self.expert_weights)
         self.token = [] if token_BN1 is None else jnp.split(token_BN1, facts.microbatches)
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
@@ -65,10 +66,6 @@ class Tasks:
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitPullback] = {}
-        self.overflows: dict[tuple[int, int], irregular.Overflow] = {}  # of block and piece
-        self.again: dict[int, irregular.Again] = {}  # of each piece under way
-        self.rest: dict[tuple[int, int], irregular.Rest] = {}  # rows that overflowed, for the backward pass
-        self.d_rest: dict[tuple[int, int], jax.Array] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
@@ -138,27 +135,22 @@ class Tasks:
 
     def _experts(self, action: Action) -> None:
         facts, block = self.facts, action.block
-        weights = self.blocks[block]["moe"]["experts"]
         for p in facts.pieces_of(action):
             received = self._arrived(self.flow, p)
             if facts.ragged:
-                self.flow[p] = self._lanes(block, p, weights, received)
+                self.flow[p] = self._lanes(block, p, received)
             else:
+                weights = self.blocks[block]["moe"]["experts"]
                 function = partial(run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
                 self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
             self._computed(floats_of(self.flow[p])[0])
 
-    def _lanes(self, block: int, p: int, weights: Tree, lanes: ragged.Lanes) -> ragged.Lanes:
+    def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
-        overflow = self.overflows[block, p] = irregular.Overflow.of(self.again.pop(p), lanes)
-        if self.stored is not None:
-            weights = self._cast("F", block, lanes.main_LbD)
-        function = self._remat(partial(irregular.experts, filled_L=overflow.filled_L))
+        weights = self.expert_weights.forward(block, lanes.main_LbD)
+        function = self._remat(partial(irregular.experts, filled_L=ragged.filled(lanes.count_PE, Axis.EXPERT)))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
-        rest = irregular.Rest(lanes.rest_R, main.shape[1])
-        if block == self.facts.last_moe:  # its backward pass comes next
-            self.rest[block, p] = rest
-        return lanes._replace(main_LbD=main, rest_R=overflow.forward(self._stored_experts(block), rest))
+        return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
@@ -211,47 +203,21 @@ class Tasks:
         block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
             first, *d_rest = self._arrived(self.dflow, p)
-            casts = [self._cast(direction, block, first) for direction in "FB"] if ("F", block) in self.casts else []
-            self.dflow[p] = self._pull("expert", block, p, [first], zip(*map(jax.tree.leaves, casts), strict=True))
+            instead = self.expert_weights.instead(block, first)
+            self.dflow[p] = self._pull("expert", block, p, [first], instead)
             self._computed(self.dflow[p][0])
-            if d_rest:
-                overflow, rest = self.overflows[block, p], self.rest[block, p]
-                self.dflow[p].append(overflow.backward(self._stored_experts(block), rest, d_rest[0]))
-                self.d_rest[block, p] = d_rest[0]
+            self.dflow[p] += [self.rare.backward(block, p, d) for d in d_rest]
         if not split:
-            self._add_overflow(block)
+            self._add_rare_rows(block)
 
-    def _add_overflow(self, block: int) -> None:
-        """Let the rows that found no room in their lanes count in the experts' gradients, as soon as these are whole.
+    def _add_rare_rows(self, block: int) -> None:
+        """Let the rows that found no room in their lanes count in the experts' gradients, once all others do.
 
         Before, they would be in the way of adding up the pieces in one operation.
         """
-        pieces = [p for p in range(self.facts.num_pieces) if (block, p) in self.d_rest]
-        if len(pieces) < self.facts.num_pieces or any(("expert", block, p) in self.waiting for p in pieces):
-            return
-        for key in [(block, p) for p in pieces]:
-            self.grads["expert", block] = self.overflows.pop(key).add_weights(
-                self.grads["expert", block], self._stored_experts(block), self.rest.pop(key), self.d_rest.pop(key)
-            )
-
-    def _cast(self, direction: str, block: int, x: jax.Array) -> Tree:
-        """The weights of a block's experts for products with `x`, cast for one direction.
-
-        One cast for both directions would be kept from the forward to the backward pass, for all blocks at once.
-        """
-        if (direction, block) not in self.casts:
-            assert self.stored is not None
-            self.casts[direction, block] = self.stored(block).cast(x)
-        return self.casts[direction, block]
-
-    def _stored_experts(self, block: int) -> irregular.Stored:
-        """A block's, as branches and loops for rows that overflow take them."""
-        if self.stored is not None:
-            return self.stored(block)
-        weights, how = self.blocks[block]["moe"]["experts"], self.facts.how
-        if how.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
-            weights = jax.tree.map(lambda w: w.astype(how.dtype), weights)
-        return irregular.Stored(jax.tree.map(lambda w: w[None], weights), 0)
+        under_way = self.pullbacks.keys() | self.waiting.keys()
+        if not any(("expert", block, p) in under_way for p in range(self.facts.num_pieces)):
+            self.grads["expert", block] = self.rare.add_weights(block, self.grads["expert", block])
 
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
@@ -290,7 +256,7 @@ class Tasks:
             self.computed = jax.tree.leaves(gradient)[0]
             self._add((action.op, action.block), gradient)
         if action.op == "expert":
-            self._add_overflow(action.block)
+            self._add_rare_rows(action.block)
 
     # collectives
 
@@ -333,10 +299,11 @@ class Tasks:
         num_rows = facts.tokens // facts.microbatches * facts.config.model.moe.top_k
         for p in facts.pieces_of(action):
             if action.op == "dispatch":
-                rows, count_E, self.again[p] = self.flow[p]
+                rows, count_E, again = self.flow[p]
+                self.rare.sent(p, again)
                 count_E = self.in_order(count_E) if platform == "gpu" else count_E
                 inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
-                function = partial(_to_lanes, widths=self._lane_widths(count_E), platform=platform)
+                function = partial(_to_lanes, widths=lane_widths(facts, count_E), platform=platform)
             else:
                 lanes = self.flow[p]
                 inputs = lanes._replace(main_LbD=self.in_order(lanes.main_LbD))
@@ -347,25 +314,11 @@ class Tasks:
     def _exchange_ragged_back(self, action: Action) -> None:
         for p in self.facts.pieces_of(action):
             if action.op == "combine":
-                self._send_again(action.block, p)
+                rows = self.rare.send_again(action.block, p, self.in_order)
+                self.last = self.last if rows is None else rows
             first, *others = self.dflow[p]
             _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.in_order(first), *others])
             self.last = self.dflow[p][0]
-
-    def _send_again(self, block: int, p: int) -> None:
-        """Rows that overflowed; no others."""
-        if (block, p) in self.rest:
-            return
-        overflow, platform = self.overflows[block, p], self.facts.how.platform
-        widths = self._lane_widths(overflow.count_PE[0])
-        rows = ragged.rest_lanes(self.in_order(overflow.sent()), overflow.count_PE, widths, Axis.EXPERT, platform)
-        self.rest[block, p] = irregular.Rest(rows, widths.main)
-        self.last = rows if rows.size else self.last
-
-    def _lane_widths(self, count_E: jax.Array) -> ragged.Widths:
-        facts = self.facts
-        room = Room(facts.slots, count_E, facts.microbatches)
-        return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
 
     def in_order(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
         """`x`, tied to the collective before it: collectives are issued in the order of the schedule.

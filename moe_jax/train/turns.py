@@ -87,7 +87,7 @@ class Loops:
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            return [tasks.x[r] for r in self.microbatches], stats, (tasks.pullbacks, tasks.overflows)
+            return [tasks.x[r] for r in self.microbatches], stats, (tasks.pullbacks, tasks.rare.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
         weights = jax.eval_shape(lambda: self._weights(0))
@@ -112,7 +112,7 @@ class Loops:
         kept = [jax.lax.dynamic_index_in_dim(leaf, turn, keepdims=False) for leaf in self.kept]
         pullbacks, overflows = self.turn.rebuild(weights, kept)
         tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
-        tasks.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
+        tasks.rare.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
         tasks.widths = self.tasks.widths
 
     def down(self) -> None:
