@@ -47,6 +47,14 @@ class Facts:
         return self.how.exchange == "ragged"
 
     @property
+    def keeps_least(self) -> bool:
+        """Whether tasks keep less for their backward pass than differentiation does (see `kept`).
+
+        XLA:CPU fuses no pass into a product, and drops the barriers that keep it from merging two of them.
+        """
+        return self.how.remat == "none" and self.how.platform != "cpu"
+
+    @property
     def order(self) -> Order:
         """How rows are put in order."""
         return order_of(self.config.model.moe, self.ragged)

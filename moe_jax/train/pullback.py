@@ -6,12 +6,18 @@ input gradients need, later the rest. No operation runs twice.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.tree_util import Partial
+
+from moe_jax.train.jaxprs import evaluate, inlined, value_of
+from moe_jax.train.kept import keep_least
 
 Tree = Any
+Pullback = Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]
 
 
 def is_float(leaf: Any) -> bool:
@@ -32,22 +38,52 @@ def with_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
 
 
 def differentiate(
-    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree
-) -> tuple[Tree, Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]]:
+    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, least: bool = False
+) -> tuple[Tree, Pullback]:
     """`function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the weights
     and of the inputs' float leaves. Leaves that are no floats pass through without a gradient.
+
+    `least`: the pullback keeps as little as it can, see `kept`.
     """
     traced: list[tuple[Any, list[bool]]] = []
 
-    def on_floats(weights: Tree, floats: list[jax.Array]) -> tuple[list[jax.Array], Tree]:
+    def on_floats(weights: Tree, floats: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         leaves, structure = jax.tree.flatten(function(weights, with_floats(inputs, floats)))
         traced.append((structure, [is_float(leaf) for leaf in leaves]))
         return floats_of(leaves), [leaf for leaf in leaves if not is_float(leaf)]
 
-    floats, pullback, others = jax.vjp(on_floats, weights, floats_of(inputs), has_aux=True)
+    pull: Any = _least if least else partial(jax.vjp, has_aux=True)
+    floats, pullback, others = pull(on_floats, weights, floats_of(inputs))
     structure, kinds = traced[-1]
     of_kind = {True: iter(floats), False: iter(others)}
     return jax.tree.unflatten(structure, [next(of_kind[kind]) for kind in kinds]), pullback
+
+
+def _least(
+    function: Callable[[Tree, list[jax.Array]], Any], weights: Tree, floats: list[jax.Array]
+) -> tuple[list[jax.Array], Pullback, list[jax.Array]]:
+    """`jax.vjp` with `has_aux`, whose pullback keeps less."""
+    structures: list[Any] = []
+
+    def forward(weights: Tree, floats: list[jax.Array]) -> list[Any]:
+        results, pullback, others = jax.vjp(function, weights, floats, has_aux=True)
+        kept, structure = jax.tree.flatten(pullback)
+        structures[:] = [structure, len(results), len(kept)]
+        return [*results, *others, *kept]
+
+    program = inlined(jax.make_jaxpr(forward)(weights, floats))
+    structure, num_results, num_kept = structures
+    kept, make = keep_least(program, num_kept)
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(jaxpr.invars, jax.tree.leaves((weights, floats)), strict=True))
+    evaluate(jaxpr.eqns, values)
+    results = [value_of(values, var) for var in jaxpr.outvars[: len(jaxpr.outvars) - num_kept]]
+
+    def pull(values: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(structure, make(values, cotangents[0]))(cotangents)
+
+    return results[:num_results], Partial(pull, [values[var] for var in kept]), results[num_results:]
 
 
 class SplitPullback:
@@ -55,13 +91,13 @@ class SplitPullback:
 
     def __init__(
         self,
-        pullback: Callable[[Any], tuple[Tree, Any]],
+        pullback: Pullback,
         cotangents: Sequence[jax.Array],
         instead: Iterable[tuple[jax.Array, jax.Array]] = (),
     ):
         """`instead`: values that the pullback keeps, and what takes their place."""
         traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
-        traced = _inlined(traced)
+        traced = inlined(traced)
         jaxpr = traced.jaxpr
         new_of = {id(kept): new for kept, new in instead}
         assert new_of.keys() <= set(map(id, traced.consts)), "the pullback does not keep what is to be replaced"
@@ -79,8 +115,8 @@ class SplitPullback:
 
     def inputs(self) -> Any:
         """Gradients of the inputs; to be called before `weights`."""
-        _evaluate(self._first, self._values)
-        return jax.tree.unflatten(self._structures[1], [_read(self._values, var) for var in self._input_vars])
+        evaluate(self._first, self._values)
+        return jax.tree.unflatten(self._structures[1], [value_of(self._values, var) for var in self._input_vars])
 
     def weights(self, tie: Callable[[jax.Array], jax.Array]) -> Tree:
         """Gradients of the weights: all that `inputs` did not need.
@@ -93,8 +129,8 @@ class SplitPullback:
         for var in filter(made.__contains__, read):  # in the same order on all processes
             if self._values[var].size and is_float(self._values[var]):
                 self._values[var] = tie(self._values[var])
-        _evaluate(self._rest, self._values)
-        return jax.tree.unflatten(self._structures[0], [_read(self._values, var) for var in self._weight_vars])
+        evaluate(self._rest, self._values)
+        return jax.tree.unflatten(self._structures[0], [value_of(self._values, var) for var in self._weight_vars])
 
 
 def _needed_for(outputs: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
@@ -105,44 +141,3 @@ def _needed_for(outputs: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprE
             needed.append(eqn)
             wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
     return needed[::-1]
-
-
-def _inlined(traced: ClosedJaxpr) -> ClosedJaxpr:
-    """The same without calls: an operation inside one may be needed for inputs and another for weights."""
-
-    def run(*inputs: Any) -> list[Any]:
-        values = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        values |= dict(zip(traced.jaxpr.invars, inputs, strict=True))
-        _evaluate(traced.jaxpr.eqns, values)
-        return [_read(values, var) for var in traced.jaxpr.outvars]
-
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.invars))
-
-
-def _evaluate(eqns: Sequence[JaxprEqn], values: dict[Var, Any]) -> None:
-    for eqn in eqns:
-        inputs = [_read(values, var) for var in eqn.invars]
-        inner = _body_of_call(eqn)
-        if inner is not None:
-            called = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-            if eqn.params.get("prevent_cse"):  # a second computation that must not be merged with the first
-                inputs = jax.lax.optimization_barrier(inputs)
-            called |= dict(zip(inner.jaxpr.invars, inputs, strict=True))
-            _evaluate(inner.jaxpr.eqns, called)
-            outputs = [_read(called, var) for var in inner.jaxpr.outvars]
-        else:
-            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-
-
-def _body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a jit or checkpoint calls; None for everything else."""
-    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
-        return None
-    body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
-
-
-def _read(values: dict[Var, Any], var: Any) -> Any:
-    return var.val if isinstance(var, Literal) else values[var]

@@ -344,7 +344,7 @@ class Tasks:
         return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
 
     def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
-        result, self.pullbacks[key] = differentiate(function, weights, inputs)
+        result, self.pullbacks[key] = differentiate(function, weights, inputs, least=self.facts.keeps_least)
         return result
 
     def _pull(

@@ -10,6 +10,7 @@ import pytest
 
 from moe_jax.config import Schedule
 from moe_jax.train.emit import make_plan
+from moe_jax.train.facts import Facts
 from moe_jax.train.residuals import Turn
 from moe_jax.train.step import make_trainer
 from tests.small import first_params, small_config, tokens_of
@@ -40,8 +41,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_looped_step_computes_what_the_reference_computes(name):
+@pytest.mark.parametrize(
+    ("name", "least"), [*((name, False) for name in CASES), ("microbatches", True), ("chunks", True)]
+)
+def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
+    """`least`: with what other platforms keep for the backward pass."""
+    monkeypatch.setattr(Facts, "keeps_least", least)
     mesh, layers, schedule, moe = CASES[name]
     moe = {"every": 1} | moe
     model = {"num_layers": layers} | moe.pop("model", {})
