@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train, setting
+from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train
+from moe_jax.config_checks import setting
 from moe_jax.config_files import config_from, load_config, save_config, setting_names, to_yaml
 from moe_jax.errors import ConfigError
 

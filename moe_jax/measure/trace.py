@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_jax.measure.tasks import action_of
 from moe_jax.parallel.background import FINISH_SCOPE, START_NAME, START_SCOPE
 from moe_jax.parallel.post import TRACE_NAME
-from moe_jax.schedule.actions import Action
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
 _COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
 _NAME_STACK = re.compile(r"op_name=\"([^\"]*)")
-_TASK = re.compile(r"\b[FBWG]\.[a-z]+(?:\.\d+)+")
 
 
 class Operation(NamedTuple):
@@ -86,10 +85,8 @@ def seconds_by_op(operations: Iterable[Operation], kinds: Sequence[str]) -> dict
             spans[operation.task].append((operation.start_s, operation.end_s))
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys("FBW", 0.0))
     for task, parts in spans.items():
-        if task in ("F", "B"):  # autodiff chose the order
-            continue
-        action = Action.parse(task)
-        if action.direction in "FBW":
+        action = action_of(task)  # None where autodiff chose the order
+        if action is not None and action.direction in "FBW":
             dense = action.op == "attend" and kinds[action.block] == "dense"
             op = "dense" if dense else action.op
             seconds[op][action.direction] += sum(end - start for start, end in joined(parts))
@@ -115,7 +112,6 @@ def _task(definition: str) -> str:
     stack = _NAME_STACK.search(definition)
     if stack is None:
         return ""
-    tasks = _TASK.findall(stack[1])
-    if tasks:
-        return str(tasks[0])
+    if action := action_of(stack[1]):
+        return str(action)
     return "B" if "transpose(" in stack[1] else "F" if "jvp(" in stack[1] else ""

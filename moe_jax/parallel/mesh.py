@@ -26,7 +26,7 @@ BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
 
 def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
     """Devices along each axis, -1 resolved. Raises MeshError unless their product is `num_devices`."""
-    sizes = {axis: int(getattr(settings, axis)) for axis in Axis}
+    sizes = {axis: settings.sizes[axis] for axis in Axis}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     text = " × ".join(
         f"{axis}={size}" for axis, size in sizes.items() if size > 1 or (axis in BATCH_AXES and size == 1)

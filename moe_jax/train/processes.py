@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from moe_jax.config import nearest_multiples
+from moe_jax.config_checks import nearest_multiples
 from moe_jax.errors import EXIT_BAD_INPUT, UserError
 
 CONNECT_TIMEOUT_S = 300  # until every process has come

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from numpy.typing import NDArray
 
-from moe_jax.config import Config, check_batch_split, check_expert_split
+from moe_jax.config import Config
+from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.measure.provenance import provenance

@@ -9,17 +9,23 @@ import time
 role, rank = sys.argv[1], int(sys.argv[-1])
 
 
+def say(text: str) -> None:
+    """One line on stderr in one write: unbuffered, print writes a line's end apart, and others write in between."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def leave(*_: object) -> None:
-    print(f"rank {rank} saved", file=sys.stderr, flush=True)
+    say(f"rank {rank} saved")
     sys.exit(0)
 
 
 if role == "arguments":
     print(" ".join(sys.argv[2:]))
-    print("a line for stderr", file=sys.stderr)
+    say("a line for stderr")
 elif role == "bad-input":
     time.sleep(0.1 * (2 - rank))  # process 0 is the last to tell
-    print("error: train.steps=0 must be at least 1", file=sys.stderr)
+    say("error: train.steps=0 must be at least 1")
     sys.exit(2)
 elif role == "one-fails":
     if rank == 1:
@@ -31,10 +37,11 @@ elif role == "one-crashes":
     time.sleep(60)
 elif role == "saves-on-sigterm":
     signal.signal(signal.SIGTERM, leave)
-    print(f"rank {rank} runs as {os.getpid()}", file=sys.stderr, flush=True)
-    time.sleep(60)
+    say(f"rank {rank} runs as {os.getpid()}")
+    for _ in range(600):  # a signal that comes just before a sleep does not end it
+        time.sleep(0.1)
 elif role == "ignores-sigterm":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     helper = subprocess.Popen(["sleep", "60"])
-    print(f"rank {rank} runs as {os.getpid()} {helper.pid}", file=sys.stderr, flush=True)
+    say(f"rank {rank} runs as {os.getpid()} {helper.pid}")
     time.sleep(60)

@@ -14,7 +14,7 @@ from tests.parallel.per_device import on_mesh
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory):
     def body(x):
-        with jax.named_scope("F.expert.3.0"):
+        with jax.named_scope("F.nonsense.1.0"), jax.named_scope("F.expert.3.0"):
             x = jnp.tanh(x @ x)
         with jax.named_scope("G.reduce.3.1"):
             total = jax.lax.psum(x, BATCH_AXES)

@@ -1,0 +1,65 @@
+"""What the cases of bad input are made of: command lines, what they say, and damage to a run."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from moe_jax import generate, launch
+from moe_jax.report import __main__ as report
+from moe_jax.train import __main__ as train
+
+ROOT = Path(__file__).parents[2]
+
+
+def _script_main() -> None:
+    spec = importlib.util.spec_from_file_location("prepare_text", ROOT / "scripts" / "prepare_text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+
+
+COMMANDS: dict[str, Callable[[], None]] = {
+    "train": train.main,
+    "generate": generate.main,
+    "report": report.main,
+    "launch": launch.main,
+    "prepare_text": _script_main,
+}
+
+
+class Said(NamedTuple):
+    code: int
+    errors: str
+
+
+Command = Callable[[str], Said]
+Refusal = Callable[[str, str], None]  # of a command line, with a message
+Damage = Callable[[Path], object]
+
+
+def cases(table: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The rows of a table under the name that each has in front."""
+    return [pytest.param(*row[1:], id=row[0]) for row in table]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with its content, and every folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def remove(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+def write(name: str, text: str) -> Damage:
+    return lambda run: (run / name).write_text(text)

@@ -1,0 +1,133 @@
+"""What every command says to bad input: one exact line and exit code 2, no stack, and not a byte written.
+
+Each case is a command line, run in a folder that has the files of `INPUTS`, the token folders of `prepared` and,
+where a case needs it, a trained run in `run/`. All files of this folder share what is compiled and trained once.
+"""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
+from moe_jax.train import loop
+from moe_jax.train.prepare import prepare_text
+from moe_jax.train.setup import Programs, Run, compile_programs
+from tests.bad_input.cases import COMMANDS, Command, Refusal, Said, tree
+
+INPUTS: dict[str, str | bytes] = {
+    "tiny.yaml": """
+model: {d_model: 16, num_layers: 1, num_heads: 2, moe: {num_experts: 4, top_k: 2, hidden_dim: 16}}
+data: {path: text.txt, seq_len: 16}
+train: {steps: 4, batch_size: 8, compute_dtype: float32}
+checkpoint: {every: 2}
+log: {dir: run, sample_tokens: 0, tensorboard: false}
+""",
+    "text.txt": "the quick brown fox jumps over the lazy dog\n" * 60,
+    "short.txt": "too short",
+    "middle.txt": "m" * 300,
+    "empty.txt": "",
+    "latin1.txt": "caf\xe9 noir".encode("latin1"),
+    "page.html": "<p>text</p>",
+    "broken.jsonl": '{"text": "a"}\n{"text": \n',
+    "other_key.jsonl": '{"body": "a"}\n',
+    "full/notes": "mine",
+    "broken.yaml": "train: {steps: 4\n",
+    "twice.yaml": "train:\n  steps: 4\n  seed: 1\n  steps: 5\n",
+    "list.yaml": "- train\n",
+    "binary.yaml": bytes(range(128, 256)),
+    "file": "in the way",
+}
+
+
+@pytest.fixture(scope="package")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the inputs."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, content in INPUTS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    prepare_text(folder / "text.txt", folder / "tokens")
+    prepare_text(folder / "text.txt", folder / "bpe", tokenizer="bpe", vocab_size=260)
+    for name, damage in (
+        ("cut_tokens", lambda path: (path / "train.bin").write_bytes(b"abc")),
+        ("no_tokens", lambda path: (path / "validation.bin").unlink()),
+        ("no_meta", lambda path: (path / "meta.json").unlink()),
+        ("bad_meta", lambda path: (path / "meta.json").write_text("[]")),
+    ):
+        shutil.copytree(folder / "tokens", folder / name)
+        damage(folder / name)
+    shutil.copytree(folder / "bpe", folder / "no_tokenizer")
+    (folder / "no_tokenizer" / "tokenizer.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="package")
+def compiled_once() -> Iterator[None]:
+    """Compile the tiny config's programs once for all cases that get so far."""
+    done: list[Programs] = []
+
+    def compile_first(run: Run) -> Programs:
+        done.extend([] if done else [compile_programs(run)])
+        return done[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "compile_programs", compile_first)
+        yield
+
+
+@pytest.fixture(scope="package")
+def trained(prepared: Path, compiled_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(prepared)
+        loop.train(load_config("tiny.yaml", [f"log.dir={folder}/run"]))
+    saved = folder / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace(f"{folder}/run", "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the inputs, as the current folder."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path, trained: Path) -> Path:
+    """A copy of the trained run, below the current folder."""
+    shutil.copytree(trained, folder / "run")
+    return Path("run")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    def call(line: str) -> Said:
+        name, *arguments = shlex.split(line)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ending:
+            run_command(COMMANDS[name])
+        assert isinstance(ending.value.code, int)
+        return Said(ending.value.code, capfd.readouterr().err)
+
+    return call
+
+
+@pytest.fixture
+def assert_refused(folder: Path, command: Command) -> Refusal:
+    """Checks that a command line gets one line with exit code 2, and leaves nothing behind."""
+
+    def check(line: str, message: str) -> None:
+        before = tree(folder)
+        assert command(line) == Said(2, f"error: {message}\n")
+        assert tree(folder) == before
+
+    return check

@@ -1,0 +1,65 @@
+"""Flags that a command does not have or cannot use, and what its own process says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.cases import ROOT, Command, Refusal, cases, tree
+
+LAUNCHED = [
+    ("launch: no processes", "launch --processes 0", "--processes=0 must be at least 1"),
+    ("launch: no such port", "launch --processes 2 --port 70000", "--port=70000 must be 1..65535"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(LAUNCHED))
+def test_processes_that_cannot_be_launched(line: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(line, message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train --config tiny.yaml --steps=3", "unrecognized arguments: --steps=3"),
+        ("train --num-processes=two", "argument --num-processes: invalid int value: 'two'"),
+        ("generate", "the following arguments are required: --run"),
+        ("generate --run full --tokens=x", "argument --tokens: invalid int value: 'x'"),
+        ("launch", "the following arguments are required: --processes"),
+        ("prepare_text text.txt", "give INPUT and OUTPUT, or --verify and a folder"),
+    ],
+)
+def test_a_wrong_flag_is_told_below_the_usage(line: str, message: str, folder: Path, command: Command) -> None:
+    before = tree(folder)
+    code, errors = command(line)
+    assert code == 2
+    assert errors.startswith("usage: ")
+    assert errors.splitlines()[-1].endswith(f": error: {message}")
+    assert "Traceback" not in errors
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["-m", "moe_jax.train", "--config", "tiny.yaml", "mesh.cpu_devices=6", "mesh.data=4"],
+            "mesh: data=4 × expert=1 = 4, but there are 6 devices: use mesh.data=6 or mesh.data=-1",
+        ),
+        (
+            ["-m", "moe_jax.launch", "--processes", "2", "--config", "tiny.yaml", "mesh.cpu_devices=3"],
+            "mesh.cpu_devices=3 is not divisible by 2 processes (each simulates an equal share): "
+            "set mesh.cpu_devices=2 or 4",
+        ),
+        (
+            [str(ROOT / "scripts" / "prepare_text.py"), "nowhere", "out"],
+            "nowhere does not exist: name a folder or a .txt, .jsonl or .parquet file",
+        ),
+    ],
+)
+def test_a_real_process_says_the_same(arguments: list[str], message: str, folder: Path) -> None:
+    before = tree(folder)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+    assert tree(folder) == before

@@ -1,0 +1,101 @@
+"""Runs that cannot be reported on or sampled."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.cases import Damage, Refusal, cases, remove, write
+
+NO_RUNS = [
+    (
+        "generate: a missing run",
+        "generate --run runn",
+        "config file runn does not exist: name a YAML file, or the folder of a run",
+    ),
+    (
+        "generate: a config is no run",
+        "generate --run tiny.yaml",
+        "run tiny.yaml has no checkpoint: train it first, or name another run folder",
+    ),
+    ("generate: no tokens", "generate --run full --tokens 0", "--tokens=0 must be at least 1"),
+    (
+        "generate: a negative temperature",
+        "generate --run full --temperature -1",
+        "--temperature=-1.0 must be 0 or more",
+    ),
+    (
+        "report: nothing named",
+        "report",
+        "nothing to report on: name the folder of a run, or --compile TARGET --config FILE",
+    ),
+    ("report: a missing run", "report runn", "run runn does not exist: give the folder that a run has as log.dir"),
+    (
+        "report: a folder of something else",
+        "report full",
+        "full is not a run (no metrics.jsonl in it): give the folder that a run has as log.dir",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(NO_RUNS))
+def test_what_is_no_run_is_neither_sampled_nor_reported(line: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(line, message)
+
+
+REPORTED = [
+    (
+        "no records yet",
+        write("metrics.jsonl", ""),
+        "run run has no records yet: wait until it has trained for log.every steps",
+    ),
+    (
+        "provenance cut short",
+        write("provenance.json", "{"),
+        "run/provenance.json is not a JSON object: delete the file, the report does without it",
+    ),
+    (
+        "a page that cannot be written",
+        lambda run: (run / "report.html").mkdir(),
+        "run/report.html cannot be written (Is a directory): make the folder writable",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), cases(REPORTED))
+def test_a_run_that_cannot_be_reported_on(damage: Damage, message: str, run: Path, assert_refused: Refusal) -> None:
+    damage(run)
+    assert_refused("report run", message)
+
+
+SAMPLED = [
+    (
+        "an empty prompt",
+        "text.txt",
+        "--prompt ''",
+        "the prompt is empty: give at least one character, e.g. a line break",
+    ),
+    (
+        "the text is gone, and with it the tokenizer",
+        "gone/text.txt",
+        "",
+        "data.path=gone/text.txt does not exist: name a .txt file or a prepared folder",
+    ),
+    (
+        "the tokenizer is gone",
+        "no_tokenizer",
+        "",
+        "no_tokenizer/tokenizer.json is no tokenizer (No such file or directory (os error 2)): make the folder again",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "words", "message"), cases(SAMPLED))
+def test_a_run_that_cannot_be_sampled(data: str, words: str, message: str, run: Path, assert_refused: Refusal) -> None:
+    saved = run / "config.yaml"
+    saved.write_text(saved.read_text().replace("path: text.txt", f"path: {data}"))
+    assert_refused(f"generate --run run {words}", message)
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_sample(run: Path, assert_refused: Refusal) -> None:
+    remove("checkpoints")(run)
+    assert_refused("generate --run run", "run run has no checkpoint: train it first, or name another run folder")

@@ -1,0 +1,192 @@
+"""Settings that are wrong by themselves or together: of the config, the schedule and the mesh."""
+
+import pytest
+
+from tests.bad_input.cases import Refusal, cases
+
+CONFIG = [
+    ("an unknown key", "train.stpes=4", "unknown setting train.stpes: did you mean train.steps?"),
+    ("a key of another section", "train.lr=1", "unknown setting train.lr: did you mean optimizer.learning_rate?"),
+    ("no key", "train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
+    ("a wrong type", "train.steps=many", "train.steps='many' must be a whole number, not text"),
+    ("a fraction of a step", "train.steps=0.5", "train.steps=0.5 must be a whole number, not a number"),
+    (
+        "no YAML",
+        "'train.steps=]'",
+        "override 'train.steps=]': expected the node content, but found ']' at line 1, column 1",
+    ),
+    ("out of range", "train.batch_size=0", "train.batch_size=0 must be at least 1"),
+    ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
+    ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
+    ("several lines", "'model.moe.gate=\"a\\nb\"'", "model.moe.gate=a b must be softmax or sigmoid"),
+    ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
+    ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
+    (
+        "heads that do not divide the width",
+        "model.num_heads=3",
+        "model.d_model=16 is not divisible by model.num_heads=3: use 1, 2, 4, 8 or 16 heads, or set model.head_dim",
+    ),
+]
+
+PIPELINES = (
+    "needs a policy that pipelines: use schedule.policy=unified or expert_pipeline "
+    "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+)
+
+SCHEDULE = [
+    (
+        "an unknown policy",
+        "schedule.policy=unifed",
+        "schedule.policy=unifed must be vanilla or expert_pipeline or unified: did you mean unified?",
+    ),
+    (
+        "an unknown place for weight gradients",
+        "schedule.weight_grad=late",
+        "schedule.weight_grad=late must be inline or greedy",
+    ),
+    (
+        "an unknown place for reductions",
+        "schedule.grad_reduce=chunk",
+        "schedule.grad_reduce=chunk must be end or block or chunked: did you mean chunked?",
+    ),
+    ("no microbatch", "schedule.microbatches=0", "schedule.microbatches=0 must be at least 1"),
+    (
+        "no microbatch backward",
+        "schedule.policy=unified schedule.backward_microbatches=0",
+        "schedule.backward_microbatches=0 must be at least 1",
+    ),
+    ("microbatches without a policy for them", "schedule.microbatches=2", f"schedule.microbatches=2 {PIPELINES}"),
+    (
+        "microbatches of the backward pass alone",
+        "schedule.backward_microbatches=2",
+        f"schedule.backward_microbatches=2 {PIPELINES}",
+    ),
+    (
+        "a backward pass cut where the forward pass is not",
+        "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3",
+        "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4",
+    ),
+    (
+        "a batch cut before its tokens are compared",
+        "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score",
+        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
+        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position",
+    ),
+    (
+        "tokens in the order of their scores without slots",
+        "model.moe.slot_priority=score model.moe.capacity_factor=null",
+        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or model.moe.slot_priority=position",
+    ),
+    (
+        "a batch that does not divide into microbatches",
+        "schedule.policy=unified schedule.microbatches=2",
+        "train.batch_size=8 is not divisible by train.grad_accumulation=1 × 8 devices (data × expert) "
+        "× schedule.microbatches=2 = 16: use 16",
+    ),
+    (
+        "chunks of a reduction that is whole",
+        "schedule.grad_reduce=block schedule.chunk_mb=1",
+        "schedule.chunk_mb=1.0 cuts nothing with schedule.grad_reduce=block: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null",
+    ),
+    (
+        "chunks of nothing",
+        "schedule.grad_reduce=chunked schedule.chunk_mb=0",
+        "schedule.chunk_mb=0.0 must be above 0 (or null)",
+    ),
+    (
+        "chunks of no size",
+        "schedule.grad_reduce=chunked schedule.chunk_mb=.nan",
+        "schedule.chunk_mb=nan must be a finite number",
+    ),
+    (
+        "an unknown all-to-all",
+        "exchange.algorithm=rings",
+        "exchange.algorithm=rings must be auto or flat or ring or ragged or background: did you mean ring?",
+    ),
+    (
+        "an unknown reduction",
+        "exchange.reduction=allreduce",
+        "exchange.reduction=allreduce must be all_reduce or scatter_gather or ring or background: "
+        "did you mean all_reduce?",
+    ),
+    (
+        "an irregular exchange of a whole batch",
+        "exchange.algorithm=ragged",
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto",
+    ),
+    (
+        "an irregular exchange without slots",
+        "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null",
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto",
+    ),
+]
+
+MESH = [
+    (
+        "experts that do not divide",
+        "mesh.expert=8",
+        "model.moe.num_experts=4 is not divisible by mesh.expert=8: use 8 experts, or mesh.expert=1, 2 or 4",
+    ),
+    (
+        "experts that do not divide over what is left",
+        "mesh.data=1 mesh.expert=-1",
+        "model.moe.num_experts=4 is not divisible by mesh.expert=8: use 8 experts, or mesh.expert=1, 2 or 4",
+    ),
+    (
+        "a product of too few devices",
+        "mesh.data=3",
+        "mesh: data=3 × expert=1 = 3, but there are 8 devices: use mesh.data=8 or mesh.data=-1",
+    ),
+    (
+        "a product of too many devices",
+        "mesh.data=4 mesh.expert=4",
+        "mesh: data=4 × expert=4 = 16, but there are 8 devices: use mesh.data=2 or mesh.data=-1",
+    ),
+    (
+        "an axis that does not divide the devices",
+        "mesh.expert=5 model.moe.num_experts=5",
+        "mesh: expert=5 = 5 does not divide the 8 devices, so mesh.data=-1 has no value: "
+        "use mesh.expert=4 with mesh.data=-1",
+    ),
+    (
+        "two axes that take the rest",
+        "mesh.expert=-1",
+        "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1",
+    ),
+    (
+        "an axis that is not there yet",
+        "mesh.pipeline=2",
+        "mesh.pipeline=2 is not supported: only data and expert may exceed 1, so set mesh.pipeline=1",
+    ),
+    (
+        "a batch that does not divide",
+        "train.batch_size=12",
+        "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 8 devices (data × expert) = 8: "
+        "use 8 or 16",
+    ),
+    (
+        "simulated devices after jax has started",
+        "mesh.cpu_devices=4",
+        "mesh.cpu_devices=4 comes too late, jax already runs with 8 cpu devices here: "
+        "restart Python, or set mesh.cpu_devices=null",
+    ),
+    (
+        "a coordinator alone",
+        "--coordinator=here:8476",
+        "--coordinator=here:8476 also needs --num-processes and --process-id: give all three or none",
+    ),
+    (
+        "a coordinator without a port",
+        "--coordinator=here --num-processes=2 --process-id=0",
+        "--coordinator=here must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), cases(CONFIG + SCHEDULE + MESH))
+def test_settings_that_cannot_be(words: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(f"train --config tiny.yaml {words}", message)
