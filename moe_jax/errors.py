@@ -50,6 +50,6 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _exit_with(message: str) -> NoReturn:
-    print("error:", *message.splitlines(), file=sys.stderr)
+    sys.stderr.write(" ".join(["error:", *message.splitlines()]) + "\n")  # at once: other processes may write too
     sys.stderr.flush()
     sys.exit(EXIT_BAD_INPUT)

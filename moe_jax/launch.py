@@ -99,10 +99,11 @@ def _supervise(ranks: Sequence["_Rank"], events: Events, grace_s: float) -> tupl
     failed, stopped_by, deadline = None, 0, float("inf")
     steps = [signal.SIGTERM, signal.SIGKILL]  # what those that run at the deadline get
     while running:
-        wait_s = deadline - time.monotonic()
-        try:
-            rank, value = events.get(timeout=None if wait_s == float("inf") else max(0, wait_s))
+        try:  # not for ever: a signal that comes just before a wait does not end it
+            rank, value = events.get(timeout=min(1, max(0, deadline - time.monotonic())))
         except queue.Empty:
+            if time.monotonic() < deadline:
+                continue
             rank, value = -1, 0
         if rank >= 0:
             running.remove(rank)
