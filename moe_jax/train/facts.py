@@ -50,9 +50,9 @@ class Facts:
     def keeps_least(self) -> bool:
         """Whether tasks keep less for their backward pass than differentiation does (see `kept`).
 
-        XLA:CPU fuses no pass into a product, and drops the barriers that keep it from merging two of them.
+        XLA:CPU and XLA:GPU fuse no pass into a product, so they would write again what is made again.
         """
-        return self.how.remat == "none" and self.how.platform != "cpu"
+        return self.how.remat == "none" and self.how.platform == "tpu"
 
     @property
     def order(self) -> Order:
