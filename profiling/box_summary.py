@@ -53,7 +53,10 @@ def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, 
             for reference in REFERENCES
             if reference in variants
         }
-        for key, direction in (("exchanges_hidden", ("F", "B")), ("gradient_sums_hidden", "G.reduce")):
+        for key, direction in (
+            ("exchanges_hidden", ("F", "B")),
+            ("gradient_sums_hidden", ("G.reduce", "G.embed", "G.head")),
+        ):
             rows[name][key] = hidden_share(found["timelines"][name], direction)
     cut = seconds.get(f"{COMPUTE}: unified")
     return {

@@ -1,4 +1,6 @@
-"""Training steps on a throttled cluster in one box: sudo python profiling/cluster_in_a_box.py [section.key=value …]
+"""Training steps on a throttled cluster in one box.
+
+    sudo .venv/bin/python profiling/cluster_in_a_box.py [section.key=value …]
 
 Processes in network namespaces run the project's own step on XLA:CPU, each on one core, with collectives that run in
 the background (`exchange.algorithm=background`). How long tasks take is measured first, and schedules are made by that.

@@ -1,4 +1,4 @@
-"""Which collectives hide behind matrix products on XLA:CPU? sudo python profiling/overlap_probe.py
+"""Which collectives hide behind matrix products on XLA:CPU? sudo .venv/bin/python profiling/overlap_probe.py
 
 For every form of exchange and reduction and several sizes, taken in turn: the collective alone; matrix products of
 about the same time alone; both in one program in which neither needs the other (`both`); and both as the training step

@@ -4,7 +4,7 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,18 +164,3 @@ def blocks_of(tree: Params, model: Model, take: Callable[[Any, int], Any]) -> li
 def block_params(params: Params, model: Model) -> list[Params]:
     """Each block's own parameters, from the bottom up."""
     return blocks_of(params, model, lambda leaf, turn: leaf[turn])
-
-
-def stack_blocks(blocks: Sequence[Params], model: Model) -> Params:
-    """The inverse of `block_params`: blocks stacked over the periods of their segments."""
-    stacked: Params = {}
-    first = 0
-    for number, segment in enumerate(segments(model)):
-        period = len(segment.kinds)
-        last = first + period * segment.repeats
-        stacked[number] = {
-            place: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks[first + place : last : period])
-            for place in range(period)
-        }
-        first = last
-    return stacked

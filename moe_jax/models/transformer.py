@@ -29,7 +29,7 @@ class Computation:
     remat: Literal["none", "dots", "full"]
     unroll: int  # periods of blocks in one turn of the scan
     platform: str  # of the devices: cpu, gpu or tpu
-    exchange: str  # the all-to-all's algorithm: flat, ring or ragged
+    exchange: str  # the all-to-all's algorithm, never auto
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":

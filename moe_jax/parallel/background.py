@@ -52,7 +52,7 @@ class Member(NamedTuple):
             yield place, self.group_P[place]
 
 
-class Lane:
+class Worker:
     """A thread that runs jobs one after another, urgent ones first."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Engine:
     def __init__(self, owner_D: tuple[int, ...]):
         self.owner_D = owner_D
         self._post = Post(owner_D)
-        self._sending = {d: Lane() for d, process in enumerate(owner_D) if process == jax.process_index()}
-        self._adding = {device: Lane() for device in self._sending}
+        self._sending = {d: Worker() for d, process in enumerate(owner_D) if process == jax.process_index()}
+        self._adding = {device: Worker() for device in self._sending}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._tickets = itertools.count()

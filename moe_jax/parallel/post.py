@@ -10,8 +10,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from moe_jax.errors import MeshError
+
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
+_PATIENCE_S = 60  # for other processes to connect
 TRACE_NAME = "arriving in the background"
 
 
@@ -112,24 +115,48 @@ def _connections() -> dict[int, socket.socket]:
     address = socket.gethostbyname(socket.gethostname())
     secret = secrets.randbits(62)
     with socket.create_server((address, 0), backlog=count) as server:
+        server.settimeout(_PATIENCE_S)
         card = [*socket.inet_aton(address), server.getsockname()[1], *_words(secret)]
         cards = multihost_utils.process_allgather(np.array(card, np.int32))
         connections = {}
         for process in range(own):
             *ip, port, low, high = map(int, cards[process])
-            connection = socket.create_connection((socket.inet_ntoa(bytes(ip)), port))
+            connection = _called(socket.inet_ntoa(bytes(ip)), port, process)
             connection.sendall(_HELLO.pack(own, _number(low, high)))
             connections[process] = connection
         while len(connections) < count - 1:
-            connection, _ = server.accept()
+            connection = _caller(server, address)
             process, given = _HELLO.unpack(_exactly(connection, np.empty(_HELLO.size, np.uint8)).tobytes())
             if given == secret:
                 connections[process] = connection
             else:
                 connection.close()
     for connection in connections.values():
+        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connections
+
+
+def _called(address: str, port: int, process: int) -> socket.socket:
+    try:
+        return socket.create_connection((address, port), timeout=_PATIENCE_S)
+    except OSError as error:
+        raise MeshError(
+            f"process {process} does not answer at {address}:{port} ({error}): let its host name resolve to an address "
+            "that the other hosts reach, or leave exchange.algorithm and exchange.reduction to XLA's own collectives"
+        ) from None
+
+
+def _caller(server: socket.socket, address: str) -> socket.socket:
+    try:
+        connection, _ = server.accept()
+    except TimeoutError:
+        raise MeshError(
+            f"not all processes called {address} within {_PATIENCE_S} s: let this host's name resolve to an address "
+            "that the others reach, or leave exchange.algorithm and exchange.reduction to XLA's own collectives"
+        ) from None
+    connection.settimeout(_PATIENCE_S)
+    return connection
 
 
 def _words(number: int) -> tuple[int, int]:

@@ -85,7 +85,10 @@ def _write(folder: Path, text: str, variants: list[Compiled]) -> None:
             timelines[f"{each.variant}, predicted"] = predicted_bars(each.predicted)
         timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.txt").write_text(f"{text}\n", encoding="utf-8")
+    from moe_jax.measure.provenance import provenance  # loads jax, which the page does without
+
+    origin = "".join(f"\n{name}: {value}" for name, value in provenance().items())
+    (folder / "report.txt").write_text(f"{text}\n{origin}\n", encoding="utf-8")
     write_trace(timelines, folder / "trace.json")
     try:
         draw(timelines, folder / "timeline.png", "One training step, estimated")

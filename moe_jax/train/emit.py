@@ -6,7 +6,7 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.parallel.sharding import partitions
 from moe_jax.plan.costs import rates_of, task_times
 from moe_jax.plan.measured import read_times
+from moe_jax.plan.task_times import Compute
 from moe_jax.schedule.actions import NO_BLOCK, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
@@ -92,25 +93,35 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     expert_ranks = mesh.shape[Axis.EXPERT]
-    measured = {} if settings.task_times is None else read_times(settings.task_times, model.block_kinds)
     rates = rates_of(config, platform, expert_ranks, mesh.size)
-    times = task_times(config, tokens, expert_ranks, sent, rates, measured)
+    times = task_times(config, tokens, expert_ranks, sent, rates, _measured(config))
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    if measured:
-        _agree(str(schedule), settings.task_times)
     return Plan(schedule, reductions, looped)
 
 
-def _agree(schedule: str, path: str | None) -> None:
-    """Collectives in another order on another process would wait for each other."""
-    own = np.array(zlib.crc32(schedule.encode()) & 0x7FFFFFFF, np.int32)
-    if jax.process_count() > 1 and len(set(multihost_utils.process_allgather(own).tolist())) > 1:
+def _measured(config: Config) -> Mapping[str, Compute]:
+    """Times that a file gives, the same on all processes: collectives in another order would wait for each other."""
+    path = config.schedule.task_times
+    if path is None:
+        return {}
+    error = None
+    found: Mapping[str, Compute] = {}
+    try:
+        found = read_times(path, config.model.block_kinds)
+    except ConfigError as problem:
+        error = problem  # told only once the others know that this process has none
+    own = np.array(0 if error else zlib.crc32(repr(sorted(found.items())).encode()) | 1, np.uint32)
+    same = jax.process_count() == 1 or len(set(multihost_utils.process_allgather(own).tolist())) == 1
+    if error:
+        raise error
+    if not same:
         raise ConfigError(f"schedule.task_times={path} is not the same on all processes: give them copies of one file")
+    return found
 
 
 def _turns(config: Config) -> tuple[int, Turns | None]:

@@ -16,7 +16,7 @@ class ExpertWeights:
 
     def __init__(self, facts: Facts, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
         self._how, self._blocks = facts.how, blocks
-        # On GPU a step's temporaries are 2 % more than the plain program's with the casts that XLA keeps.
+        # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
         self._stored = None if facts.how.platform == "gpu" else stored
         self._casts: dict[tuple[str, int], Tree] = {}  # by direction and block
 

@@ -48,7 +48,7 @@ class Facts:
 
     @property
     def keeps_least(self) -> bool:
-        """Whether tasks keep less for their backward pass than differentiation does (see `kept`).
+        """Whether tasks keep less for their backward pass than differentiation does (see `residual_cut`).
 
         XLA:CPU and XLA:GPU fuse no pass into a product, so they would write again what is made again.
         """

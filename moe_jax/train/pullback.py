@@ -7,14 +7,14 @@ input gradients need, later the rest. No operation runs twice.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import Partial
 
-from moe_jax.train.jaxprs import evaluate, inlined, value_of
-from moe_jax.train.kept import keep_least
+from moe_jax.train.jaxprs import evaluate, inlined, needed_for, value_of, values_of, variables
+from moe_jax.train.residual_cut import cut_residuals
 
 Tree = Any
 Pullback = Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]
@@ -43,7 +43,7 @@ def differentiate(
     """`function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the weights
     and of the inputs' float leaves. Leaves that are no floats pass through without a gradient.
 
-    `least`: the pullback keeps as little as it can, see `kept`.
+    `least`: the pullback keeps as little as it can, see `residual_cut`.
     """
     traced: list[tuple[Any, list[bool]]] = []
 
@@ -59,31 +59,37 @@ def differentiate(
     return jax.tree.unflatten(structure, [next(of_kind[kind]) for kind in kinds]), pullback
 
 
+class _Forward(NamedTuple):
+    """What a traced forward pass returns: results, values without gradients, and residuals, as flat lists."""
+
+    num_results: int
+    num_residuals: int
+    structure: Any  # of the pullback whose leaves residuals are
+
+
 def _least(
     function: Callable[[Tree, list[jax.Array]], Any], weights: Tree, floats: list[jax.Array]
 ) -> tuple[list[jax.Array], Pullback, list[jax.Array]]:
     """`jax.vjp` with `has_aux`, whose pullback keeps less."""
-    structures: list[Any] = []
+    traced: list[_Forward] = []
 
     def forward(weights: Tree, floats: list[jax.Array]) -> list[Any]:
         results, pullback, others = jax.vjp(function, weights, floats, has_aux=True)
-        kept, structure = jax.tree.flatten(pullback)
-        structures[:] = [structure, len(results), len(kept)]
-        return [*results, *others, *kept]
+        residuals, structure = jax.tree.flatten(pullback)
+        traced.append(_Forward(len(results), len(residuals), structure))
+        return [*results, *others, *residuals]
 
     program = inlined(jax.make_jaxpr(forward)(weights, floats))
-    structure, num_results, num_kept = structures
-    kept, make = keep_least(program, num_kept)
-    jaxpr = program.jaxpr
-    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    values |= dict(zip(jaxpr.invars, jax.tree.leaves((weights, floats)), strict=True))
-    evaluate(jaxpr.eqns, values)
-    results = [value_of(values, var) for var in jaxpr.outvars[: len(jaxpr.outvars) - num_kept]]
+    num_results, num_residuals, structure = traced[-1]
+    cut, remake = cut_residuals(program, num_residuals)
+    values = values_of(program, jax.tree.leaves((weights, floats)))
+    evaluate(program.jaxpr.eqns, values)
+    outputs = [value_of(values, var) for var in program.jaxpr.outvars[: len(program.jaxpr.outvars) - num_residuals]]
 
-    def pull(values: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-        return jax.tree.unflatten(structure, make(values, cotangents[0]))(cotangents)
+    def pull(kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(structure, remake(kept, cotangents[0]))(cotangents)
 
-    return results[:num_results], Partial(pull, [values[var] for var in kept]), results[num_results:]
+    return outputs[:num_results], Partial(pull, [values[var] for var in cut]), outputs[num_results:]
 
 
 class SplitPullback:
@@ -102,14 +108,13 @@ class SplitPullback:
         new_of = {id(kept): new for kept, new in instead}
         assert new_of.keys() <= set(map(id, traced.consts)), "the pullback does not keep what is to be replaced"
         consts = [new_of.get(id(value), value) for value in traced.consts]
-        self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        self._values |= dict(zip(jaxpr.invars, cotangents, strict=True))
+        self._values = values_of(ClosedJaxpr(jaxpr, consts), cotangents)
         weight_shapes, input_shapes = shapes
         num_weights = len(jax.tree.leaves(weight_shapes))
         self._structures = jax.tree.structure(weight_shapes), jax.tree.structure(input_shapes)
         self._weight_vars, self._input_vars = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
         self._cotangents = jaxpr.invars
-        self._first = _needed_for(self._input_vars, jaxpr.eqns)
+        self._first = needed_for(self._input_vars, jaxpr.eqns)
         first = set(map(id, self._first))
         self._rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in first]
 
@@ -125,19 +130,9 @@ class SplitPullback:
         """
         made = {var for eqn in self._first for var in eqn.outvars} | set(self._cotangents)
         made -= {var for eqn in self._rest for var in eqn.outvars}
-        read = dict.fromkeys(var for eqn in self._rest for var in eqn.invars if not isinstance(var, Literal))
+        read = dict.fromkeys(var for eqn in self._rest for var in variables(eqn.invars))
         for var in filter(made.__contains__, read):  # in the same order on all processes
             if self._values[var].size and is_float(self._values[var]):
                 self._values[var] = tie(self._values[var])
         evaluate(self._rest, self._values)
         return jax.tree.unflatten(self._structures[0], [value_of(self._values, var) for var in self._weight_vars])
-
-
-def _needed_for(outputs: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    wanted = {var for var in outputs if not isinstance(var, Literal)}
-    needed = []
-    for eqn in reversed(eqns):
-        if wanted.intersection(eqn.outvars):
-            needed.append(eqn)
-            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
-    return needed[::-1]

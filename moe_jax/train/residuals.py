@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from moe_jax.train.jaxprs import body_of_call, value_of, variables
 
 Tree = Any
 
@@ -32,7 +34,7 @@ class Turn:
         moving = _depend(jaxpr.invars[: self._num_carry], jaxpr.eqns)
         self._saved = jaxpr.outvars[len(jaxpr.outvars) - num_saved :]
         of_place = {var: i for i, var in enumerate(jaxpr.outvars) if isinstance(var, Var)}
-        saved = dict.fromkeys(var for var in self._saved if isinstance(var, Var))
+        saved = dict.fromkeys(variables(self._saved))
         self._stacked = [var for var in saved if var in moving]
         self._places = [of_place[var] for var in self._stacked]
         self._fixed = [var for var in saved if var not in moving]
@@ -57,7 +59,7 @@ class Turn:
         inputs = [*unused, *jax.tree.leaves(weights)]
         fixed = self._of_weights(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
         values = dict(zip(self._fixed, fixed, strict=True)) | dict(zip(self._stacked, stacked, strict=True))
-        leaves = [var.val if isinstance(var, Literal) else values[var] for var in self._saved]
+        leaves = [value_of(values, var) for var in self._saved]
         return jax.tree.unflatten(self._of_saved, leaves)
 
 
@@ -68,11 +70,11 @@ def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
         from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]
         if not any(from_moving):
             continue
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2") else None
-        if inner is None:
+        call = body_of_call(eqn)
+        if call is None:
             moving.update(eqn.outvars)
             continue
-        body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        body = call.jaxpr
         inside = _depend([var for var, moves in zip(body.invars, from_moving, strict=True) if moves], body.eqns)
         moving.update(out for out, var in zip(eqn.outvars, body.outvars, strict=True) if var in inside)
     return moving

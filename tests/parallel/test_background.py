@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, MeshError
 from moe_jax.models.transformer import exchange_of
 from moe_jax.parallel import background, post
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
@@ -50,6 +50,28 @@ def test_what_comes_before_it_is_expected_is_kept():
         box.expect(Key(0, 0, 7, number), out)
         box.receive(Key(0, 0, 7, number))
         np.testing.assert_array_equal(out, first + np.arange(5))
+
+
+def test_urgent_jobs_overtake_others_and_none_of_their_kind():
+    worker, ready, done, order = background.Worker(), threading.Event(), threading.Event(), []
+    worker.submit(ready.wait)
+    for job, urgent in (("sum 0", False), ("exchange 0", True), ("sum 1", False), ("exchange 1", True)):
+        worker.submit(lambda job=job: order.append(job), urgent)
+    worker.submit(done.set)
+    ready.set()
+    assert done.wait(timeout=60)
+    assert order == ["exchange 0", "exchange 1", "sum 0", "sum 1"]
+
+
+def test_a_process_that_nobody_calls_gives_up(monkeypatch):
+    monkeypatch.setattr(post, "_PATIENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        with pytest.raises(MeshError, match=r"not all processes called 127\.0\.0\.1 within 0\.05 s"):
+            post._caller(server, "127.0.0.1")
+        port = server.getsockname()[1]
+    with pytest.raises(MeshError, match=rf"process 1 does not answer at 127\.0\.0\.1:{port}"):
+        post._called("127.0.0.1", port, 1)
 
 
 def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):

@@ -158,7 +158,9 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
     assert names(tmp_path / "hlo") == ["unified.hlo", "unified.schedule", "vanilla.hlo"]
     assert names(tmp_path / "out") == ["report.txt", "timeline.png", "trace.json"]
     said = (tmp_path / "out" / "report.txt").read_text()
-    assert said in run.stdout
+    text, _, origin = said.partition("\n\ndate: ")
+    assert text in run.stdout
+    assert "\ncommand: python -m moe_jax.report --compile cpu:8" in origin
     assert "not issued         none" in said
     assert "F.dispatch.0.1  all-to-all" in said
     processes = {

@@ -12,6 +12,7 @@ from tests.train.test_resume import compiled_once, config_in, losses_of, started
 SETTINGS = [
     "mesh.data=2",
     "mesh.expert=4",
+    "train.batch_size=16",
     "model.moe.capacity_factor=1.25",
     "checkpoint.every=0",
     "train.eval_every=0",
@@ -51,7 +52,8 @@ def test_four_processes_train_like_one(expected, tmp_path):
 def test_collectives_in_the_background_train_the_same(expected, tmp_path):
     """Two processes of four devices each, over TCP and within a process."""
     background = ["exchange.algorithm=background", "exchange.reduction=background"]
-    schedule = ["schedule.policy=unified", "schedule.weight_grad=greedy", "schedule.grad_reduce=block"]
+    schedule = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.weight_grad=greedy"]
+    schedule += ["schedule.grad_reduce=block"]
     with launched(tmp_path, 2, "train.steps=6", *background, *schedule) as process:
         assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
     assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})

@@ -198,3 +198,24 @@ def test_what_a_pullback_does_not_keep_cannot_be_replaced():
 
     with pytest.raises(AssertionError, match="does not keep"):
         jax.jit(gradients)(jnp.ones(WIDTH), jnp.ones(WIDTH))
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_operations_keep_their_scopes(least):
+    """Profiles show them, and reports tell collectives apart by them."""
+
+    def scoped(w: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("inside"):
+            return jax.jit(jnp.tanh)(x @ w)
+
+    def gradients(w: jax.Array, x: jax.Array) -> Any:
+        with jax.named_scope("task"):
+            y, pullback = differentiate(scoped, w, x, least=least)
+        with jax.named_scope("back"):
+            split = SplitPullback(pullback, [y])
+            return split.inputs(), split.weights(as_is)
+
+    program = jax.jit(gradients).lower(jnp.ones((WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))).as_text(debug_info=True)
+    products = {line.split('"')[1] for line in program.splitlines() if "/dot_general" in line}
+    assert {name.split("/")[1] for name in products} == {"task", "back"}
+    assert all("inside" in name for name in products)

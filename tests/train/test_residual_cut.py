@@ -14,8 +14,8 @@ from moe_jax.config import Model
 from moe_jax.models import attention
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.train.jaxprs import inlined
-from moe_jax.train.kept import cost, smallest
 from moe_jax.train.pullback import SplitPullback, differentiate
+from moe_jax.train.residual_cut import cost, smallest_cut
 
 ROWS, WIDTH = 16, 64
 
@@ -79,7 +79,7 @@ def test_no_other_choice_is_smaller(function: Callable[..., Any]) -> None:
         return made.issuperset(wanted)
 
     assert names & hard
-    chosen = smallest(jaxpr.eqns, wanted, written)
+    chosen = smallest_cut(jaxpr.eqns, wanted, written)
     assert suffices(chosen)
     fixed = {var for var in jaxpr.invars if var in wanted}  # nothing makes those
     others = [var for var in {*jaxpr.invars, *maker} - fixed if cost(var, maker, written) < total(chosen)]

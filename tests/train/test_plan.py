@@ -1,0 +1,68 @@
+"""The plan of a step: measured times of tasks, and processes that have to agree on them."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config
+from moe_jax.errors import ConfigError
+from moe_jax.plan.measured import write_times
+from moe_jax.train import emit
+from moe_jax.train.emit import make_plan
+from tests.small import small_config
+from tests.train.gradients import mesh_of
+
+GREEDY = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "chunked"}
+
+
+def timed(path: Path, seconds: float) -> Config:
+    """A config with a file in which the experts' weight gradients take so long."""
+    write_times(path, {"expert": {"F": 0.1, "B": 0.1, "W": seconds}})
+    config = small_config(1, 2, schedule=GREEDY, batch_size=16, every=1)
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, task_times=str(path)))
+
+
+def test_measured_times_decide_the_order(tmp_path: Path) -> None:
+    config = timed(tmp_path / "short.json", 1e-9), timed(tmp_path / "long.json", 10)
+    short, long = (str(make_plan(each, mesh_of(each)).schedule) for each in config)
+    assert sorted(short.split()) == sorted(long.split())
+    assert short != long
+
+
+@pytest.fixture
+def other_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], None]:
+    """A second process that has read something else, or the same."""
+
+    def answer(of: Callable[[np.ndarray], np.ndarray]) -> None:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(emit.multihost_utils, "process_allgather", lambda own: np.stack([own, of(own)]))
+
+    return answer
+
+
+def test_processes_with_the_same_times_go_on(tmp_path: Path, other_process: Callable) -> None:
+    other_process(lambda own: own)
+    config = timed(tmp_path / "times.json", 1)
+    assert make_plan(config, mesh_of(config)).schedule
+
+
+def test_processes_with_other_times_are_refused(tmp_path: Path, other_process: Callable) -> None:
+    other_process(lambda own: own + 2)
+    config = timed(tmp_path / "times.json", 1)
+    with pytest.raises(ConfigError, match="is not the same on all processes: give them copies of one file"):
+        make_plan(config, mesh_of(config))
+
+
+def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: Path, other_process: Callable) -> None:
+    """Else these would wait for it."""
+    told = []
+    other_process(lambda own: told.append(int(own)) or own + 2)
+    config = timed(tmp_path / "times.json", 1)
+    (tmp_path / "times.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_plan(config, mesh_of(config))
+    assert told == [0]
