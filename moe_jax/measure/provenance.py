@@ -10,20 +10,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def provenance() -> dict[str, Any]:
     """Plain values for JSON."""
+    import jax
+
     device = jax.devices()[0]
+    return origin() | {
+        "devices": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
+        "processes": jax.process_count(),
+    }
+
+
+def origin() -> dict[str, Any]:
+    """The same without the devices, which it does not look for."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": f"{_program()} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
-        "devices": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
-        "processes": jax.process_count(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_jax.errors import UserError, run_command
+from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
@@ -85,10 +86,8 @@ def _write(folder: Path, text: str, variants: list[Compiled]) -> None:
             timelines[f"{each.variant}, predicted"] = predicted_bars(each.predicted)
         timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
     folder.mkdir(parents=True, exist_ok=True)
-    from moe_jax.measure.provenance import provenance  # loads jax, which the page does without
-
-    origin = "".join(f"\n{name}: {value}" for name, value in provenance().items())
-    (folder / "report.txt").write_text(f"{text}\n{origin}\n", encoding="utf-8")
+    facts = "".join(f"\n{name}: {value}" for name, value in origin().items())
+    (folder / "report.txt").write_text(f"{text}\n{facts}\n", encoding="utf-8")
     write_trace(timelines, folder / "trace.json")
     try:
         draw(timelines, folder / "timeline.png", "One training step, estimated")
