@@ -19,6 +19,7 @@ from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
 from moe_jax.models.orders.protocol import Room
 from moe_jax.models.parameters import Segment, segments
+from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 
@@ -44,16 +45,19 @@ class Computation:
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
         platform = "gpu" if platform in ("cuda", "rocm") else platform
-        per_node = config.exchange.ranks_per_node
+        size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
         if per_node is None:
             per_node = ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
-        check_node_split(per_node, mesh.shape[Axis.EXPERT])
+        check_node_split(per_node, size)
+        exchange = exchange_of(config, platform)
+        if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
+            exchange = "flat"
         return cls(
             dtype=config.train.compute_dtype,
             remat=config.schedule.remat,
             unroll=config.schedule.unroll,
             platform=platform,
-            exchange=exchange_of(config, platform),
+            exchange=exchange,
             ranks_per_node=per_node,
         )
 

@@ -103,7 +103,7 @@ SCHEDULE = [
     (
         "an unknown all-to-all",
         "exchange.algorithm=rings",
-        "exchange.algorithm=rings must be auto or flat or ring or ragged or background: "
+        "exchange.algorithm=rings must be auto or flat or ring or hier_1d or hier_2d or halo or ragged or background: "
         "did you mean ring?",
     ),
     (
@@ -114,7 +114,7 @@ SCHEDULE = [
     ),
     (
         "nodes that do not divide the expert axis",
-        "mesh.expert=4 exchange.ranks_per_node=3",
+        "mesh.expert=4 exchange.algorithm=halo exchange.ranks_per_node=3",
         "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4",
     ),
     (

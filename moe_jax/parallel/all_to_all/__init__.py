@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.all_to_all import background, flat, ring
+from moe_jax.parallel.all_to_all import background, flat, halo, hier_1d, hier_2d, ring
 from moe_jax.parallel.ranks import Ranks
 
 
@@ -42,8 +42,14 @@ def _backward(exchange: Exchange, ranks: Ranks, _: None, dx: jax.Array) -> tuple
 
 _both.defvjp(_forward, _backward)
 
+BY_NODE = {
+    "hier_1d": Exchange(hier_1d.start, hier_1d.finish),
+    "hier_2d": Exchange(hier_2d.start, hier_2d.finish),
+    "halo": Exchange(halo.start, halo.finish),
+}
 EXCHANGES = {
     "flat": Exchange(flat.start, flat.finish),
     "ring": Exchange(ring.start, ring.finish),
+    **BY_NODE,
     "background": Exchange(background.start, background.finish, only_starts=True),
 }
