@@ -35,10 +35,10 @@ class Ranks(NamedTuple):
         """From one member of each node to another one, as pairs of ranks."""
         return [(group[source], group[target]) for group in self.groups_inside()]
 
-    def between(self, distance: int, members: range) -> list[tuple[int, int]]:
-        """From these members of each node to the same ones of the node so much further on, as pairs of ranks."""
-        pairs = zip(self._numbers(), np.roll(self._numbers(), -distance, axis=0), strict=True)
-        return [(int(source[m]), int(target[m])) for source, target in pairs for m in members]
+    def between(self, distance: int, member: int) -> list[tuple[int, int]]:
+        """From a member of each node to the same one of the node so much further on, as pairs of ranks."""
+        group = self.groups_between()[member]
+        return [(rank, group[(node + distance) % len(group)]) for node, rank in enumerate(group)]
 
     def _numbers(self) -> np.ndarray:
         """[nodes, per_node]"""
