@@ -1,6 +1,6 @@
 """Through one leader of each node: the fewest messages between nodes, for nodes whose ranks share one slow adapter.
 
-The hierarchical all-to-all of HetuMoE (Nie et al. 2022, section 3.2). N nodes of L ranks, P = N · L; a node's first
+The hierarchical all-to-all of HetuMoE (Nie et al. 2022). N nodes of L ranks, P = N · L; a node's first
 rank leads. All ranks make room for what a leader holds, L times their own rows, as they run the same program.
 """
 

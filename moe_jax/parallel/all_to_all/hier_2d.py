@@ -1,6 +1,6 @@
 """First inside the nodes, then between equal members of all nodes: few large messages leave a node.
 
-The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023, section 3.4). N nodes of L ranks, P = N · L.
+The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023). N nodes of L ranks, P = N · L.
 """
 
 import jax
