@@ -90,22 +90,26 @@ def collective_seconds(collective: Instruction, program: Program, target: Target
 
 def leaves_node(collective: Instruction, target: Target, num_devices: int) -> bool:
     """Whether a collective goes over the network between nodes, and not over the links inside one."""
-    group = _group(collective, num_devices)
-    return target.node_devices is not None and len({int(rank) // target.node_devices for rank in group}) > 1
+    size = target.node_devices
+    groups = groups_of(collective, num_devices)
+    return size is not None and bool((groups // size != groups[:, :1] // size).any())
 
 
-def _group(collective: Instruction, num_devices: int) -> np.ndarray:
-    """The devices of the group that holds the first one."""
+def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
+    """The groups of devices that exchange, one in each row; of a permute, source and target of each message."""
     text = collective.attributes
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return np.array(listed[1].split(","), int)
-    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
-        return np.array(pairs.groups(), int)
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text):
+        return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])], int)
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         devices = np.arange(math.prod(source or ())).reshape(source or ())
-        return devices.transpose(order).reshape(shape or ())[0]
-    return np.arange(num_devices)
+        return devices.transpose(order).reshape(shape or ())
+    return np.arange(num_devices)[None]
+
+
+def _group(collective: Instruction, num_devices: int) -> np.ndarray:
+    """The devices of one group."""
+    return groups_of(collective, num_devices)[0]
 
 
 def _is_product(line: Instruction) -> bool:

@@ -60,6 +60,15 @@ def test_groups_within_a_node_use_its_links_others_the_network(groups: str, netw
     assert seconds == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8) * (10e-6 if network else 1e-6))
 
 
+@pytest.mark.parametrize(("pairs", "network"), [("{{0,1},{4,5}}", False), ("{{0,1},{3,4}}", True)])
+def test_a_permute_uses_the_network_if_one_of_its_messages_does(pairs: str, network: bool) -> None:
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] collective-permute(%x), source_target_pairs={pairs}")
+    nodes_of_four = TOY.__class__(**{**TOY.__dict__, "node_devices": 4})
+    assert collective_seconds(toy.by_name["c"], toy, nodes_of_four, 8) == pytest.approx(
+        80 * (10e-6 if network else 1e-6)
+    )
+
+
 def test_an_irregular_exchange_sends_no_more_rows_than_its_target_takes() -> None:
     toy = program(
         """%x = u8[80] parameter(0)

@@ -1,0 +1,80 @@
+"""What the exchanges of a compiled program send inside nodes and between them, and which run side by side."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_jax.measure.costs import collective_of, groups_of
+from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.plan.exchange import Sent, Steps, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One all-to-all or collective-permute of a program's entry computation."""
+
+    collective: Instruction
+    scopes: tuple[str, ...]  # around it, from the outside in
+    groups: tuple[tuple[int, ...], ...]  # ranks; of a permute, source and target
+    message_bytes: float  # from one rank to another
+    begin: int  # places in the schedule, the same if it is synchronous
+    end: int
+
+    @property
+    def is_async(self) -> bool:
+        return self.end > self.begin
+
+
+def exchanges(program: Program, num_devices: int) -> list[Exchange]:
+    """In the order in which they start. Device numbers are taken as ranks."""
+    lines = program.computations[program.entry]
+    ends: dict[str, int] = {}
+    for place, line in enumerate(lines):
+        if line.opcode.endswith("-done"):
+            ends[line.operands[0]] = place
+    found = []
+    for place, line in enumerate(lines):
+        collective = None if line.opcode.endswith("-done") else collective_of(line, program)
+        if collective is None:
+            continue
+        groups = groups_of(collective, num_devices)
+        permutes = "permute" in collective.opcode
+        found.append(
+            Exchange(
+                collective=collective,
+                scopes=tuple((program.op_name(collective) or program.op_name(line)).split("/")),
+                groups=tuple(map(tuple, groups.tolist())),
+                message_bytes=sum(program.operand_bytes(collective)) / (1 if permutes else groups.shape[1]),
+                begin=place,
+                # XLA:GPU writes start and done for what it runs in one go, too
+                end=place if '"is_sync":true' in line.attributes else ends.get(line.name, place),
+            )
+        )
+    return found
+
+
+def traffic_of(found: Iterable[Exchange], num_ranks: int, per_node: int) -> list[Traffic]:
+    """What each rank sends in these exchanges."""
+    sent: dict[tuple[int, bool], Sent] = defaultdict(lambda: Sent(0, 0.0))
+    for exchange in found:
+        permutes = "permute" in exchange.collective.opcode
+        for group in exchange.groups:
+            for source, target in [group] if permutes else [(a, b) for a in group for b in group]:
+                key = source, source // per_node != target // per_node
+                if source != target:
+                    sent[key] = Sent(sent[key].messages + 1, sent[key].num_bytes + exchange.message_bytes)
+    return [Traffic(sent[rank, False], sent[rank, True]) for rank in range(num_ranks)]
+
+
+def side_by_side(some: Sequence[Exchange], others: Sequence[Exchange]) -> bool:
+    """Whether one of `some` and one of `others` are under way at once: each starts before the other is done."""
+    return any(a.begin < b.end and b.begin < a.end for a in some for b in others if a.is_async and b.is_async)
+
+
+def by_phase(found: Iterable[Exchange], steps: Steps) -> dict[str, list[Exchange]]:
+    """The exchanges of each phase of an algorithm, which its scope names; "" has those of no phase."""
+    phases: dict[str, list[Exchange]] = {phase.name: [] for step in steps for phase in step}
+    for exchange in found:
+        name = next((scope for scope in exchange.scopes if scope in phases), "")
+        phases.setdefault(name, []).append(exchange)
+    return phases

@@ -1,0 +1,129 @@
+"""What exchanges by way of nodes become on real compilers: python profiling/exchange_hlo.py TARGET
+
+Compiles one exchange of bfloat16 rows with each algorithm for hardware that need not be there, counts what leaves a
+rank inside its node and between nodes in the scheduled program, and compares with the closed forms of plan/exchange.py.
+Targets as in docs/compiled.md: h100:1x2x8, h200:1x8x8, v5p:2x2x2, cpu:8. Seconds for each algorithm. Writes
+results/exchange_hlo_TARGET.json; exit code 1 if anything differs.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from results_file import write_result
+
+from moe_jax import config
+from moe_jax.errors import UserError, run_command
+from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.targets import ENVIRONMENT, check_compiler, child_environment, find_target, target_devices
+from moe_jax.measure.traffic import Exchange, by_phase, exchanges, side_by_side, traffic_of
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import Axis, make_mesh
+from moe_jax.parallel.ranks import Ranks, ranks_per_node
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.exchange import ALGORITHMS, Links, Phase, Traffic, exchange_seconds, steps_of, traffic
+from moe_jax.schedule.xla_flags import compiler_options
+
+
+class NodeError(UserError):
+    """Ranks that do not divide into nodes."""
+
+
+def shape_of(ranks: Ranks, mesh: jax.sharding.Mesh, arguments: argparse.Namespace) -> jax.ShapeDtypeStruct:
+    """All ranks' rows for all ranks. XLA:CPU would send bfloat16 as float32."""
+    dtype = jnp.float32 if ranks.platform == "cpu" else jnp.bfloat16
+    shape = (mesh.size**2, arguments.rows, arguments.width)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+
+
+def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> Program:
+    """Rows that are computed, exchanged and computed with."""
+
+    def body(x: jax.Array) -> jax.Array:
+        return EXCHANGES[name](2 * x, ranks) + 1
+
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=BATCH_SPEC, out_specs=BATCH_SPEC, check_vma=False)
+    platform = {"gpu": "cuda"}.get(ranks.platform, ranks.platform)
+    lowered = jax.jit(on_mesh).trace(x).lower(lowering_platforms=(platform,))
+    return parse(lowered.compile(compiler_options=compiler_options(ranks.platform)).as_text())
+
+
+def describe(found: list[Exchange], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
+    """A phase: its collectives, what ranks send by the program, and whether that is the closed form, on every rank."""
+    counted = traffic_of(found, num_ranks, per_node)
+    leader, member = as_numbers(counted[0]), as_numbers(counted[-1])
+    groups = " ".join(str(list(group)).replace(" ", "") for group in found[0].groups[:3])
+    return {
+        "collectives": len(found),
+        "asynchronous": sum(each.is_async for each in found),
+        "groups": groups + (" ..." if len(found[0].groups) > 3 else ""),
+        **({"each_rank_sends": leader} if leader == member else {"leader_sends": leader, "member_sends": member}),
+        "is_closed_form": counted == [traffic(forms, leader=rank % per_node == 0) for rank in range(num_ranks)],
+    }
+
+
+def as_numbers(sent: Traffic) -> str:
+    """Messages and bytes."""
+    texts = [
+        f"{messages} messages of {num_bytes / messages:.0f} bytes {link}"
+        for link, (messages, num_bytes) in sent._asdict().items()
+        if messages
+    ]
+    return ", ".join(texts) or "nothing"
+
+
+def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct, links: Links) -> dict[str, Any]:
+    """One algorithm."""
+    program, num_bytes = compile_exchange(name, ranks, mesh, x), x.size * x.dtype.itemsize // mesh.size
+    steps = steps_of(name, num_bytes, mesh.size // ranks.per_node, ranks.per_node)
+    phases = by_phase(exchanges(program, mesh.size), steps)
+    forms = {phase: [form for form in itertools.chain(*steps) if form.name == phase] for phase in phases}
+    seconds = exchange_seconds(name, num_bytes, mesh.size // ranks.per_node, ranks.per_node, links)
+    result: dict[str, Any] = {
+        "closed_form_us": round(1e6 * seconds, 1),
+        "phases": {phase: describe(phases[phase], forms[phase], mesh.size, ranks.per_node) for phase in phases},
+    }
+    if {"own", "between"} <= phases.keys():
+        result["own_and_between_side_by_side"] = side_by_side(phases["own"], phases["between"])
+    return result
+
+
+def main() -> None:
+    """Read the command line, study every algorithm, write the result."""
+    parser = argparse.ArgumentParser(prog="python profiling/exchange_hlo.py", description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--per-node", type=int, help="ranks of a node (default: as the devices tell)")
+    parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
+    parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
+    arguments = parser.parse_args()
+    target = find_target(arguments.target)
+    check_compiler(target)
+    if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
+    devices = target_devices(target)
+    mesh = make_mesh(config.Mesh(data=1, expert=len(devices)), devices)
+    per_node = arguments.per_node or ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
+    if mesh.size % per_node:
+        raise NodeError(f"--per-node={per_node} does not divide {mesh.size} devices: use a divisor")
+    ranks = Ranks(Axis.EXPERT, target.platform, per_node)
+    links = Links(inside=target.link, between=target.network)  # by published rates
+    x = shape_of(ranks, mesh, arguments)
+    algorithms = {name: study(name, ranks, mesh, x, links) for name in ALGORITHMS}
+    values = {
+        "nodes": mesh.size // per_node,
+        "ranks_per_node": per_node,
+        "bytes_of_a_rank": x.size * x.dtype.itemsize // mesh.size,
+    }
+    write_result(f"exchange_hlo_{target.name.replace(':', '_')}", {**values, "algorithms": algorithms})
+    phases = [phase for result in algorithms.values() for phase in result["phases"].values()]
+    if not all(phase["is_closed_form"] for phase in phases):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)
