@@ -47,7 +47,6 @@ def _label(name: str, settings: dict[str, int]) -> str:
 
 def write_profile(path: Path, profile: ClusterProfile) -> None:
     """Write a profile, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -27,7 +27,7 @@ def profile() -> ClusterProfile:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "profiles" / "box.json"
+    path = tmp_path / "box.json"
     write_profile(path, profile())
     assert read_profile(path) == profile()
     assert [each.name for each in path.parent.iterdir()] == ["box.json"]
