@@ -13,11 +13,13 @@ import pytest
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.curves import curve
 from tests.parallel.per_device import on_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
 import box
+import exchange_summary
 from box_summary import summary, table
 from stand_ins import collectives_of, communication, without_communication
 
@@ -123,3 +125,63 @@ def test_ratios_compare_runs_of_the_same_round():
     assert (row["exchanges_hidden"], row["gradient_sums_hidden"]) == (None, 0.5)
     assert result["variants"]["vanilla"]["exchanges_hidden"] == 0
     assert "unified" in table(result)
+
+
+def test_processes_divide_over_nodes():
+    nodes = {"ranks_per_node": 2, "node_bits_per_s": 1e8, "cores": CORES}
+    assert box.Box(processes=4, **nodes).nodes == 2
+    with pytest.raises(box.BoxError, match=r"--ranks-per-node=2 does not divide --processes=3: use 1 or a divisor"):
+        box.Box(processes=3, **nodes)
+
+
+@pytest.mark.parametrize("nodes", [{"ranks_per_node": 2}, {"node_bits_per_s": 1e8}])
+def test_only_nodes_of_several_processes_have_a_link_of_their_own(nodes):
+    with pytest.raises(box.BoxError, match=r"nodes of several processes, and no others, need a --rate"):
+        box.Box(processes=4, cores=CORES, **nodes)
+
+
+def exchange_curves(seconds_of):
+    """Of all algorithms over four ranks, and of all collectives inside a node and between nodes."""
+    groups = {(2, 1): "inside", (2, 2): "between", (4, 1): "all"}
+    names = [*(f"all_to_all.{name}" for name in EXCHANGES), "permute", "all_gather"]
+    sizes = [2.0**n for n in range(16, 20)]
+    return [
+        curve(
+            name,
+            {"ranks": ranks, "stride": stride},
+            "bytes",
+            sizes,
+            [(s, s, s) for s in map(seconds_of(name, where), sizes)],
+        )
+        for (ranks, stride), where in groups.items()
+        for name in names
+    ]
+
+
+def test_a_model_predicts_exchanges_from_collectives_inside_and_between_nodes():
+    def seconds_of(name, where):
+        beta = {"inside": 1e-9, "between": 4e-9, "all": 5e-9}[where]
+        return lambda size: 1e-3 + size * beta * (0.5 if name.endswith("flat") else 1)
+
+    result = exchange_summary.summary(exchange_curves(seconds_of))
+    flat, ring = (result["algorithms"][name]["predicted_s"] for name in ("flat", "ring"))
+    assert flat == pytest.approx([1e-3 + size * 2e-9 for size in result["sizes_bytes"]], rel=1e-3)
+    assert ring == pytest.approx([3e-3 + size * 2e-9 for size in result["sizes_bytes"]], rel=1e-3)
+    assert set(result["chosen_by_model"]) == set(result["fastest"]) == {"flat"}
+    assert result["chosen_over_fastest"] == [1.0] * 4
+    assert {fit["where"] for fit in result["fits"]} == {"inside a node", "between nodes", "over all ranks"}
+    assert all(fit["r_squared"] == pytest.approx(1) for fit in result["fits"])
+
+
+def test_an_algorithm_without_a_model_is_measured_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.delitem(exchange_summary.PHASES, "ring")
+
+    def seconds_of(name, where):
+        return lambda size: (1e-3 + size * 1e-9) * (0.9 if name.endswith("ring") else 1)
+
+    result = exchange_summary.summary(exchange_curves(seconds_of))
+    assert result["algorithms"]["ring"]["predicted_s"] is None
+    assert set(result["fastest"]) == {"ring"}
+    assert result["chosen_over_fastest"] == pytest.approx([1 / 0.9] * 4, rel=1e-3)
+    assert "(-)" in exchange_summary.table(result)
+    assert exchange_summary.write_picture(result, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
