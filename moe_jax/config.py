@@ -117,9 +117,10 @@ class Schedule:
 class Exchange:
     """In which form tokens and gradients travel between devices."""
 
-    # all-to-all: one collective; collective-permutes; only existing rows (microbatches; auto: on TPU and GPU);
-    # beside the program (CPU)
-    algorithm: Literal["auto", "flat", "ring", "ragged", "background"] = "auto"
+    # all-to-all: one collective; collective-permutes; by way of nodes, see docs/exchange.md; only existing rows
+    # (microbatches; auto: on TPU and GPU); beside the program (CPU)
+    algorithm: Literal["auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"] = "auto"
+    ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
 
 

@@ -30,6 +30,7 @@ _AT_LEAST: dict[str, float] = {
     "model.moe.load_balance_weight": 0,
     "model.moe.router_z_weight": 0,
     "mesh.cpu_devices": 1,
+    "exchange.ranks_per_node": 1,
     "schedule.microbatches": 1,
     "schedule.backward_microbatches": 1,
     "schedule.unroll": 1,
@@ -234,7 +235,17 @@ def _check_whole_batch(config: "Config") -> None:
         )
 
 
+def check_node_split(ranks_per_node: int, ranks: int) -> None:
+    """Raise ConfigError unless the expert axis divides into nodes."""
+    if ranks % ranks_per_node:
+        raise ConfigError(
+            f"exchange.ranks_per_node={ranks_per_node} does not divide mesh.expert={ranks}: use {_divisors_text(ranks)}"
+        )
+
+
 def _check_exchange(config: "Config") -> None:
+    if config.exchange.ranks_per_node is not None and config.mesh.expert > 0:
+        check_node_split(config.exchange.ranks_per_node, config.mesh.expert)
     if config.exchange.algorithm != "ragged":
         return
     if config.schedule.policy != "unified":

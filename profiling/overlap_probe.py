@@ -29,6 +29,7 @@ from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.reductions import REDUCTIONS, Way
 from moe_jax.parallel.sharding import BATCH_SPEC
 
@@ -44,13 +45,14 @@ class Form(NamedTuple):
     finish: Callable[[tuple[Any, ...]], jax.Array]
 
 
-def forms(ranks: int) -> dict[str, Form]:
-    """Every exchange and reduction."""
+def forms(count: int) -> dict[str, Form]:
+    """Every exchange and reduction between so many ranks, each a node of its own."""
+    ranks = Ranks(Axis.EXPERT, "cpu")
 
     def form_of_exchange(exchange: Exchange) -> Form:
         return Form(
-            lambda x: exchange.start(x.reshape(ranks, -1), Axis.EXPERT, "cpu"),
-            lambda under_way: exchange.finish(under_way, Axis.EXPERT, "cpu").ravel(),
+            lambda x: exchange.start(x.reshape(count, -1), ranks),
+            lambda under_way: exchange.finish(under_way, ranks).ravel(),
         )
 
     def form_of_reduction(way: Way) -> Form:

@@ -12,6 +12,7 @@ import pytest
 
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
+from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.curves import curve
 from tests.parallel.per_device import on_mesh
@@ -65,7 +66,7 @@ def body(x):
         return jax.lax.all_to_all(x, Axis.EXPERT, 0, 0, tiled=True), None
 
     x, _ = jax.lax.scan(turn, x, None, length=3)
-    x = EXCHANGES["background"](x, Axis.EXPERT, "cpu")
+    x = EXCHANGES["background"](x, Ranks(Axis.EXPERT, "cpu"))
     total, count = jax.lax.psum((x, jnp.int32(1)), BATCH_AXES)
     part = jax.lax.psum_scatter(total, Axis.EXPERT, tiled=True)
     return jax.lax.ppermute(jax.lax.all_gather(part, Axis.EXPERT, tiled=True), Axis.DATA, [(0, 1), (1, 0)]) * count

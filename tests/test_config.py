@@ -109,6 +109,10 @@ REFUSED = {
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or exchange.algorithm=auto"
     ),
+    "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1",
+    "mesh.expert=4 exchange.ranks_per_node=3": (
+        "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4"
+    ),
     "schedule.microbatches=2": (
         "schedule.microbatches=2 needs a policy that pipelines: use schedule.policy=unified or expert_pipeline "
         "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"

@@ -18,7 +18,7 @@ from moe_jax.models.gates import GATES
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
 from moe_jax.parallel.all_to_all import EXCHANGES
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
 
 
 class RouterStats(NamedTuple):
@@ -50,10 +50,10 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str, algorithm: str, platform: str) -> Any:
-    """All-to-all of every array of a tree over the expert axis: block p goes to rank p. Its own inverse."""
+def exchange(rows: Any, name: str, algorithm: str, ranks: Ranks) -> Any:
+    """All-to-all of every array of a tree: block p goes to rank p. Its own inverse."""
     with jax.named_scope(name):
-        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, Axis.EXPERT, platform), rows)
+        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, ranks), rows)
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:

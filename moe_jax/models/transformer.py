@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, Exchange, Model
+from moe_jax.config_checks import check_node_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
@@ -18,7 +19,9 @@ from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
 from moe_jax.models.orders.protocol import Room
 from moe_jax.models.parameters import Segment, segments
+from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks, ranks_per_node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +32,33 @@ class Computation:
     remat: Literal["none", "dots", "full"]
     unroll: int  # periods of blocks in one turn of the scan
     platform: str  # of the devices: cpu, gpu or tpu
-    exchange: str  # the all-to-all's algorithm: flat, ring or ragged
+    exchange: str  # the all-to-all's algorithm
+    ranks_per_node: int  # of the expert axis
+
+    @property
+    def ranks(self) -> Ranks:
+        """Between which tokens travel."""
+        return Ranks(Axis.EXPERT, self.platform, self.ranks_per_node)
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
-        """As the config says, for the devices of a mesh."""
+        """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
         platform = "gpu" if platform in ("cuda", "rocm") else platform
+        size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
+        if per_node is None:
+            per_node = ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
+        check_node_split(per_node, size)
+        exchange = exchange_of(config, platform)
+        if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
+            exchange = "flat"
         return cls(
             dtype=config.train.compute_dtype,
             remat=config.schedule.remat,
             unroll=config.schedule.unroll,
             platform=platform,
-            exchange=exchange_of(config, platform),
+            exchange=exchange,
+            ranks_per_node=per_node,
         )
 
 
@@ -104,9 +121,9 @@ def block(
     if "mlp" in params:
         return dense_block(params, x_BND, model), None
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
-    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.platform)
+    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.platform), ticket, model), stats
+    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.ranks), ticket, model), stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.all_to_all import EXCHANGES
-from moe_jax.parallel.mesh import Axis
 
 
 class Arrival(NamedTuple):
@@ -29,6 +28,6 @@ class Moving:
     def piece(self, place: int, tie: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if self._pieces is None:
             *others, last = self._under_way
-            whole = EXCHANGES[self._how.exchange].finish((*others, tie(last)), Axis.EXPERT, self._how.platform)
+            whole = EXCHANGES[self._how.exchange].finish((*others, tie(last)), self._how.ranks)
             self._pieces = jnp.split(whole, self._bounds, axis=self._axis)
         return self._pieces[place]

@@ -267,13 +267,13 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined, exchange.only_starts), Axis.EXPERT, how.platform)
+        under_way = exchange.start(self.in_order(joined, exchange.only_starts), how.ranks)
         if joined.size:
             self.issued(under_way[-1], exchange.only_starts)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         moving = Moving(under_way, bounds, axis, how)
         for place, p in enumerate(pieces):
-            sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, Axis.EXPERT, how.platform), flow[p])
+            sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, how.ranks), flow[p])
             flow[p] = Arrival(moving, place, sizes)
 
     def _arrived(self, flow: dict[int, Any], p: int) -> Any:

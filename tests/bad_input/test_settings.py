@@ -103,7 +103,8 @@ SCHEDULE = [
     (
         "an unknown all-to-all",
         "exchange.algorithm=rings",
-        "exchange.algorithm=rings must be auto or flat or ring or ragged or background: did you mean ring?",
+        "exchange.algorithm=rings must be auto or flat or ring or hier_1d or hier_2d or halo or ragged or background: "
+        "did you mean ring?",
     ),
     (
         "an unknown reduction",
@@ -111,6 +112,17 @@ SCHEDULE = [
         "exchange.reduction=allreduce must be all_reduce or scatter_gather or ring or background: "
         "did you mean all_reduce?",
     ),
+    (
+        "nodes that do not divide the expert axis",
+        "mesh.expert=4 exchange.algorithm=halo exchange.ranks_per_node=3",
+        "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4",
+    ),
+    (
+        "nodes that do not divide the rest of the devices",
+        "mesh.data=2 mesh.expert=-1 exchange.ranks_per_node=3",
+        "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4",
+    ),
+    ("no rank on a node", "exchange.ranks_per_node=0", "exchange.ranks_per_node=0 must be at least 1"),
     (
         "an irregular exchange of a whole batch",
         "exchange.algorithm=ragged",

@@ -7,6 +7,7 @@ import pytest
 from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
@@ -56,9 +57,9 @@ def test_times_are_seconds_since_the_first_operation(operations):
 def test_a_collective_in_the_background_belongs_to_the_task_that_started_it(tmp_path):
     def body(x):
         with jax.named_scope("F.dispatch.3.0"):
-            under_way = EXCHANGES["background"].start(x, Axis.EXPERT, "cpu")
+            under_way = EXCHANGES["background"].start(x, Ranks(Axis.EXPERT, "cpu"))
         with jax.named_scope("F.expert.3.0"):
-            return EXCHANGES["background"].finish(under_way, Axis.EXPERT, "cpu") + 1
+            return EXCHANGES["background"].finish(under_way, Ranks(Axis.EXPERT, "cpu")) + 1
 
     x = jnp.ones((8 * 4, 1000))
     program = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4).lower(x).compile()

@@ -10,6 +10,7 @@ from moe_jax.config import Mesh
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.grad_sync import global_norm, sync_gradients
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
+from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import partition, sharded_axes
 
 
@@ -23,13 +24,13 @@ def per_device(function, out_specs, *arguments, data=2, expert=4, in_specs=None)
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("expert", [1, 2, 8])
 def test_block_p_goes_to_rank_p_and_comes_back(name, expert):
-    exchange = EXCHANGES[name]
+    exchange, ranks = EXCHANGES[name], Ranks(Axis.EXPERT, "cpu")
 
     def body():
         me = jax.lax.axis_index(Axis.EXPERT)
         sent = jnp.stack([jnp.full((3,), 100 * me + to) for to in range(expert)])  # sender, receiver
-        received = exchange(sent, Axis.EXPERT, "cpu")
-        return sent[None], received[None], exchange(received, Axis.EXPERT, "cpu")[None]
+        received = exchange(sent, ranks)
+        return sent[None], received[None], exchange(received, ranks)[None]
 
     sent, received, back = per_device(body, P(BATCH_AXES), data=8 // expert, expert=expert)
     for device in range(8):
@@ -44,7 +45,7 @@ def test_block_p_goes_to_rank_p_and_comes_back(name, expert):
 def test_gradients_travel_back_to_the_sender(name):
     def body(x):
         def loss(x):
-            received = EXCHANGES[name](x, Axis.EXPERT, "cpu")
+            received = EXCHANGES[name](x, Ranks(Axis.EXPERT, "cpu"))
             return (received * (1.0 + jax.lax.axis_index(Axis.EXPERT))).sum()
 
         return jax.grad(loss)(x)

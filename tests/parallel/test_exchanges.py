@@ -9,10 +9,11 @@ import pytest
 
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
-EXCHANGE = {name: functools.partial(exchange, axis=Axis.EXPERT, platform="cpu") for name, exchange in EXCHANGES.items()}
+EXCHANGE = {name: functools.partial(exchange, ranks=Ranks(Axis.EXPERT, "cpu")) for name, exchange in EXCHANGES.items()}
 OTHERS = [name for name in EXCHANGE if name != "flat"]
 
 

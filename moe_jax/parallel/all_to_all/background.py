@@ -6,16 +6,16 @@ import jax
 from jaxtyping import Array, Shaped
 
 from moe_jax.parallel import background
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
 
 
-def start(x: Shaped[Array, "P ..."], axis: Axis, platform: str) -> tuple[Any, ...]:
-    """Send block p to rank p of `axis`. Returns the result's shape and dtype, and a ticket."""
+def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[Any, ...]:
+    """Send block p to rank p. Returns the result's shape and dtype, and a ticket."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return shape, background.start(x, "exchange", (axis,))
+    return shape, background.start(x, "exchange", (ranks.axis,))
 
 
-def finish(under_way: tuple[Any, ...], axis: Axis, platform: str) -> Shaped[Array, "P ..."]:
+def finish(under_way: tuple[Any, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
     """Block p of the result came from rank p."""
     shape, ticket = under_way
     return background.finish(ticket, shape)

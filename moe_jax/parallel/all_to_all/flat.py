@@ -3,16 +3,16 @@
 import jax
 from jaxtyping import Array, Shaped
 
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
 
 
-def start(x: Shaped[Array, "P ..."], axis: Axis, platform: str) -> tuple[jax.Array, ...]:
-    """Send block p to rank p of `axis`."""
-    if jax.lax.axis_size(axis) == 1:
+def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
+    """Send block p to rank p."""
+    if ranks.size() == 1:
         return (x,)
-    return (jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True),)
+    return (jax.lax.all_to_all(x, ranks.axis, split_axis=0, concat_axis=0, tiled=True),)
 
 
-def finish(under_way: tuple[jax.Array, ...], axis: Axis, platform: str) -> Shaped[Array, "P ..."]:
+def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
     """Block p of the result came from rank p."""
     return under_way[0]

@@ -3,27 +3,27 @@
 import jax
 from jaxtyping import Array, Shaped
 
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
 
 
-def start(x: Shaped[Array, "P ..."], axis: Axis, platform: str) -> tuple[jax.Array, ...]:
-    """Send block p to rank p of `axis`: P - 1 hops, of which hop s carries one block to the rank s further on.
+def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
+    """Send block p to rank p: P - 1 hops, of which hop s carries one block to the rank s further on.
 
     Returns `x`, then the block that arrives with each hop.
     """
-    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    count, rank = ranks.size(), jax.lax.axis_index(ranks.axis)
     under_way = [x]
-    for hop in range(1, ranks):
-        sent = jax.lax.dynamic_index_in_dim(x, (rank + hop) % ranks)
-        to_rank = [(source, (source + hop) % ranks) for source in range(ranks)]
-        under_way.append(jax.lax.ppermute(sent, axis, to_rank))
+    for hop in range(1, count):
+        sent = jax.lax.dynamic_index_in_dim(x, (rank + hop) % count)
+        to_rank = [(source, (source + hop) % count) for source in range(count)]
+        under_way.append(jax.lax.ppermute(sent, ranks.axis, to_rank))
     return tuple(under_way)
 
 
-def finish(under_way: tuple[jax.Array, ...], axis: Axis, platform: str) -> Shaped[Array, "P ..."]:
+def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
     """Block p of the result came from rank p."""
     received, *blocks = under_way
-    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    count, rank = ranks.size(), jax.lax.axis_index(ranks.axis)
     for hop, block in enumerate(blocks, start=1):
-        received = jax.lax.dynamic_update_index_in_dim(received, block, (rank - hop) % ranks, axis=0)
+        received = jax.lax.dynamic_update_index_in_dim(received, block, (rank - hop) % count, axis=0)
     return received

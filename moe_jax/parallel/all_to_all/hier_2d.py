@@ -1,0 +1,28 @@
+"""First inside the nodes, then between equal members of all nodes: few large messages leave a node.
+
+The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023, section 3.4). N nodes of L ranks, P = N · L.
+"""
+
+import jax
+from jaxtyping import Array, Shaped
+
+from moe_jax.parallel.ranks import Ranks
+
+
+def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
+    """Send block p to rank p: by way of the member of this node that has rank p's place in its own."""
+    nodes = ranks.nodes()
+    blocks = x.reshape(nodes, ranks.per_node, *x.shape[1:])  # [to node, to member]
+    if ranks.per_node > 1:
+        with jax.named_scope("inside"):  # → [to node, from member]
+            blocks = jax.lax.all_to_all(blocks, ranks.axis, 1, 1, tiled=True, axis_index_groups=ranks.groups_inside())
+    if nodes > 1:
+        with jax.named_scope("between"):  # → [from node, from member]
+            blocks = jax.lax.all_to_all(blocks, ranks.axis, 0, 0, tiled=True, axis_index_groups=ranks.groups_between())
+    return (blocks,)
+
+
+def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
+    """Block p of the result came from rank p."""
+    (blocks,) = under_way
+    return blocks.reshape(ranks.size(), *blocks.shape[2:])
