@@ -17,7 +17,7 @@ from results_file import RESULTS, write_result
 
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.measure.microbench import compile_all, curves_of, times_of
-from moe_jax.measure.operations import Group, collectives
+from moe_jax.measure.operations import Group, Machine, collectives
 from moe_jax.plan.curves import Curve
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -30,9 +30,10 @@ def measure(arguments: argparse.Namespace) -> None:
     box.join()
     box.set_rate(box.parse_rate(arguments.local_rate), _LOCAL_BURST_KB)
     dtype = jnp.dtype(jnp.float32)
+    machine = Machine("cpu", node_devices=RANKS_PER_NODE)
     sizes = [2**n for n in range(16, arguments.largest + 1)]
     operations = (
-        each for group in GROUPS for num_bytes in sizes for each in collectives(group, num_bytes, "cpu", dtype)
+        each for group in GROUPS for num_bytes in sizes for each in collectives(group, num_bytes, machine, dtype)
     )
     programs = compile_all(operations, dtype)
     tell(f"{len(programs)} programs compiled")

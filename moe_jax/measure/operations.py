@@ -11,10 +11,18 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
+from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
 
 KINDS = ("collectives", "matmul", "attention", "copy")
+
+
+class Machine(NamedTuple):
+    """What exchanges must know of the devices."""
+
+    platform: str  # tpu, gpu or cpu
+    node_devices: int  # neighbours that fast links join
 
 
 class Group(NamedTuple):
@@ -31,6 +39,10 @@ class Group(NamedTuple):
     def expert(self) -> int:
         """Devices along the mesh's expert axis."""
         return self.ranks if self.stride == 1 else self.stride
+
+    def per_node(self, node_devices: int) -> int:
+        """Ranks of a group that share a node of so many devices."""
+        return math.gcd(self.ranks, max(1, node_devices // self.stride))
 
 
 class Operation(NamedTuple):
@@ -81,13 +93,13 @@ def groups_of(num_devices: int) -> list[Group]:
 
 
 def operations(
-    kinds: Sequence[str], sizes: Sizes, groups: Sequence[Group], platform: str, dtype: jnp.dtype
+    kinds: Sequence[str], sizes: Sizes, groups: Sequence[Group], machine: Machine, dtype: jnp.dtype
 ) -> Iterator[Operation]:
     """All that is to be measured."""
     if "collectives" in kinds:
         for group in groups:
             for num_bytes in sizes.num_bytes:
-                yield from collectives(group, num_bytes, platform, dtype)
+                yield from collectives(group, num_bytes, machine, dtype)
     if "matmul" in kinds:
         for tokens in sizes.tokens:
             yield from (_matmul(tokens, width) for width in sizes.widths)
@@ -98,14 +110,20 @@ def operations(
         yield from (_copy(num_bytes, dtype) for num_bytes in sizes.num_bytes)
 
 
-def collectives(group: Group, num_bytes: int, platform: str, dtype: jnp.dtype) -> Iterator[Operation]:
-    """Of one size, rounded up to equal parts: the bytes of a rank's operand, and of an all-gather's result."""
+def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype) -> Iterator[Operation]:
+    """Of one size, rounded up to equal parts: the bytes of a rank's operand, and of an all-gather's result.
+
+    Exchanges by way of nodes only where a group has several nodes of several ranks.
+    """
     part = math.ceil(num_bytes / dtype.itemsize / group.ranks)
     axis, elements = group.axis, part * group.ranks
     amount = elements * dtype.itemsize
     make = partial(Operation, settings=tuple(group._asdict().items()), unit="bytes", amount=amount, group=group)
+    per_node = group.per_node(machine.node_devices)
     for name, exchange in EXCHANGES.items():
-        yield make(f"all_to_all.{name}", shape=(group.ranks, part), run=_exchanged(exchange, group, platform))
+        if name not in BY_NODE or per_node not in (1, group.ranks):
+            run = partial(exchange.__call__, ranks=Ranks(axis, machine.platform, per_node))
+            yield make(f"all_to_all.{name}", shape=(group.ranks, part), run=run)
     to_next = [(rank, (rank + 1) % group.ranks) for rank in range(group.ranks)]
     whole = {
         "reduce_scatter": lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
@@ -115,13 +133,6 @@ def collectives(group: Group, num_bytes: int, platform: str, dtype: jnp.dtype) -
     for name, collective in whole.items():
         yield make(name, shape=(elements,), run=_in_turn(collective))
     yield make("all_gather", shape=(part,), run=_in_turn(lambda x: jax.lax.all_gather(x, axis, tiled=True)))
-
-
-def _exchanged(exchange: Exchange, group: Group, platform: str) -> Callable[[jax.Array], jax.Array]:
-    def run(x: jax.Array) -> jax.Array:
-        return exchange(x, group.axis, platform)
-
-    return run
 
 
 def _in_turn(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

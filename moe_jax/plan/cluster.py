@@ -1,6 +1,6 @@
 """The cluster profile: what `python -m moe_jax.measure` found out about a machine, as a JSON file of plain numbers.
 
-{"platform": "gpu", "devices": 8, "processes": 1, "curves": [{"name": "all_gather", ...}], "provenance": {...}}
+{"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...}}
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ class ClusterProfile:
     platform: str  # tpu, gpu or cpu
     devices: int
     processes: int
+    node_devices: int  # neighbours that fast links join
     curves: tuple[Curve, ...]
     provenance: dict[str, Any]
 
@@ -103,6 +104,7 @@ _PROFILE: Rules = {
     "platform": _TEXT,
     "devices": _COUNT,
     "processes": _COUNT,
+    "node_devices": _COUNT,
     "curves": (lambda value: isinstance(value, list), "a list"),
     "provenance": _OBJECT,
 }

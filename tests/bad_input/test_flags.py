@@ -27,6 +27,7 @@ MEASURED = [
     ),
     ("measure: no rounds", "measure --rounds 0", "--rounds=0 must be at least 1"),
     ("measure: no devices", "measure --cpu-devices 0", "--cpu-devices=0 must be at least 1"),
+    ("measure: empty nodes", "measure --node-devices 0", "--node-devices=0 must be at least 1"),
     (
         "measure: another kind of file",
         "measure --out profile.yaml",
@@ -77,6 +78,10 @@ def test_a_wrong_flag_is_told_below_the_usage(line: str, message: str, folder: P
             ["-m", "moe_jax.launch", "--processes", "2", "--config", "tiny.yaml", "mesh.cpu_devices=3"],
             "mesh.cpu_devices=3 is not divisible by 2 processes (each simulates an equal share): "
             "set mesh.cpu_devices=2 or 4",
+        ),
+        (
+            ["-m", "moe_jax.measure", "--cpu-devices", "4", "--node-devices", "3"],
+            "--node-devices=3 does not divide the 4 devices: use 1, 2, 4",
         ),
         (
             ["-m", "moe_jax.measure", "--cpu-devices", "1", "--only", "collectives"],

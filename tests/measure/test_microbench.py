@@ -15,21 +15,22 @@ import pytest
 from jax.sharding import NamedSharding
 
 from moe_jax.measure.microbench import Program, Stand, compile_all, curves_of, times_of
-from moe_jax.measure.operations import KINDS, QUICK, Group, collectives, groups_of, operations
+from moe_jax.measure.operations import KINDS, QUICK, Group, Machine, collectives, groups_of, operations
 from moe_jax.parallel import background
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.cluster import ClusterProfile, read_profile
 from moe_jax.report.plots import PlotError
 from moe_jax.report.profile import draw_profile
 
 FLOAT32 = jnp.dtype(jnp.float32)
+MACHINE = Machine("cpu", node_devices=2)
 GROUPS = [Group(4, 1), Group(2, 4), Group(8, 1)]
 ROOT = Path(__file__).parents[2]
 
 
 def programs_of(group: Group) -> dict[str, Program]:
-    return {each.operation.name: each for each in compile_all(collectives(group, 256, "cpu", FLOAT32), FLOAT32)}
+    return {each.operation.name: each for each in compile_all(collectives(group, 256, MACHINE, FLOAT32), FLOAT32)}
 
 
 def run_once(program: Program, x: np.ndarray) -> np.ndarray:
@@ -54,7 +55,10 @@ def test_every_exchange_is_there_and_exchanges_between_the_ranks_of_its_group(gr
         for i, source in enumerate(each):
             for j, target in enumerate(each):
                 sent[source, j] = expected[target, i] = 8 * source + target
-    for name in EXCHANGES:
+    several_nodes = group.stride == 1
+    names = [name for name in EXCHANGES if several_nodes or name not in BY_NODE]
+    assert [name for name in programs if name.startswith("all_to_all.")] == [f"all_to_all.{name}" for name in names]
+    for name in names:
         arrived = run_once(programs[f"all_to_all.{name}"], sent.reshape(-1, part))
         np.testing.assert_array_equal(arrived.reshape(sent.shape), expected, err_msg=name)
 
@@ -81,7 +85,12 @@ def test_operands_are_as_large_as_their_name_says() -> None:
 
 
 def test_sizes_are_rounded_up_to_equal_parts() -> None:
-    assert {each.amount for each in collectives(Group(3, 1), 256, "cpu", FLOAT32)} == {264}
+    assert {each.amount for each in collectives(Group(3, 1), 256, MACHINE, FLOAT32)} == {264}
+
+
+def test_ranks_that_share_a_node() -> None:
+    assert [group.per_node(4) for group in (Group(8, 1), Group(4, 1), Group(2, 1))] == [4, 4, 2]
+    assert [group.per_node(4) for group in (Group(4, 2), Group(2, 4))] == [2, 1]
 
 
 def test_groups_cover_every_size_of_neighbours_and_every_stride() -> None:
@@ -92,7 +101,7 @@ def test_groups_cover_every_size_of_neighbours_and_every_stride() -> None:
 def test_a_product_repeated_often_neither_grows_nor_fades() -> None:
     """Else a benchmark would end in numbers that are slow to compute with."""
     sizes = QUICK._replace(tokens=(8,), widths=(64,))
-    for program in compile_all(operations(["matmul"], sizes, [], "cpu", FLOAT32), FLOAT32):
+    for program in compile_all(operations(["matmul"], sizes, [], MACHINE, FLOAT32), FLOAT32):
         stand = Stand(FLOAT32)
         stand.seconds(program, 1)
         (once,) = stand.operands.values()
@@ -103,7 +112,7 @@ def test_a_product_repeated_often_neither_grows_nor_fades() -> None:
 
 
 def test_each_round_runs_everything_and_curves_have_all_sizes() -> None:
-    programs = compile_all(operations(KINDS, QUICK, [Group(2, 1)], "cpu", FLOAT32), FLOAT32)
+    programs = compile_all(operations(KINDS, QUICK, [Group(4, 1)], MACHINE, FLOAT32), FLOAT32)
     told: list[str] = []
     times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, tell=told.append)
     assert told == ["round 1 of 2", "round 2 of 2"]
@@ -135,7 +144,7 @@ def test_the_command_writes_a_profile_and_a_plot_on_simulated_devices(tmp_path: 
     path = tmp_path / "profiles" / "two.json"
     said = command("moe_jax.measure", "--cpu-devices", "2", "--quick", "--rounds", "2", "--out", str(path))
     profile = read_profile(path)
-    assert (profile.platform, profile.devices, profile.processes) == ("cpu", 2, 1)
+    assert (profile.platform, profile.devices, profile.processes, profile.node_devices) == ("cpu", 2, 1, 2)
     assert profile.provenance["command"].startswith("python -m moe_jax.measure --cpu-devices 2")
     assert {each.name.partition(".")[0] for each in profile.curves} == {
         *("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "permute", "matmul", "attention", "copy")
@@ -152,14 +161,15 @@ def test_two_processes_measure_together_and_one_of_them_writes(tmp_path: Path) -
         *launch, "--cpu-devices", "4", "--quick", "--rounds", "1", "--only", "collectives", "--out", str(path)
     )
     profile = read_profile(path)
-    assert (profile.devices, profile.processes) == (4, 2)
+    assert (profile.devices, profile.processes, profile.node_devices) == (4, 2, 2)
     assert {(each.settings["ranks"], each.settings["stride"]) for each in profile.curves} == {(2, 1), (4, 1), (2, 2)}
+    assert any(each.name == "all_to_all.hier_2d" for each in profile.curves), "two nodes of two"
     assert said.count("written:") == 2
     assert {each.name for each in tmp_path.iterdir()} == {"two.json", "two.png"}
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    empty = ClusterProfile(platform="cpu", devices=1, processes=1, curves=(), provenance={})
+    empty = ClusterProfile(platform="cpu", devices=1, processes=1, node_devices=1, curves=(), provenance={})
     with pytest.raises(PlotError, match="pip install 'moe_jax\\[plots\\]'"):
         draw_profile(empty, tmp_path / "plot.png")

@@ -17,6 +17,7 @@ def profile() -> ClusterProfile:
         platform="cpu",
         devices=4,
         processes=2,
+        node_devices=2,
         curves=(
             curve("permute", {"ranks": 2, "stride": 1}, "bytes", [1024, 4096], times),
             curve("permute", {"ranks": 2, "stride": 2}, "bytes", [1024, 4096], times),
@@ -56,9 +57,12 @@ def _curve(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, An
 
 
 DAMAGE = {
-    "it wants platform, devices, processes, curves, provenance, and has": lambda found: found.pop("curves"),
+    "it wants platform, devices, processes, node_devices, curves, provenance, and has": lambda found: found.pop(
+        "curves"
+    ),
     "devices is not a whole number above 0": lambda found: found.update(devices=0),
     "processes is not a whole number above 0": lambda found: found.update(processes=True),
+    "node_devices is not a whole number above 0": lambda found: found.update(node_devices=1.5),
     "curves is not a list": lambda found: found.update(curves={}),
     "curves\\[0\\]: it is no JSON object": lambda found: found["curves"].insert(0, 3),
     "curves\\[1\\]: it wants name, settings": _curve(lambda each: each.pop("alpha_s")),
