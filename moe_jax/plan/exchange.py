@@ -1,0 +1,123 @@
+"""What each all-to-all algorithm sends inside nodes and between them, and how long that takes: closed forms.
+
+Every rank holds one block of so many bytes for each rank, its own included. A node's first rank is its leader, the
+others are members.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from moe_jax.plan.task_times import Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Messages of one kind, all sent at the same time."""
+
+    name: str  # the scope of its collectives; empty: they have none of their own
+    link: Literal["inside", "between"]
+    senders: Literal["all", "leaders", "members"] = "all"
+    messages: int  # of a sender
+    message_bytes: float
+    received: int  # messages at a receiver
+
+
+Steps = tuple[tuple[Phase, ...], ...]  # steps follow each other; a step's phases run side by side
+
+
+class Sent(NamedTuple):
+    """By one rank."""
+
+    messages: int
+    num_bytes: float
+
+
+class Traffic(NamedTuple):
+    """What one rank sends inside its node and to others."""
+
+    inside: Sent
+    between: Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a message takes, by its bytes. Ranks that share a network adapter wait for each other."""
+
+    inside: Linear
+    between: Linear
+    ranks_per_adapter: int = 1
+
+
+def _flat(nodes: int, local: int, block: float) -> Steps:
+    return ((_all("", "inside", local - 1, block), _all("", "between", (nodes - 1) * local, block)),)
+
+
+def _hier_2d(nodes: int, local: int, block: float) -> Steps:
+    inside = _all("inside", "inside", local - 1, nodes * block)
+    return (inside,), (_all("between", "between", nodes - 1, local * block),)
+
+
+def _halo(nodes: int, local: int, block: float) -> Steps:
+    own = _all("own", "inside", local - 1, block)
+    between = _all("between", "between", nodes - 1, local * block)
+    onward = _all("onward", "inside", local - 1 if nodes > 1 else 0, (nodes - 1) * block)
+    return (own, between), (onward,)
+
+
+def _hier_1d(nodes: int, local: int, block: float) -> Steps:
+    rows = nodes * local * block  # of one rank
+    between = _all("between", "between", nodes - 1, local**2 * block)
+    return (
+        (Phase(name="gather", link="inside", senders="members", messages=1, message_bytes=rows, received=local - 1),),
+        (replace(between, senders="leaders"),),
+        (Phase(name="scatter", link="inside", senders="leaders", messages=local - 1, message_bytes=rows, received=1),),
+    )
+
+
+def _all(name: str, link: Literal["inside", "between"], messages: int, message_bytes: float) -> Phase:
+    return Phase(name=name, link=link, messages=messages, message_bytes=message_bytes, received=messages)
+
+
+_FORMS: Mapping[str, Callable[[int, int, float], Steps]] = {
+    "flat": _flat,
+    "hier_2d": _hier_2d,
+    "halo": _halo,
+    "hier_1d": _hier_1d,
+}
+ALGORITHMS = tuple(_FORMS)
+
+
+def steps_of(algorithm: str, num_bytes: float, nodes: int, per_node: int) -> Steps:
+    """An exchange of `num_bytes` that each rank holds for all ranks; phases without messages are left out."""
+    steps = _FORMS[algorithm](nodes, per_node, num_bytes / (nodes * per_node))
+    busy = (tuple(phase for phase in step if phase.messages and phase.received) for step in steps)
+    return tuple(step for step in busy if step)
+
+
+def traffic(phases: Iterable[Phase], leader: bool) -> Traffic:
+    """What a leader or a member sends in these phases."""
+    own = [phase for phase in phases if phase.senders in ("all", "leaders" if leader else "members")]
+
+    def sent(link: str) -> Sent:
+        used = [phase for phase in own if phase.link == link]
+        return Sent(sum(each.messages for each in used), sum(each.messages * each.message_bytes for each in used))
+
+    return Traffic(sent("inside"), sent("between"))
+
+
+def exchange_seconds(algorithm: str, num_bytes: float, nodes: int, per_node: int, links: Links) -> float:
+    """Until every rank has its rows: each message takes alpha + bytes · beta at the busiest sender or receiver."""
+    steps = steps_of(algorithm, num_bytes, nodes, per_node)
+    return sum(max(_phase_seconds(phase, links) for phase in step) for step in steps)
+
+
+def fastest(num_bytes: float, nodes: int, per_node: int, links: Links) -> str:
+    """The algorithm that takes least; of equals, the one with fewest phases."""
+    return min(ALGORITHMS, key=lambda name: exchange_seconds(name, num_bytes, nodes, per_node, links))
+
+
+def _phase_seconds(phase: Phase, links: Links) -> float:
+    link = links.inside if phase.link == "inside" else links.between
+    sharers = links.ranks_per_adapter if phase.link == "between" and phase.senders == "all" else 1
+    return sharers * max(phase.messages, phase.received) * link.seconds(phase.message_bytes)
