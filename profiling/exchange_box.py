@@ -12,7 +12,7 @@ from typing import Any
 import box
 import jax
 import jax.numpy as jnp
-from exchange_summary import summary, table, write_picture
+from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
 from results_file import RESULTS, write_result
 
 from moe_jax.errors import ConfigError, run_command
@@ -20,7 +20,6 @@ from moe_jax.measure.microbench import compile_all, curves_of, times_of
 from moe_jax.measure.operations import Group, Machine, collectives
 from moe_jax.plan.curves import Curve
 
-NODES, RANKS_PER_NODE = 2, 2
 GROUPS = (Group(RANKS_PER_NODE, 1), Group(NODES, RANKS_PER_NODE), Group(NODES * RANKS_PER_NODE, 1))
 _LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
 

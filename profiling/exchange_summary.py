@@ -1,60 +1,68 @@
 """What a box says of ways to exchange: measured times, those that lines fitted inside and between nodes predict."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.pyplot as plt
 
 from moe_jax.plan.curves import Curve
+from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds
+from moe_jax.plan.task_times import Linear
+
+NODES, RANKS_PER_NODE = 2, 2
+_PLACES = {"inside": "inside a node", "between": "between nodes", "all": "over all ranks"}
+Lines = Mapping[tuple[str, str], Linear]  # of a collective, inside or between
 
 
-class Phase(NamedTuple):
-    """A collective over the two ranks of a node, or over two nodes by all their ranks at once."""
+def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float | None:
+    """By `plan.exchange` and the lines of what an algorithm is made of; None if no form of it is known.
 
-    name: str
-    between: bool
-    share: float  # of the bytes that a rank exchanges in all
+    Exchanges in the background send what flat ones do, over sockets of their own.
+    """
+    if algorithm == "ring":
+        return _ring_seconds(num_bytes, lines["permute", "between"])
+    form, made_of = ("flat", algorithm) if algorithm == "background" else (algorithm, "flat")
+    if form not in ALGORITHMS:
+        return None
+    return exchange_seconds(form, num_bytes, NODES, RANKS_PER_NODE, _links(f"all_to_all.{made_of}", lines))
 
 
-# Two nodes of two ranks: of a rank's four blocks two stay in its node. One after another, as XLA:CPU runs them; what is
-# inside a node hides beside what leaves it where both are one collective. A permute's line is that of both ranks of a
-# node sending: a hop in which one of them does takes half of the bytes.
-PHASES: dict[str, Sequence[Phase]] = {
-    "flat": [Phase("all_to_all.flat", True, 1)],
-    "background": [Phase("all_to_all.background", True, 1)],
-    "ring": [Phase("permute", True, 1 / 8), Phase("permute", True, 1 / 4), Phase("permute", True, 1 / 8)],
-    "hier_1d": [Phase("permute", False, 1 / 2), Phase("permute", True, 1 / 2), Phase("permute", False, 1 / 2)],
-    "hier_2d": [Phase("all_to_all.flat", False, 1), Phase("all_to_all.flat", True, 1)],
-    "halo": [
-        Phase("permute", True, 1 / 2),
-        Phase("all_to_all.flat", False, 1 / 2),
-        Phase("all_to_all.flat", False, 1 / 2),
-    ],
-}
-WITHIN = 1.05  # of the best is as good as the best
+def _links(name: str, lines: Lines) -> Links:
+    """Of one message: an all-to-all over n ranks sends n - 1 of them, each an n-th of its operand.
+
+    Between nodes it was measured with all ranks of a node at work, which share the node's link.
+    """
+    inside, between = lines[name, "inside"], lines[name, "between"]
+    to_others, messages = RANKS_PER_NODE - 1, RANKS_PER_NODE * (NODES - 1)
+    return Links(
+        inside=Linear(inside.alpha_s / to_others, inside.beta_s * RANKS_PER_NODE / to_others),
+        between=Linear(between.alpha_s / messages, between.beta_s * NODES / messages),
+        ranks_per_adapter=RANKS_PER_NODE,
+    )
+
+
+def _ring_seconds(num_bytes: float, between: Linear) -> float:
+    """Hop after hop: in the first and the last ones not all ranks of a node send to another one.
+
+    The line is that of permutes in which all of them do.
+    """
+    ranks = NODES * RANKS_PER_NODE
+    shares = [min(hop, ranks - hop, RANKS_PER_NODE) / RANKS_PER_NODE for hop in range(1, ranks)]
+    return sum(between.seconds(share * num_bytes / ranks) for share in shares)
 
 
 def summary(curves: Sequence[Curve]) -> dict[str, Any]:
     """Of each algorithm over all ranks, what was measured and predicted at each size; of every collective, its fit."""
-    ranks = max(curve.settings["ranks"] for curve in curves)
     exchanges = {
         curve.name.partition(".")[2]: curve
         for curve in curves
-        if curve.name.startswith("all_to_all.") and curve.settings["ranks"] == ranks
+        if curve.name.startswith("all_to_all.") and _where(curve) == "all"
     }
-    lines = {
-        (curve.name, curve.settings["stride"] > 1): curve.line for curve in curves if curve.settings["ranks"] < ranks
-    }
+    lines = {(curve.name, _where(curve)): curve.line for curve in curves}
     sizes = next(iter(exchanges.values())).amounts
-    predicted = {
-        name: [
-            sum(lines[phase.name, phase.between].seconds(phase.share * size) for phase in PHASES[name])
-            for size in sizes
-        ]
-        for name in exchanges
-        if name in PHASES
-    }
+    known = {name: [predicted_seconds(name, size, lines) for size in sizes] for name in exchanges}
+    predicted = {name: [s for s in seconds if s is not None] for name, seconds in known.items() if None not in seconds}
     chosen = [min(predicted, key=lambda name: predicted[name][i]) for i in range(len(sizes))]
     fastest = [min(exchanges, key=lambda name: exchanges[name].median_s[i]) for i in range(len(sizes))]
     return {
@@ -79,7 +87,7 @@ def summary(curves: Sequence[Curve]) -> dict[str, Any]:
         "fits": [
             {
                 "collective": curve.name,
-                "where": _where(curve, ranks),
+                "where": _where(curve),
                 "alpha_s": float(f"{curve.alpha_s:.4g}"),
                 "beta_s_per_byte": float(f"{curve.beta_s:.4g}"),
                 "r_squared": round(curve.r_squared, 5),
@@ -93,10 +101,10 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
 
 
-def _where(curve: Curve, ranks: int) -> str:
-    if curve.settings["ranks"] == ranks:
-        return "over all ranks"
-    return "between nodes" if curve.settings["stride"] > 1 else "inside a node"
+def _where(curve: Curve) -> str:
+    if curve.settings["stride"] > 1:
+        return "between"
+    return "inside" if curve.settings["ranks"] == RANKS_PER_NODE else "all"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -112,7 +120,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{size / 1024:11.0f} kB" + "".join(cells) + "  " + choice)
     for fit in result["fits"]:
         rate = 1e-6 / fit["beta_s_per_byte"] if fit["beta_s_per_byte"] else float("inf")
-        what = f"{fit['collective']} {fit['where']}"
+        what = f"{fit['collective']} {_PLACES[fit['where']]}"
         lines.append(f"{what:40} {1e3 * fit['alpha_s']:7.2f} ms + bytes / {rate:6.1f} MB/s   r² {fit['r_squared']:.4f}")
     return "\n".join(lines)
 

@@ -160,29 +160,41 @@ def exchange_curves(seconds_of):
 
 
 def test_a_model_predicts_exchanges_from_collectives_inside_and_between_nodes():
+    """Alpha 1 ms everywhere; 1 and 4 ns per byte of an operand of which half moves."""
+
     def seconds_of(name, where):
         beta = {"inside": 1e-9, "between": 4e-9, "all": 5e-9}[where]
         return lambda size: 1e-3 + size * beta * (0.5 if name.endswith("flat") else 1)
 
     result = exchange_summary.summary(exchange_curves(seconds_of))
-    flat, ring = (result["algorithms"][name]["predicted_s"] for name in ("flat", "ring"))
-    assert flat == pytest.approx([1e-3 + size * 2e-9 for size in result["sizes_bytes"]], rel=1e-3)
-    assert ring == pytest.approx([3e-3 + size * 2e-9 for size in result["sizes_bytes"]], rel=1e-3)
-    assert set(result["chosen_by_model"]) == set(result["fastest"]) == {"flat"}
+    sizes = np.array(result["sizes_bytes"])
+    expected = {
+        "flat": 2e-3 + sizes * 2e-9,  # two messages of each rank, of a quarter: alpha twice that of one of a half
+        "ring": 3e-3 + sizes / 4 * (0.5 + 1 + 0.5) * 4e-9,
+        "hier_2d": 2e-3 + sizes * (0.5 + 2) * 1e-9,
+        "halo": 2e-3 + sizes * (0.25 + 2) * 1e-9,
+        "hier_1d": 2.5e-3 + sizes * (1 + 2 + 1) * 1e-9,
+        "background": 2e-3 + sizes * 4e-9,
+    }
+    assert set(expected) == set(EXCHANGES)
+    for name, seconds in expected.items():
+        np.testing.assert_allclose(result["algorithms"][name]["predicted_s"], seconds, rtol=1e-3, err_msg=name)
+    assert set(result["fastest"]) == {"flat"}
+    assert result["chosen_by_model"] == ["flat"] * 4
     assert result["chosen_over_fastest"] == [1.0] * 4
-    assert {fit["where"] for fit in result["fits"]} == {"inside a node", "between nodes", "over all ranks"}
+    assert {fit["where"] for fit in result["fits"]} == {"inside", "between", "all"}
     assert all(fit["r_squared"] == pytest.approx(1) for fit in result["fits"])
 
 
 def test_an_algorithm_without_a_model_is_measured_all_the_same(monkeypatch, tmp_path):
-    monkeypatch.delitem(exchange_summary.PHASES, "ring")
+    monkeypatch.setattr(exchange_summary, "ALGORITHMS", ("hier_2d",))
 
     def seconds_of(name, where):
-        return lambda size: (1e-3 + size * 1e-9) * (0.9 if name.endswith("ring") else 1)
+        return lambda size: (1e-3 + size * 1e-9) * (0.9 if name.endswith("halo") else 1)
 
     result = exchange_summary.summary(exchange_curves(seconds_of))
-    assert result["algorithms"]["ring"]["predicted_s"] is None
-    assert set(result["fastest"]) == {"ring"}
+    assert result["algorithms"]["halo"]["predicted_s"] is None
+    assert set(result["fastest"]) == {"halo"}
     assert result["chosen_over_fastest"] == pytest.approx([1 / 0.9] * 4, rel=1e-3)
     assert "(-)" in exchange_summary.table(result)
     assert exchange_summary.write_picture(result, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
