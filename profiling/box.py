@@ -1,4 +1,7 @@
-"""A cluster in one box: processes in network namespaces, joined by a switch through throttled links.
+"""A cluster in one box: processes in network namespaces, joined by switches through throttled links.
+
+Every process has a link of its own to its node's switch. With several processes in a node the nodes' switches hang on
+one more switch, by links that are throttled from the start; with one, the process's own link is the node's.
 
 `run_in_box` starts the command that calls it again in every namespace, where `rank()` tells which one it is. Needs
 Linux, root, and the programs of iproute2 and util-linux; leaves nothing behind.
@@ -28,6 +31,9 @@ _RANK = "BOX_RANK"
 _SIZE = "BOX_PROCESSES"
 _RESULTS = "BOX_RESULTS"
 _LINK = "eth0"  # its name inside every namespace
+# Of a node's link. A burst that is sent for free would make short messages cheap and bend the line of their times.
+_NODE_BURST = "16kb"
+_NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -40,12 +46,24 @@ class Box:
     """How many processes, and what each one gets. Making it checks it: raises BoxError."""
 
     processes: int = 2
+    ranks_per_node: int = 1  # neighbours that share a node
+    node_bits_per_s: float | None = None  # what leaves a node of several processes
     cores: tuple[int, ...]  # process i is pinned to the i-th, round and round
     threads: int = 1  # of XLA's pool in each process; with one, XLA's own collectives hide nothing
 
     def __post_init__(self) -> None:
         if not 2 <= self.processes <= 4:
             raise BoxError(f"--processes={self.processes} must be 2..4")
+        if self.ranks_per_node < 1 or self.processes % self.ranks_per_node:
+            raise BoxError(
+                f"--ranks-per-node={self.ranks_per_node} does not divide --processes={self.processes}: "
+                "use 1 or a divisor"
+            )
+        if (self.ranks_per_node > 1) != (self.node_bits_per_s is not None):
+            raise BoxError(
+                f"--ranks-per-node={self.ranks_per_node}: nodes of several processes, and no others, need a --rate "
+                "between nodes"
+            )
         unknown = set(self.cores) - os.sched_getaffinity(0)
         if unknown or not self.cores:
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -54,6 +72,10 @@ class Box:
             )
         if self.threads < 1:
             raise BoxError(f"--threads={self.threads} must be at least 1")
+
+    @property
+    def nodes(self) -> int:
+        return self.processes // self.ranks_per_node
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 
-def box_from(arguments: argparse.Namespace) -> Box:
-    """The box behind parsed flags. Raises BoxError."""
+def box_from(arguments: argparse.Namespace, **nodes: Any) -> Box:
+    """The box behind parsed flags, and what `nodes` there are. Raises BoxError."""
     try:
         cores = tuple(int(core) for core in arguments.cores.split(",")) if arguments.cores else None
     except ValueError:
@@ -74,10 +96,11 @@ def box_from(arguments: argparse.Namespace) -> Box:
         processes=arguments.processes,
         cores=tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores,
         threads=arguments.threads,
+        **nodes,
     )
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, flag: str = "--rate") -> float:
     """Bits per second of e.g. "400mbit". Raises BoxError."""
     match = re.fullmatch(r"([0-9.]+)(|kbit|mbit|gbit)", text)
     try:
@@ -85,7 +108,7 @@ def parse_rate(text: str) -> float:
     except ValueError:
         bits_per_s = 0.0
     if bits_per_s < 10**6:
-        raise BoxError(f"--rate={text} must be at least 1mbit, e.g. 400mbit or 1gbit")
+        raise BoxError(f"{flag}={text} must be at least 1mbit, e.g. 400mbit or 1gbit")
     return bits_per_s
 
 
@@ -104,9 +127,9 @@ def join() -> None:
     )
 
 
-def set_rate(bits_per_s: float) -> None:
-    """Limit what this process sends from now on. Only inside a box."""
-    tbf = f"rate {bits_per_s:.0f}bit burst 256kb latency 50ms"
+def set_rate(bits_per_s: float, burst_kb: int = 256) -> None:
+    """Limit what this process sends from now on, but for a burst after a pause. Only inside a box."""
+    tbf = f"rate {bits_per_s:.0f}bit burst {burst_kb}kb latency 50ms"
     _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
 
 
@@ -122,7 +145,7 @@ def run_in_box(box: Box) -> Any:
     Raises BoxError if it cannot be built here; ends this program like the first process that failed.
     """
     _check_possible()
-    with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, _namespaces(box.processes) as names:
+    with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, _namespaces(box) as names:
         results = Path(folder) / "results.json"
         running = [_start(box, rank, name, results) for rank, name in enumerate(names)]
         try:
@@ -159,28 +182,37 @@ def _check_possible() -> None:
 
 
 @contextmanager
-def _namespaces(count: int) -> Iterator[list[str]]:
-    """Namespaces on one switch, and a hosts file for each: gloo listens where the host's name points to."""
-    names = [f"moebox{os.getpid()}n{i}" for i in range(count)]
-    switch = f"moebox{os.getpid()}switch"
+def _namespaces(box: Box) -> Iterator[list[str]]:
+    """Namespaces on switches, and a hosts file for each: gloo listens where the host's name points to."""
+    names = [f"moebox{os.getpid()}n{i}" for i in range(box.processes)]
+    tree = f"moebox{os.getpid()}switch"
+    switches = [tree] if box.ranks_per_node == 1 else [f"{tree}{node}" for node in range(box.nodes)]
     _remove([name for name in _existing() if not _is_running(name)])
     try:
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        for switch in dict.fromkeys([tree, *switches]):
+            _run("ip", "netns", "add", switch)
+            _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        for node, switch in enumerate(switches if len(switches) > 1 else []):
+            _run(*f"ip link add uplink netns {switch} type veth peer name port{node} netns {tree}".split())
+            for place, port in ((switch, "uplink"), (tree, f"port{node}")):
+                _run(*f"ip -n {place} link set {port} master bridge0 up".split())
+            tbf = f"rate {box.node_bits_per_s:.0f}bit burst {_NODE_BURST} limit {_NODE_QUEUE}"
+            _run(*f"tc -n {switch} qdisc replace dev uplink root tbf {tbf}".split())
         for i, name in enumerate(names):
+            switch = switches[i // box.ranks_per_node % len(switches)]
             hosts = _hosts(name)
             hosts.parent.mkdir(parents=True)
             hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{_address(j)} {n}\n" for j, n in enumerate(names)))
             _run("ip", "netns", "add", name)
-            _run(*f"ip link add {_LINK} netns {name} type veth peer name port{i} netns {switch}".split())
-            _run(*f"ip -n {switch} link set port{i} master bridge0 up".split())
+            _run(*f"ip link add {_LINK} netns {name} type veth peer name rank{i} netns {switch}".split())
+            _run(*f"ip -n {switch} link set rank{i} master bridge0 up".split())
             _run(*f"ip -n {name} addr add {_address(i)}/24 dev {_LINK}".split())
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "link", "set", _LINK, "up")
         yield names
     finally:
-        _remove([*names, switch])
+        _remove([*names, *dict.fromkeys([*switches, tree])])
 
 
 def _remove(names: Sequence[str]) -> None:

@@ -14,11 +14,13 @@ from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.curves import curve
 from tests.parallel.per_device import on_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
 import box
+import exchange_summary
 from box_summary import summary, table
 from stand_ins import collectives_of, communication, without_communication
 
@@ -124,3 +126,75 @@ def test_ratios_compare_runs_of_the_same_round():
     assert (row["exchanges_hidden"], row["gradient_sums_hidden"]) == (None, 0.5)
     assert result["variants"]["vanilla"]["exchanges_hidden"] == 0
     assert "unified" in table(result)
+
+
+def test_processes_divide_over_nodes():
+    nodes = {"ranks_per_node": 2, "node_bits_per_s": 1e8, "cores": CORES}
+    assert box.Box(processes=4, **nodes).nodes == 2
+    with pytest.raises(box.BoxError, match=r"--ranks-per-node=2 does not divide --processes=3: use 1 or a divisor"):
+        box.Box(processes=3, **nodes)
+
+
+@pytest.mark.parametrize("nodes", [{"ranks_per_node": 2}, {"node_bits_per_s": 1e8}])
+def test_only_nodes_of_several_processes_have_a_link_of_their_own(nodes):
+    with pytest.raises(box.BoxError, match=r"nodes of several processes, and no others, need a --rate"):
+        box.Box(processes=4, cores=CORES, **nodes)
+
+
+def exchange_curves(seconds_of):
+    """Of all algorithms over four ranks, and of all collectives inside a node and between nodes."""
+    groups = {(2, 1): "inside", (2, 2): "between", (4, 1): "all"}
+    names = [*(f"all_to_all.{name}" for name in EXCHANGES), "permute", "all_gather"]
+    sizes = [2.0**n for n in range(16, 20)]
+    return [
+        curve(
+            name,
+            {"ranks": ranks, "stride": stride},
+            "bytes",
+            sizes,
+            [(s, s, s) for s in map(seconds_of(name, where), sizes)],
+        )
+        for (ranks, stride), where in groups.items()
+        for name in names
+    ]
+
+
+def test_a_model_predicts_exchanges_from_collectives_inside_and_between_nodes():
+    """Alpha 1 ms everywhere; 1 and 4 ns per byte of an operand of which half moves."""
+
+    def seconds_of(name, where):
+        beta = {"inside": 1e-9, "between": 4e-9, "all": 5e-9}[where]
+        return lambda size: 1e-3 + size * beta * (0.5 if name.endswith("flat") else 1)
+
+    result = exchange_summary.summary(exchange_curves(seconds_of))
+    sizes = np.array(result["sizes_bytes"])
+    expected = {
+        "flat": 2e-3 + sizes * 2e-9,  # two messages of each rank, of a quarter: alpha twice that of one of a half
+        "ring": 3e-3 + sizes / 4 * (0.5 + 1 + 0.5) * 4e-9,
+        "hier_2d": 2e-3 + sizes * (0.5 + 2) * 1e-9,
+        "halo": 2e-3 + sizes * (0.25 + 2) * 1e-9,
+        "hier_1d": 2.5e-3 + sizes * (1 + 2 + 1) * 1e-9,
+        "background": 2e-3 + sizes * 4e-9,
+    }
+    assert set(expected) == set(EXCHANGES)
+    for name, seconds in expected.items():
+        np.testing.assert_allclose(result["algorithms"][name]["predicted_s"], seconds, rtol=1e-3, err_msg=name)
+    assert set(result["fastest"]) == {"flat"}
+    assert result["chosen_by_model"] == ["flat"] * 4
+    assert result["chosen_over_fastest"] == [1.0] * 4
+    assert {fit["where"] for fit in result["fits"]} == {"inside", "between", "all"}
+    assert all(fit["r_squared"] == pytest.approx(1) for fit in result["fits"])
+
+
+def test_an_algorithm_without_a_model_is_measured_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr(exchange_summary, "ALGORITHMS", ("hier_2d",))
+
+    def seconds_of(name, where):
+        return lambda size: (1e-3 + size * 1e-9) * (0.9 if name.endswith("halo") else 1)
+
+    result = exchange_summary.summary(exchange_curves(seconds_of))
+    assert result["algorithms"]["halo"]["predicted_s"] is None
+    assert set(result["fastest"]) == {"halo"}
+    assert result["chosen_over_fastest"] == pytest.approx([1 / 0.9] * 4, rel=1e-3)
+    assert "(-)" in exchange_summary.table(result)
+    assert exchange_summary.write_picture(result, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

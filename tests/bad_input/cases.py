@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moe_jax import generate, launch
+from moe_jax.measure import __main__ as measure
 from moe_jax.report import __main__ as report
 from moe_jax.train import __main__ as train
 
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "generate": generate.main,
     "report": report.main,
     "launch": launch.main,
+    "measure": measure.main,
     "prepare_text": _script_main,
 }
 

@@ -19,6 +19,33 @@ def test_processes_that_cannot_be_launched(line: str, message: str, assert_refus
     assert_refused(line, message)
 
 
+MEASURED = [
+    (
+        "measure: an unknown kind",
+        "measure --only copy,matmull",
+        "--only=matmull is unknown: choose of collectives, matmul, attention, copy",
+    ),
+    ("measure: no rounds", "measure --rounds 0", "--rounds=0 must be at least 1"),
+    ("measure: no devices", "measure --cpu-devices 0", "--cpu-devices=0 must be at least 1"),
+    ("measure: empty nodes", "measure --node-devices 0", "--node-devices=0 must be at least 1"),
+    (
+        "measure: another kind of file",
+        "measure --out profile.yaml",
+        "--out=profile.yaml must be a file that ends in .json, e.g. cluster_profile.json",
+    ),
+    (
+        "measure: a file in the way",
+        "measure --out file/profile.json",
+        "file: File exists: name another file or folder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(MEASURED))
+def test_what_cannot_be_measured(line: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(line, message)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -51,6 +78,14 @@ def test_a_wrong_flag_is_told_below_the_usage(line: str, message: str, folder: P
             ["-m", "moe_jax.launch", "--processes", "2", "--config", "tiny.yaml", "mesh.cpu_devices=3"],
             "mesh.cpu_devices=3 is not divisible by 2 processes (each simulates an equal share): "
             "set mesh.cpu_devices=2 or 4",
+        ),
+        (
+            ["-m", "moe_jax.measure", "--cpu-devices", "4", "--node-devices", "3"],
+            "--node-devices=3 does not divide the 4 devices: use 1, 2, 4",
+        ),
+        (
+            ["-m", "moe_jax.measure", "--cpu-devices", "1", "--only", "collectives"],
+            "--only=collectives has nothing to measure on one device: add others, or --cpu-devices",
         ),
         (
             [str(ROOT / "scripts" / "prepare_text.py"), "nowhere", "out"],

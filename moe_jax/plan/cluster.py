@@ -1,0 +1,144 @@
+"""The cluster profile: what `python -m moe_jax.measure` found out about a machine, as a JSON file of plain numbers.
+
+{"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...}}
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import UserError
+from moe_jax.plan.curves import Curve
+
+
+class ProfileError(UserError):
+    """A cluster profile that is missing or damaged, or that lacks what is asked of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile:
+    """Curves of one machine."""
+
+    platform: str  # tpu, gpu or cpu
+    devices: int
+    processes: int
+    node_devices: int  # neighbours that fast links join
+    curves: tuple[Curve, ...]
+    provenance: dict[str, Any]
+
+    def find(self, name: str, **settings: int) -> Curve:
+        """The curve of an operation. Raises ProfileError."""
+        for each in self.curves:
+            if (each.name, each.settings) == (name, settings):
+                return each
+        asked = _label(name, settings)
+        known = ", ".join(_label(each.name, each.settings) for each in self.curves if each.name == name)
+        raise ProfileError(
+            f"the cluster profile has no {asked}: measure it, or use one of {known or 'its other operations'}"
+        )
+
+
+def _label(name: str, settings: dict[str, int]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
+
+
+def write_profile(path: Path, profile: ClusterProfile) -> None:
+    """Write a profile, whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_profile(path: Path) -> ClusterProfile:
+    """Read what `write_profile` wrote. Raises ProfileError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise ProfileError(
+            f"cluster profile {path} cannot be read ({reason}): make one with python -m moe_jax.measure"
+        ) from None
+    problem = _problem(found, _PROFILE)
+    for i, each in enumerate([] if problem else found["curves"]):
+        problem = problem or _in_curve(f"curves[{i}]", each)
+    if problem:
+        raise ProfileError(
+            f"cluster profile {path} is damaged ({problem}): make it again with python -m moe_jax.measure"
+        )
+    return ClusterProfile(**{**found, "curves": tuple(map(_curve, found["curves"]))})
+
+
+def _curve(found: dict[str, Any]) -> Curve:
+    tuples: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return Curve(**tuples)
+
+
+def _is_number(value: object, above: float = -1.0) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > above
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value, above=0)
+
+
+def _are_times(values: object) -> bool:
+    return isinstance(values, list) and all(_is_number(value, above=0) for value in values)
+
+
+def _are_amounts(values: object) -> bool:
+    return isinstance(values, list) and _are_times(values) and len(values) >= 2 and values == sorted(set(values))
+
+
+# What each field must be, and in words.
+Rules = dict[str, tuple[Callable[[object], bool], str]]
+_TEXT = (lambda value: isinstance(value, str), "text")
+_COUNT = (_is_count, "a whole number above 0")
+_OBJECT = (lambda value: isinstance(value, dict), "an object")
+_TIMES = (_are_times, "a list of numbers above 0")
+_NOT_NEGATIVE = (lambda value: _is_number(value) and value >= 0, "a number from 0 up")
+_PROFILE: Rules = {
+    "platform": _TEXT,
+    "devices": _COUNT,
+    "processes": _COUNT,
+    "node_devices": _COUNT,
+    "curves": (lambda value: isinstance(value, list), "a list"),
+    "provenance": _OBJECT,
+}
+_CURVE: Rules = {
+    "name": _TEXT,
+    "settings": (
+        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+        "an object of whole numbers above 0",
+    ),
+    "unit": (lambda value: value in ("bytes", "flops"), "bytes or flops"),
+    "amounts": (_are_amounts, "a list of two or more growing numbers above 0"),
+    "median_s": _TIMES,
+    "first_quartile_s": _TIMES,
+    "third_quartile_s": _TIMES,
+    "alpha_s": _NOT_NEGATIVE,
+    "beta_s": _NOT_NEGATIVE,
+    "r_squared": (lambda value: _is_number(value, above=-math.inf), "a number"),
+    "efficiency": _TIMES,
+}
+_LISTS = ("median_s", "first_quartile_s", "third_quartile_s", "efficiency")
+
+
+def _problem(found: object, rules: Rules) -> str | None:
+    """What is wrong with an object, or None."""
+    if not isinstance(found, dict):
+        return "it is no JSON object"
+    if found.keys() != rules.keys():
+        return f"it wants {', '.join(rules)}, and has {', '.join(map(str, found)) or 'nothing'}"
+    return next((f"{name} is not {words}" for name, (holds, words) in rules.items() if not holds(found[name])), None)
+
+
+def _in_curve(place: str, found: object) -> str | None:
+    problem = _problem(found, _CURVE)
+    if problem is None and isinstance(found, dict):
+        uneven = [name for name in _LISTS if len(found[name]) != len(found["amounts"])]
+        problem = f"{uneven[0]} is not as long as amounts" if uneven else None
+    return problem and f"{place}: {problem}"

@@ -1,0 +1,78 @@
+"""A cluster profile for readers: a table of fits, and a picture of times and efficiencies."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.plan.cluster import ClusterProfile
+from moe_jax.plan.curves import Curve
+from moe_jax.report.plots import PlotError
+
+_PER_SECOND = {"bytes": "GB/s", "flops": "Gflop/s"}
+
+
+def label(curve: Curve) -> str:
+    """Name and settings in one line."""
+    return " ".join([curve.name, *(f"{name}={value}" for name, value in curve.settings.items())])
+
+
+def table(profile: ClusterProfile) -> str:
+    """Start-up time, rate and r² of every curve."""
+    width = max(len(label(curve)) for curve in profile.curves)
+    lines = [f"{'':{width}}   alpha µs        1/beta          best     r²"]
+    for curve in profile.curves:
+        best = max(amount / s for amount, s in zip(curve.amounts, curve.median_s, strict=True))
+        rates = [1 / curve.beta_s / 1e9 if curve.beta_s else float("inf"), best / 1e9]
+        unit = _PER_SECOND[curve.unit]
+        lines.append(
+            f"{label(curve):{width}}  {1e6 * curve.alpha_s:9.1f}  {rates[0]:9.3g}  {rates[1]:9.3g} {unit:7}"
+            f"  {curve.r_squared:5.3f}"
+        )
+    return "\n".join(lines)
+
+
+def draw_profile(profile: ClusterProfile, path: Path) -> None:
+    """Seconds with quartiles and fitted lines above, efficiency below; a column each for collectives, compute, copies.
+
+    Raises PlotError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotError("plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'") from None
+    columns = _columns(profile.curves)
+    figure = Figure(figsize=(5.5 * len(columns), 8), dpi=120, layout="constrained")
+    axes = figure.subplots(2, len(columns), sharex="col", squeeze=False)
+    for (title, curves), (above, below) in zip(columns.items(), axes.T, strict=True):
+        above.set_title(title, loc="left")
+        for i, curve in enumerate(curves):
+            _draw(curve, above, below, color=f"C{i % 10}", marker="osv^D"[i // 10 % 5])
+        above.set(xscale="log", yscale="log", ylabel="seconds (bars: quartiles, dashed: alpha-beta)")
+        below.set(xscale="log", ylim=(0, 1.05), xlabel=curves[0].unit, ylabel="efficiency: rate over the best")
+        below.legend(fontsize=6, frameon=False)
+        for axis in (above, below):
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _columns(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """Those curves that there are, by what can share an axis."""
+    kinds: dict[str, Callable[[Curve], bool]] = {
+        "collectives": lambda curve: "ranks" in curve.settings,
+        "compute": lambda curve: curve.unit == "flops",
+        "copies": lambda curve: curve.name == "copy",
+    }
+    found = {title: list(filter(holds, curves)) for title, holds in kinds.items()}
+    return {title: chosen for title, chosen in found.items() if chosen}
+
+
+def _draw(curve: Curve, above: Any, below: Any, **style: str) -> None:
+    spread = [
+        [m - q for m, q in zip(curve.median_s, curve.first_quartile_s, strict=True)],
+        [q - m for m, q in zip(curve.median_s, curve.third_quartile_s, strict=True)],
+    ]
+    above.errorbar(curve.amounts, curve.median_s, yerr=spread, linestyle="none", markersize=3, **style)
+    modelled = [curve.line.seconds(amount) for amount in curve.amounts]
+    above.plot(curve.amounts, modelled, "--", linewidth=0.8, color=style["color"])
+    below.plot(curve.amounts, curve.efficiency, linewidth=1, markersize=3, label=label(curve), **style)

@@ -1,0 +1,82 @@
+"""Ways to exchange tokens between two nodes in one box: sudo python profiling/exchange_box.py
+
+Two nodes of two processes: fast links inside, one slow link out of each node. All-to-alls of every algorithm over the
+four processes, and collectives inside a node and between nodes, take turns at sizes from 64 kB to 16 MB. Lines fitted
+to the latter predict the former; the table says which algorithm that would choose, and which was the fastest.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import box
+import jax
+import jax.numpy as jnp
+from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
+from results_file import RESULTS, write_result
+
+from moe_jax.errors import ConfigError, run_command
+from moe_jax.measure.microbench import compile_all, curves_of, times_of
+from moe_jax.measure.operations import Group, Machine, collectives
+from moe_jax.plan.curves import Curve
+
+GROUPS = (Group(RANKS_PER_NODE, 1), Group(NODES, RANKS_PER_NODE), Group(NODES * RANKS_PER_NODE, 1))
+_LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All rounds, in one process of the box."""
+    box.join()
+    box.set_rate(box.parse_rate(arguments.local_rate), _LOCAL_BURST_KB)
+    dtype = jnp.dtype(jnp.float32)
+    machine = Machine("cpu", node_devices=RANKS_PER_NODE)
+    sizes = [2**n for n in range(16, arguments.largest + 1)]
+    operations = (
+        each for group in GROUPS for num_bytes in sizes for each in collectives(group, num_bytes, machine, dtype)
+    )
+    programs = compile_all(operations, dtype)
+    tell(f"{len(programs)} programs compiled")
+    times = times_of(programs, dtype, arguments.rounds, 0.02, tell)
+    box.hand_back([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
+
+
+def tell(line: str) -> None:
+    """Print once, not once for every process."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Run the box, print the table, and write JSON and a picture to results/."""
+    parser = argparse.ArgumentParser(prog="python profiling/exchange_box.py", description=__doc__)
+    parser.add_argument("--rate", default="200mbit", help="out of each node (default: %(default)s)")
+    parser.add_argument("--local-rate", default="800mbit", help="out of each process (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--largest", type=int, default=24, metavar="N", help="size, 2^N bytes (default: %(default)s)")
+    parser.add_argument("--name", default="exchange_box", help="of the files in results/")
+    box.add_arguments(parser)
+    parser.set_defaults(processes=NODES * RANKS_PER_NODE)
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds={arguments.rounds} must be at least 1")
+    if not 17 <= arguments.largest <= 28:
+        raise ConfigError(f"--largest={arguments.largest} must be 17..28")
+    if arguments.processes != NODES * RANKS_PER_NODE:
+        raise ConfigError(
+            f"--processes={arguments.processes}: this needs {NODES} nodes of {RANKS_PER_NODE}, leave it out"
+        )
+    box.parse_rate(arguments.local_rate, "--local-rate")
+    rate = box.parse_rate(arguments.rate)
+    if box.rank() is not None:
+        measure(arguments)
+        return
+    settings = box.box_from(arguments, ranks_per_node=RANKS_PER_NODE, node_bits_per_s=rate)
+    found: list[dict[str, Any]] = box.run_in_box(settings)
+    result = summary([Curve(**curve) for curve in found])
+    print(table(result))
+    print(f"written: {write_picture(result, RESULTS / f'{arguments.name}.png')}")
+    write_result(arguments.name, result | {"box": dataclasses.asdict(settings), "local_rate": arguments.local_rate})
+
+
+if __name__ == "__main__":
+    run_command(main)
