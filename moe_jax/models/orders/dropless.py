@@ -1,7 +1,8 @@
 """No drops: rows sorted by expert, as many as there are, sent with their sizes.
 
-P expert ranks, L experts on each, W rows from each source at most, S = P·W rows received, T tokens, D model width.
-W = T·min(k, L): all tokens might choose this rank. Rows beyond the real ones are 0 and belong to no expert.
+P expert ranks, L experts on each, W rows from each source at most, S rows in the experts' order, T tokens, D model
+width. W = T·min(k, L): all tokens might choose this rank. Rows beyond the real ones are 0 and belong to no
+expert.
 """
 
 from itertools import pairwise
@@ -52,27 +53,28 @@ def cut(sent: Sent, pieces: int) -> list[tuple[Float[Array, "P _ D"], Int[Array,
 def experts(params: Any, received: Sent, moe: MoE, platform: str) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
     x_PWD, count_PL = received
-    ranks, width, _ = x_PWD.shape
+    ranks, width, features = x_PWD.shape
     product = GROUPED_PRODUCTS[platform]
-    if ranks == 1:  # the only source has sorted them already
-        return mlp(params, x_PWD[0], lambda x, w: product(x, w.astype(x.dtype), count_PL[0]))[None]
-    sorting, count_L = _sort_by_expert(count_PL, width)
-    x_SD = routing.to_rows(x_PWD.reshape(ranks * width, -1), sorting)
-    y_SD = mlp(params, x_SD, lambda x, w: product(x, w.astype(x.dtype), count_L))
-    y_PWD = routing.from_rows(y_SD, jnp.ones((ranks * width, 1), jnp.float32), sorting)
-    return y_PWD.reshape(x_PWD.shape)
+    tile = product.tile(ranks * width, count_PL.shape[1])
+    sorting, size_L = _sort_by_expert(count_PL, width, tile)
+    x_SD = routing.to_rows(x_PWD.reshape(ranks * width, features), sorting)
+    y_SD = mlp(params, x_SD, lambda x, w: product.multiply(x, w.astype(x.dtype), size_L, tile))
+    return routing.to_rows(y_SD, routing.inverse(sorting)).reshape(x_PWD.shape)
 
 
-def _sort_by_expert(count_PL: Int[Array, "P L"], width: int) -> tuple[routing.Rows, Int[Array, " L"]]:
-    """Where each received row goes so that rows of one expert are neighbours, and how many each expert has."""
-    ranks = count_PL.shape[0]
+def _sort_by_expert(count_PL: Int[Array, "P L"], width: int, tile: int) -> tuple[routing.Rows, Int[Array, " L"]]:
+    """Where each received row goes so that rows of one expert are neighbours, in whole tiles, and how many that are."""
+    ranks, held = count_PL.shape
     end_PL = jnp.cumsum(count_PL, axis=1)
-    expert_PW = jnp.sum(jnp.arange(width)[None, :, None] >= end_PL[:, None, :], axis=-1)  # L: an empty row
-    count_L = count_PL.sum(axis=0)
-    count = jnp.append(count_L, ranks * width - count_L.sum())  # the empty rows are a last group
-    place_S1 = (jnp.cumsum(count) - count)[expert_PW.reshape(-1, 1)]
-    place_S1 += routing.rank_in_expert(expert_PW.reshape(-1, 1), count)
-    return routing.assign_rows(place_S1, jnp.ones((ranks * width, 1), bool), ranks * width), count_L
+    size_L = -(-count_PL.sum(axis=0) // tile) * tile
+    # of an expert's rows from one source: their first place, less their first row there
+    shift_PL = jnp.cumsum(size_L) - size_L + jnp.cumsum(count_PL, axis=0) - count_PL - (end_PL - count_PL)
+    row_W = jnp.arange(width, dtype=jnp.int32)
+    expert_PW = jnp.sum(row_W[:, None] >= end_PL[:, None, :], axis=-1)  # L: an empty row
+    place_PW = row_W + jnp.take_along_axis(shift_PL, jnp.minimum(expert_PW, held - 1), axis=1)
+    num_rows = -(-(ranks * width + held * (tile - 1)) // tile) * tile
+    exists_S1 = (expert_PW < held).reshape(-1, 1)
+    return routing.assign_rows(place_PW.reshape(-1, 1), exists_S1, num_rows), size_L
 
 
 def inverse(returned_PWD: Float[Array, "P W D"], ticket: Ticket) -> Float[Array, "T D"]:
