@@ -112,6 +112,12 @@ SCHEDULE = [
         "did you mean all_reduce?",
     ),
     (
+        "a buffer below an even share",
+        "model.moe.capacity_factor=null exchange.buffer_factor=0.5",
+        "exchange.buffer_factor=0.5 must be at least 1 (or null)",
+    ),
+    ("an endless buffer", "exchange.buffer_factor=.inf", "exchange.buffer_factor=inf must be a finite number"),
+    (
         "an irregular exchange of a whole batch",
         "exchange.algorithm=ragged",
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
