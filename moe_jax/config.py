@@ -34,6 +34,11 @@ class MoE:
         """Whether tokens reach slots of a limited number as sorted rows."""
         return self.capacity_factor is not None and self.order == "sort"
 
+    @property
+    def sends_sized_rows(self) -> bool:
+        """Whether experts have no capacity, and sorted rows travel with their sizes."""
+        return self.capacity_factor is None and self.order == "sort"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -122,6 +127,9 @@ class Exchange:
     algorithm: Literal["auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"] = "auto"
     ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
+    # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
+    # run says. null: for all rows to choose one rank, so that none is ever dropped
+    buffer_factor: float | None = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ _AT_LEAST: dict[str, float] = {
     "schedule.microbatches": 1,
     "schedule.backward_microbatches": 1,
     "schedule.unroll": 1,
+    "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
     "data.seq_len": 2,
     "data.prefetch": 0,
     "optimizer.learning_rate": 0,
@@ -63,7 +64,7 @@ _POSITIVE = (
     "schedule.link_gb_per_s",
     "schedule.network_gb_per_s",
 )
-_MAY_BE_NULL = ("model.moe.capacity_factor", "optimizer.clip_norm", *_POSITIVE[-4:])
+_MAY_BE_NULL = ("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", *_POSITIVE[-4:])
 # Numbers that must lie in [0, 1).
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 
@@ -98,18 +99,21 @@ def _check_ranges(config: "Config") -> None:
     for name, least in _AT_LEAST.items():
         value = _number(config, name)
         if value is not None and value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}")
+            raise ConfigError(f"{name}={value} must be at least {least}{_or_null(name)}")
         if isinstance(value, int) and value > _AT_MOST:
             raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
     for name in _POSITIVE:
         value = _number(config, name)
         if value is not None and value <= 0:
-            null = " (or null)" if name in _MAY_BE_NULL else ""
-            raise ConfigError(f"{name}={value} must be above 0{null}")
+            raise ConfigError(f"{name}={value} must be above 0{_or_null(name)}")
     for name in _FRACTIONS:
         value = _number(config, name)
         if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{name}={value} must be at least 0 and below 1")
+
+
+def _or_null(name: str) -> str:
+    return " (or null)" if name in _MAY_BE_NULL else ""
 
 
 def _check_model(model: "Model") -> None:

@@ -47,16 +47,37 @@ def mlp(p, x):
 
 
 def gate(logit_TE, moe: MoE):
-    """Weights [T, E], 0 for experts not chosen, and probabilities [T, E]."""
+    """Weights [T, E], 0 for experts not chosen, probabilities [T, E], and chosen experts, best first [T, k]."""
     scores = jax.nn.softmax(logit_TE) if moe.gate == "softmax" else jax.nn.sigmoid(logit_TE)
     best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), axis=-1, kind="stable")[:, : moe.top_k]
-    chosen_TE = np.zeros(scores.shape, bool)
-    for token, experts in enumerate(best):
-        chosen_TE[token, experts] = True
-    weight = jnp.where(chosen_TE, scores, 0)
+    weight = jnp.where(chosen(best, moe), scores, 0)
     if moe.normalize_weights and moe.top_k > 1:
         weight = weight / weight.sum(-1, keepdims=True)
-    return weight * moe.routed_scale, scores / scores.sum(-1, keepdims=True), chosen_TE
+    return weight * moe.routed_scale, scores / scores.sum(-1, keepdims=True), best
+
+
+def chosen(expert_Tk, moe: MoE):
+    """The same experts as [T, E]."""
+    chosen_TE = np.zeros((len(expert_Tk), moe.num_experts), bool)
+    for token, experts in enumerate(expert_Tk):
+        chosen_TE[token, experts] = True
+    return chosen_TE
+
+
+def keep_in_buffer(expert_Tk, moe: MoE, buffer):
+    """Which pairs of one sequence find room at the rank of their expert: the first ones, a token's best choices first.
+
+    `buffer` is (factor, ranks).
+    """
+    factor, ranks = buffer
+    room = [math.ceil(factor * len(expert_Tk) * moe.top_k / ranks)] * ranks
+    kept_TE = np.zeros((len(expert_Tk), moe.num_experts), bool)
+    for token, experts in enumerate(expert_Tk):
+        for expert in experts:
+            rank = expert // (moe.num_experts // ranks)
+            kept_TE[token, expert] = room[rank] > 0
+            room[rank] -= 1
+    return kept_TE
 
 
 def keep(chosen_TE, moe: MoE, prob_TE=None):
@@ -76,19 +97,23 @@ def keep(chosen_TE, moe: MoE, prob_TE=None):
     return kept
 
 
-def moe_layer(p, h_TD, moe: MoE, sources: int):
+def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None):
     """Output, load-balance loss, mean squared log-sum-exp, pairs per expert and dropped pairs of the whole batch.
 
-    `sources` devices hold equal, consecutive shares of the tokens; each fills slots of its own.
+    `sources` devices hold equal, consecutive shares of the tokens; each fills slots of its own. So does each of the
+    `sequences`, where ranks have a buffer.
     """
     logit_TE = h_TD @ p["router"]
-    weight_TE, prob_TE, chosen_TE = gate(logit_TE, moe)
+    weight_TE, prob_TE, best_Tk = gate(logit_TE, moe)
+    chosen_TE = chosen(best_Tk, moe)
     kept_TE = np.concatenate(
         [
-            keep(chosen, moe, prob)
-            for chosen, prob in zip(np.split(chosen_TE, sources), jnp.split(prob_TE, sources), strict=True)
+            keep(own, moe, prob)
+            for own, prob in zip(np.split(chosen_TE, sources), jnp.split(prob_TE, sources), strict=True)
         ]
     )
+    if buffer is not None:
+        kept_TE = np.concatenate([keep_in_buffer(best, moe, buffer) for best in np.split(best_Tk, sequences)])
     out = mlp(p["shared"], h_TD) if "shared" in p else jnp.zeros_like(h_TD)
     for expert in range(moe.num_experts):
         own = jax.tree.map(lambda w, expert=expert: w[expert], p["experts"])
@@ -109,7 +134,7 @@ def block_params(params, model: Model):
     return blocks
 
 
-def objective(params, token_BN1, model: Model, sources: int):
+def objective(params, token_BN1, model: Model, sources: int, buffer=None):
     """The loss of the whole batch, and its parts and what the routers counted by name."""
     x = params["embedding"][token_BN1[:, :-1]]
     balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
@@ -119,7 +144,9 @@ def objective(params, token_BN1, model: Model, sources: int):
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)
             continue
-        y, balance, z_loss, count_E, lost = moe_layer(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources)
+        y, balance, z_loss, count_E, lost = moe_layer(
+            p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x), buffer
+        )
         x = x + y.reshape(x.shape)
         balances, z_losses, dropped = balances + balance, z_losses + z_loss, dropped + lost
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])

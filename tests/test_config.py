@@ -101,6 +101,7 @@ REFUSED = {
         "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or model.moe.slot_priority=position"
     ),
+    "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"

@@ -1,45 +1,110 @@
 """Rows sorted by group, each group times its own matrix. S rows, L groups, D and F widths.
 
-Rows beyond the groups give 0.
+Groups are padded with rows of 0 to whole tiles, so that no tile of rows has two matrices: a product's `tile` says how
+many rows that is, and sizes are multiples of it. Rows beyond the groups may hold anything.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_BLOCK = 64  # rows that share a matrix on the CPU: fewer waste memory on copies of it, more waste rows
+_Saved = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def ragged(x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"]) -> Float[Array, "S F"]:
-    """XLA's own grouped product."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def blocks(
+    x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
+) -> Float[Array, "S F"]:
+    """One tile of rows after another, as many as there are; rows beyond the groups give 0.
+
+    XLA's own grouped product multiplies every row by every group's matrix on CPU, and copies every row for every group
+    on GPU.
+    """
+    return _tile_by_tile(x_SD, w_LDF, size_L, tile, 1)
+
+
+def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int) -> jax.Array:
+    """Rows times their matrix, summed over its dimension 1 or 2."""
+    end_L = jnp.cumsum(size_L)
+    group_of = jnp.searchsorted(end_L, jnp.arange(len(x) // tile) * tile, side="right")
+
+    def turn(i: jax.Array, y: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(x, i * tile, tile)
+        matrix = jax.lax.dynamic_index_in_dim(w, group_of[i], keepdims=False)
+        out = jax.lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
+        return jax.lax.dynamic_update_slice_in_dim(y, out, i * tile, axis=0)
+
+    nothing = jnp.zeros((len(x), w.shape[3 - contracted]), x.dtype)
+    return jax.lax.fori_loop(0, end_L[-1] // tile, turn, nothing)
+
+
+def _keep(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Callable[..., jax.Array]) -> tuple:
+    return product(x, w, size_L, tile), (x, w, size_L)
+
+
+def _weight_gradient(x: jax.Array, dy: jax.Array, size_L: jax.Array, like: jax.Array, tile: int) -> jax.Array:
+    """One group after another, each summed over its tiles in float32."""
+
+    def group(first: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(i: jax.Array, total_DF: jax.Array) -> jax.Array:
+            rows, d_rows = (jax.lax.dynamic_slice_in_dim(each, first + i * tile, tile) for each in (x, dy))
+            return total_DF + jax.lax.dot_general(
+                rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+
+        total_DF = jax.lax.fori_loop(0, size // tile, turn, jnp.zeros(like.shape[1:], jnp.float32))
+        return first + size, total_DF.astype(like.dtype)
+
+    return jax.lax.scan(group, jnp.int32(0), size_L)[1]
+
+
+def _blocks_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, size_L = saved
+    return _tile_by_tile(dy_SF, w, size_L, tile, 2), _weight_gradient(x, dy_SF, size_L, w, tile), None
+
+
+blocks.defvjp(functools.partial(_keep, product=blocks), _blocks_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ragged(
+    x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
+) -> Float[Array, "S F"]:
+    """XLA's own grouped product, a kernel on TPU; but not its weight gradient, which is none there.
+
+    XLA:TPU makes that one of every row times every group's mask.
+    """
     return jax.lax.ragged_dot(x_SD, w_LDF, size_L)
 
 
-def blocks(x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"]) -> Float[Array, "S F"]:
-    """Groups padded to whole blocks of rows, each block times a copy of its group's matrix.
-
-    XLA's grouped product on CPU multiplies every row by every group's matrix.
-    """
-    rows, groups = x_SD.shape[0], size_L.shape[0]
-    num_blocks = -(-rows // _BLOCK) + groups
-    padded_L = -(-size_L // _BLOCK) * _BLOCK
-    shift_L = jnp.cumsum(padded_L) - padded_L - (jnp.cumsum(size_L) - size_L)
-    row_S = jnp.arange(rows)
-    group_S = jnp.searchsorted(jnp.cumsum(size_L), row_S, side="right")
-    place_S = jnp.where(group_S < groups, row_S + shift_L[jnp.minimum(group_S, groups - 1)], num_blocks * _BLOCK)
-    x_pad = jnp.zeros((num_blocks * _BLOCK, x_SD.shape[1]), x_SD.dtype).at[place_S].set(x_SD, mode="drop")
-    first_row = jnp.arange(num_blocks) * _BLOCK
-    group_of_block = jnp.searchsorted(jnp.cumsum(padded_L), first_row, side="right")
-    # float32 copies: a matrix's gradient is the sum over its blocks
-    w_blocks = jnp.take(w_LDF.astype(jnp.float32), jnp.minimum(group_of_block, groups - 1), axis=0).astype(x_SD.dtype)
-    y_pad = jnp.einsum("nbd,ndf->nbf", x_pad.reshape(num_blocks, _BLOCK, -1), w_blocks)
-    return jnp.take(y_pad.reshape(num_blocks * _BLOCK, -1), place_S, axis=0, mode="fill", fill_value=0)
+def _ragged_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, size_L = saved
+    dx_SD = jax.lax.ragged_dot(dy_SF, jnp.swapaxes(w, 1, 2), size_L)
+    return dx_SD, _weight_gradient(x, dy_SF, size_L, w, tile), None
 
 
-GROUPED_PRODUCTS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
-    "cpu": blocks,
-    "gpu": ragged,
-    "tpu": ragged,
+ragged.defvjp(functools.partial(_keep, product=ragged), _ragged_backward)
+
+
+class GroupedProduct(NamedTuple):
+    """A product (rows, matrices, sizes, tile) and the tiles that its platform likes: powers of 2."""
+
+    multiply: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
+    least: int
+    most: int
+
+    def tile(self, rows: int, groups: int) -> int:
+        """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
+        share = max(rows // groups, 1)
+        return min(max(1 << (share.bit_length() - 1), self.least), self.most)
+
+
+GROUPED_PRODUCTS = {
+    "cpu": GroupedProduct(blocks, least=8, most=64),
+    "gpu": GroupedProduct(blocks, least=64, most=512),
+    "tpu": GroupedProduct(ragged, least=128, most=512),
 }

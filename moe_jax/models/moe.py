@@ -27,7 +27,7 @@ class RouterStats(NamedTuple):
     count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included
     prob_sum_E: Float[Array, " *M E"]  # gate probabilities, summed over tokens
     z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
-    num_dropped: Int[Array, " *M"]  # pairs that found no slot
+    num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no room in the buffer
 
 
 def route(

@@ -62,6 +62,11 @@ def assign_rows(row_Tk: Int[Array, "T k"], kept_Tk: Bool[Array, "T k"], num_rows
     return Rows(row_Tk=row_Tk, token_R=token_R)
 
 
+def inverse(rows: Rows) -> Rows:
+    """The way back, where each token has one choice: from rows to tokens."""
+    return Rows(row_Tk=rows.token_R[:, None], token_R=rows.row_Tk[:, 0])
+
+
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     # no index is negative; the constants that wrapping needs let XLA:GPU compute two microbatches in one operation
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -17,7 +17,7 @@ from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
 from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import Axis
@@ -34,6 +34,7 @@ class Computation:
     platform: str  # of the devices: cpu, gpu or tpu
     exchange: str  # the all-to-all's algorithm, never auto
     ranks_per_node: int  # of the expert axis
+    buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
 
     @property
     def ranks(self) -> Ranks:
@@ -59,6 +60,7 @@ class Computation:
             platform=platform,
             exchange=exchange,
             ranks_per_node=per_node,
+            buffer_factor=config.exchange.buffer_factor,
         )
 
 
@@ -120,7 +122,10 @@ def block(
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
         return dense_block(params, x_BND, model), None
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
+    length, ranks = x_BND.shape[1], jax.lax.axis_size(Axis.EXPERT)
+    room = whole_room(model.moe, x_BND.shape[0] * length)
+    room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, room)
     received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
     return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.ranks), ticket, model), stats

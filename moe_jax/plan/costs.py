@@ -89,7 +89,8 @@ def task_times(
         "expert": compute(expert),
         "head": compute(head),
     }
-    moved = rows * model.d_model * _ITEM_BYTES[config.train.compute_dtype] * (expert_ranks - 1) / expert_ranks
+    row_bytes = model.d_model * _ITEM_BYTES[config.train.compute_dtype]
+    moved = _sent_rows(config, tokens, expert_ranks) * row_bytes * (expert_ranks - 1) / expert_ranks
     exchange = Transfer(link=rates.exchange, num_bytes=moved)
     return TaskTimes(
         compute={**estimated, **measured},
@@ -97,6 +98,15 @@ def task_times(
         reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),
     )
+
+
+def _sent_rows(config: Config, tokens: int, ranks: int) -> float:
+    """Rows that a device sends, padding included."""
+    moe, factor = config.model.moe, config.exchange.buffer_factor
+    if not moe.sends_sized_rows or moe.num_experts == 0:
+        return _expert_rows(config.model, tokens)
+    worst = ranks * min(moe.top_k, moe.num_experts // ranks)
+    return tokens * (worst if factor is None else min(factor * moe.top_k, worst))
 
 
 def _expert_rows(model: Model, tokens: int) -> float:

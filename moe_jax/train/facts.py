@@ -7,11 +7,14 @@ where forward and backward chunks differ, a chunk is several pieces.
 import math
 from dataclasses import dataclass
 
+import jax
+
 from moe_jax.config import Config
 from moe_jax.models import routing
 from moe_jax.models.orders import order_of
-from moe_jax.models.orders.protocol import Order
+from moe_jax.models.orders.protocol import Buffer, Order, buffer_of
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import Axis
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.schedule.shape import Shape
 
@@ -63,6 +66,12 @@ class Facts:
     def slots(self) -> int:
         """Of an expert for the device's whole batch, however it is cut."""
         return routing.capacity(self.config.model.moe, self.tokens)
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """What an expert rank has room for; inside `shard_map`."""
+        config, ranks = self.config, jax.lax.axis_size(Axis.EXPERT)
+        return buffer_of(config.model.moe, self.how.buffer_factor, config.data.seq_len, ranks)
 
     def microbatches_of(self, action: Action) -> range:
         """The forward microbatches that an action covers."""

@@ -22,6 +22,8 @@ class Meter:
         self._config, self._log, self._peak = config, log, peak_flops_per_s
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
+        moe = config.model.moe
+        self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._waiting: tuple[int, Metrics] | None = None
         self._since, self._step = time.perf_counter(), first_step
 
@@ -36,6 +38,7 @@ class Meter:
             step, metrics = self._waiting
             self._waiting = None
             jax.block_until_ready(metrics)
+            self._warn_of_drops(step, metrics)
             if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
 
@@ -46,6 +49,18 @@ class Meter:
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - start
+
+    def _warn_of_drops(self, step: int, metrics: Metrics) -> None:
+        """Once, when rows find no room though experts have no capacity."""
+        if self._drops_are_known or (fraction := float(metrics["dropped_fraction"])) == 0:
+            return
+        self._drops_are_known = True
+        factor = self._config.exchange.buffer_factor
+        self._log.warn(
+            f"step {step} dropped {fraction:.2g} of all rows, as exchange.buffer_factor={factor} leaves some expert "
+            "rank no room for them: use a larger one, or null for the worst case "
+            "(this is said once; dropped_fraction goes on counting)"
+        )
 
     def _record(self, step: int, metrics: Metrics) -> None:
         now = time.perf_counter()

@@ -95,6 +95,11 @@ class RunLog:
         if "loss" in record:
             self._show_progress(record, step)
 
+    def warn(self, text: str) -> None:
+        """Show a line that is no record."""
+        if self._file is not None:
+            self._print(f"warning: {text}", in_place=False)
+
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
         self._recent_step_s.append(record["step_s"])
         eta_s = (self._total_steps - step) * fmean(self._recent_step_s)
@@ -140,7 +145,7 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float, width
         ("tokens_per_s", lambda v: f"{human_count(v)} tok/s"),
         ("step_s", lambda v: f"{human_seconds(v)}/step"),
         ("mfu", lambda v: f"MFU {v:.1%}"),
-        ("dropped_fraction", lambda v: f"dropped {v:.1%}"),
+        ("dropped_fraction", lambda v: "dropped <0.1%" if 0 < v < 0.0005 else f"dropped {v:.1%}"),
         ("load_max_over_mean", lambda v: f"load max/mean {v:.2f}"),
     ]
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]

@@ -131,7 +131,7 @@ class Tasks:
         if r and self.facts.how.platform == "gpu":
             # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
             used = self.in_turn(used)
-        return Room(self.facts.slots, used, self.facts.microbatches)
+        return Room(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
 
     def _experts(self, action: Action) -> None:
         facts, block = self.facts, action.block

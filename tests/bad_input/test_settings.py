@@ -124,6 +124,12 @@ SCHEDULE = [
     ),
     ("no rank on a node", "exchange.ranks_per_node=0", "exchange.ranks_per_node=0 must be at least 1"),
     (
+        "a buffer below an even share",
+        "model.moe.capacity_factor=null exchange.buffer_factor=0.5",
+        "exchange.buffer_factor=0.5 must be at least 1 (or null)",
+    ),
+    ("an endless buffer", "exchange.buffer_factor=.inf", "exchange.buffer_factor=inf must be a finite number"),
+    (
         "an irregular exchange of a whole batch",
         "exchange.algorithm=ragged",
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "

@@ -24,7 +24,15 @@ MODEL = Model(
     qk_norm=True,
     moe=MoE(num_experts=4, top_k=2, hidden_dim=12, first_dense_blocks=1, capacity_factor=None, num_shared_experts=1),
 )
-HOW = Computation(dtype="float32", remat="none", unroll=1, platform="cpu", exchange="flat", ranks_per_node=1)
+HOW = Computation(
+    dtype="float32",
+    remat="none",
+    unroll=1,
+    platform="cpu",
+    exchange="flat",
+    ranks_per_node=1,
+    buffer_factor=None,
+)
 
 
 def on_one_device(function):

@@ -16,7 +16,7 @@ from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.orders import ORDERS
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.orders.protocol import Buffer, Room, buffer_of
 from tests import references
 
 TOKENS, EXPERTS = 24, 8
@@ -57,18 +57,34 @@ class Journey(NamedTuple):
         return [(expert, token) for expert, _, token in self.places]
 
 
-@functools.partial(jax.jit, static_argnames=("name", "moe", "ranks", "slots", "parts"))
+@functools.partial(jax.jit, static_argnames=("name", "moe", "ranks", "slots", "parts", "buffer"))
 def send_and_return(
-    x_TD: jax.Array, choice: Choice, used_E: jax.Array, *, name: str, moe: MoE, ranks: int, slots: int, parts: int
+    x_TD: jax.Array,
+    choice: Choice,
+    used_E: jax.Array,
+    *,
+    name: str,
+    moe: MoE,
+    ranks: int,
+    slots: int,
+    parts: int,
+    buffer: Buffer | None,
 ) -> tuple[Any, jax.Array, jax.Array]:
     """What is sent, how many pairs were dropped, and what identity experts give back."""
     order = ORDERS[name]
-    sent, ticket = order.order(x_TD, choice, moe, ranks, Room(slots, used_E, parts))
+    sent, ticket = order.order(x_TD, choice, moe, ranks, Room(slots, used_E, parts, buffer))
     return sent, ticket.num_dropped, order.inverse(sent if name in ("slots", "one_hot") else sent[0], ticket)
 
 
 @functools.cache
-def there_and_back(name: str, choices: int, ranks: int, skewed: bool, sizes: tuple[int, ...] = (TOKENS,)) -> Journey:
+def there_and_back(
+    name: str,
+    choices: int,
+    ranks: int,
+    skewed: bool,
+    sizes: tuple[int, ...] = (TOKENS,),
+    buffer: Buffer | None = None,
+) -> Journey:
     """Tokens in parts of these sizes, each with the slots that the parts before it left."""
     moe, choice = moe_of(name, choices), choice_of(choices, skewed)
     slots = routing.capacity(moe, TOKENS)
@@ -77,9 +93,8 @@ def there_and_back(name: str, choices: int, ranks: int, skewed: bool, sizes: tup
     for size in sizes:
         part = slice(first, first + size)
         own = Choice(*(leaf[part] for leaf in choice))
-        sent, num_dropped, returned_TD = jax.device_get(
-            send_and_return(PAYLOAD[part], own, used_E, name=name, moe=moe, ranks=ranks, slots=slots, parts=len(sizes))
-        )
+        static = {"name": name, "moe": moe, "ranks": ranks, "slots": slots, "parts": len(sizes), "buffer": buffer}
+        sent, num_dropped, returned_TD = jax.device_get(send_and_return(PAYLOAD[part], own, used_E, **static))
         places += places_in(ROWS_OF[name](sent, ranks), used_E)
         dropped += int(num_dropped)
         returned.append(returned_TD)
@@ -175,3 +190,43 @@ def test_parts_of_a_batch_fill_the_slots_that_the_whole_batch_fills(sizes, name,
     assert sorted(parts.places) == sorted(whole.places)
     assert parts.num_dropped == whole.num_dropped
     np.testing.assert_allclose(parts.returned_TD, whole.returned_TD, rtol=1e-6)
+
+
+LENGTH = 6  # of a sequence: TOKENS are four
+every_buffer = pytest.mark.parametrize(
+    ("choices", "ranks", "skewed", "factor"),
+    [(1, 8, True, 1.0), (2, 4, False, 1.0), (3, 4, True, 1.1), (3, 2, True, 1.3)],
+)
+
+
+@every_buffer
+@pytest.mark.parametrize("sizes", [(24,), (12, 12), (6, 6, 6, 6), (6, 12, 6)])
+def test_a_buffer_keeps_the_first_rows_of_each_sequence_and_counts_the_others(sizes, choices, ranks, skewed, factor):
+    """The same ones, however sequences are put together."""
+    buffer = buffer_of(moe_of("dropless", choices), factor, LENGTH, ranks)
+    journey = there_and_back("dropless", choices, ranks, skewed, sizes, buffer)
+    choice = choice_of(choices, skewed)
+    moe, sequences = moe_of("dropless", choices), np.split(np.asarray(choice.expert_Tk), TOKENS // LENGTH)
+    kept_TE = np.concatenate([references.keep_in_buffer(each, moe, (factor, ranks)) for each in sequences])
+    assert sorted(journey.pairs) == [tuple(pair) for pair in np.argwhere(kept_TE.T).tolist()]
+    assert journey.num_dropped == TOKENS * choices - kept_TE.sum() > 0
+    kept_Tk = np.take_along_axis(kept_TE, np.asarray(choice.expert_Tk), axis=1)
+    total_T = np.where(kept_Tk, choice.weight_Tk, 0).sum(axis=1)
+    np.testing.assert_allclose(journey.returned_TD, total_T[:, None] * PAYLOAD, rtol=1e-6)
+
+
+def test_a_buffer_is_a_multiple_of_the_even_share_until_nothing_can_exceed_it():
+    moe = moe_of("dropless", 2)
+    assert buffer_of(moe, 1.5, 100, 8) == Buffer(rows=38, tokens=100)
+    assert buffer_of(moe, 1.1, 100, 4).rows == 55  # as written: floats would give 56
+    assert buffer_of(moe, 4.0, 100, 4) is None
+    assert buffer_of(moe, None, 100, 8) is None
+    assert buffer_of(moe_of("slots", 2), 1.5, 100, 8) is None
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0])
+def test_a_buffer_takes_no_more_memory_than_it_has_rows(factor):
+    moe, choice = moe_of("dropless", 2), choice_of(2, False)
+    room = Room(TOKENS, jnp.zeros(EXPERTS, jnp.int32), buffer=buffer_of(moe, factor, LENGTH, 4))
+    (rows_PWD, _), _ = ORDERS["dropless"].order(jnp.array(PAYLOAD), choice, moe, 4, room)
+    assert rows_PWD.shape[1] == factor * TOKENS * 2 / 4

@@ -26,6 +26,13 @@ ONE_BLOCK = {"num_layers": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "slots": {"every": 1},
     "dropless": {"every": 1, "capacity_factor": None, "normalize_weights": False, "model": ONE_BLOCK},
+    "buffered": {
+        "every": 1,
+        "capacity_factor": None,
+        "top_k": 3,
+        "exchange": {"buffer_factor": 1.0},
+        "model": ONE_BLOCK,
+    },
     "one-hot": {"every": 1, "order": "einsum", "capacity_factor": 0.8, "top_k": 1, "model": ONE_BLOCK},
     "tied": {"every": 1, "num_shared_experts": 1, "model": ONE_BLOCK | {"tie_embeddings": True, "activation": "gelu"}},
     "dense-between": {"every": 2, "gate": "sigmoid", "top_k": 3, "model": {"num_layers": 4, "qk_norm": True}},
@@ -89,17 +96,21 @@ CASES += [
         ("unified", 2, (8, 1), "dense"),
         ("expert_pipeline", 8, (2, 4), "tied"),  # more parts than slots: some are empty
         ("expert_pipeline", 2, (2, 4), "by-score"),
+        ("vanilla", 1, (2, 4), "buffered"),
+        ("vanilla", 1, (1, 8), "buffered"),
+        ("unified", 4, (2, 4), "buffered"),
+        ("unified", 2, (1, 8), "buffered"),
+        ("expert_pipeline", 3, (1, 8), "buffered"),
     ]
 ]
 
 
 def config_of(case: Case) -> Config:
     schedule = {name: case[name] for name in (*CUTS[0], "weight_grad", "remat")} | GRAD_REDUCES[case["grad_reduce"]]
-    exchange = {"algorithm": case["exchange"], "reduction": case["reduction"]}
+    model = {"exchange": {"buffer_factor": None}} | MODELS[case["model"]]
+    exchange = {"algorithm": case["exchange"], "reduction": case["reduction"], **model.pop("exchange")}
     # 32 sequences: 4 for each of 8 devices
-    return small_config(
-        *case["mesh"], schedule=schedule, exchange=exchange, batch_size=32, seq_len=6, **MODELS[case["model"]]
-    )
+    return small_config(*case["mesh"], schedule=schedule, exchange=exchange, batch_size=32, seq_len=6, **model)
 
 
 def name_of(case: Case) -> str:

@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.config import Config, Data, Log, Train
+from moe_jax.config import Config, Data, Log, Model, MoE, Train
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.meter import Meter
 
@@ -32,13 +32,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Records(list):
     """In the place of a RunLog."""
 
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
     def write(self, record: dict) -> None:
         self.append(record)
 
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
-def metered(every: int, steps: int = 12, first_step: int = 0) -> tuple[Meter, Records]:
+
+def metered(every: int, steps: int = 12, first_step: int = 0, **moe: object) -> tuple[Meter, Records]:
     config = Config(
-        data=Data(seq_len=LENGTH), train=Train(steps=steps, batch_size=BATCH), log=Log(every=every, tensorboard=False)
+        model=Model(moe=MoE(**moe)),
+        data=Data(seq_len=LENGTH),
+        train=Train(steps=steps, batch_size=BATCH),
+        log=Log(every=every, tensorboard=False),
     )
     records = Records()
     return Meter(config, first_step, records, MATRIX_RATE), records
@@ -100,3 +109,24 @@ def test_speeds_follow_from_the_step_time(clock):
     utilisation = tokens_per_s * train_flops_per_token(Config().model, LENGTH) / MATRIX_RATE
     expected = {"step": 1, "step_s": 0.5, "tokens_per_s": tokens_per_s, "mfu": pytest.approx(utilisation)}
     assert records == [{**expected, "expert_load": [[0.333333] * 3]}]
+
+
+def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records(clock):
+    reader, records = metered(every=5, capacity_factor=None)
+    for step, fraction in enumerate((0, 0, 0.125, 0, 0.5), start=1):
+        clock.now_s += 1
+        reader.add(step, {"dropped_fraction": jnp.float32(fraction)})
+    reader.finish()
+    assert [record["step"] for record in records] == [1, 5]
+    assert records.warnings == [
+        "step 3 dropped 0.12 of all rows, as exchange.buffer_factor=2.0 leaves some expert rank no room for them: "
+        "use a larger one, or null for the worst case (this is said once; dropped_fraction goes on counting)"
+    ]
+
+
+def test_a_capacity_that_drops_is_no_reason_for_a_warning(clock):
+    reader, records = metered(every=1)
+    clock.now_s += 1
+    reader.add(1, {"dropped_fraction": jnp.float32(0.5)})
+    reader.finish()
+    assert records.warnings == []

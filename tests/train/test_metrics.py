@@ -66,6 +66,19 @@ def test_progress_line_is_exactly_this() -> None:
     )
 
 
+def test_progress_line_shows_that_few_pairs_were_dropped() -> None:
+    texts = {0.0: "dropped 0.0%", 1e-6: "dropped <0.1%", 6e-4: "dropped 0.1%"}
+    for fraction, text in texts.items():
+        assert text in format_line({"step": 1, "dropped_fraction": fraction}, total_steps=1, eta_s=0)
+
+
+def test_a_warning_is_a_line_and_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_log(tmp_path) as log:
+        log.warn("rows were dropped")
+    assert capsys.readouterr().out == "warning: rows were dropped\n"
+    assert read_metrics(tmp_path) == []
+
+
 def test_progress_line_of_a_dense_model_on_unknown_hardware_leaves_out_what_it_lacks() -> None:
     record = {"step": 7, "loss": float("nan"), "tokens_per_s": 950.0, "step_s": 1.2345, "expert_load": []}
     assert format_line(record, total_steps=10, eta_s=3.7) == "step  7/10  loss nan  950 tok/s  1.23 s/step  ETA 4s"

@@ -100,11 +100,31 @@ def test_bfloat16_gradient_of_a_frequent_token_is_not_lost():
 
 
 def test_training_is_the_same_on_every_mesh_when_dropless():
-    config = small_config(1, 1, capacity_factor=None)
+    config = small_config(1, 1, capacity_factor=None, exchange={"buffer_factor": None})
     expected = [r["loss"] for r in run_steps(config)[1]]
     for data, expert in [(8, 1), (2, 4)]:
         losses = [r["loss"] for r in run_steps(dataclasses.replace(config, mesh=Mesh(data=data, expert=expert)))[1]]
         np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"mesh ({data}, {expert})")
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 4), (1, 8)])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_what_finds_no_room_in_a_buffer_is_what_the_reference_drops(mesh, factor):
+    config = small_config(*mesh, capacity_factor=None, top_k=3, exchange={"buffer_factor": factor})
+    assert_equals_reference(config)
+
+
+def test_a_buffer_drops_the_same_rows_however_the_batch_is_cut():
+    """Over data ranks and over time; the load-balance loss, whose counts are those of a part, is left out."""
+    moe = {"capacity_factor": None, "load_balance_weight": 0.0}
+    config = small_config(1, 4, exchange={"buffer_factor": 1.0}, **moe)
+    expected = run_steps(config)[1]
+    assert all(record["dropped_fraction"] > 0 for record in expected)
+    parts = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accumulation=2))
+    for other in (dataclasses.replace(config, mesh=Mesh(data=2, expert=4)), parts):
+        for record, wanted in zip(run_steps(other)[1], expected, strict=True):
+            assert record["dropped_fraction"] == wanted["dropped_fraction"]
+            np.testing.assert_allclose(record["loss"], wanted["loss"], rtol=1e-5)
 
 
 def test_clipping_scales_the_whole_gradient_by_its_global_norm():

@@ -28,4 +28,4 @@ def order_of(moe: MoE, ragged: bool = False) -> Order:
         return ORDERS["irregular"]
     if moe.order == "einsum":
         return ORDERS["one_hot"]
-    return ORDERS["dropless" if moe.capacity_factor is None else "slots"]
+    return ORDERS["dropless" if moe.sends_sized_rows else "slots"]

@@ -1,7 +1,12 @@
-"""No drops: rows sorted by expert, as many as there are, sent with their sizes.
+"""No capacity: rows sorted by expert, as many as there are, sent with their sizes.
 
-P expert ranks, L experts on each, W rows from each source at most, S = P·W rows received, T tokens, D model width.
-W = T·min(k, L): all tokens might choose this rank. Rows beyond the real ones are 0 and belong to no expert.
+P expert ranks, L experts on each, W rows from each source at most, S rows in the experts' order, T tokens of this
+device or of a microbatch, N of a sequence, D model width. Rows beyond the real ones are 0 and belong to no expert.
+
+A rank has room for W = T/N · `buffer.rows` rows from each source: each sequence fills its own share in the order of its
+tokens, then of their choices, and what finds no room is dropped and counted. Sequences are never cut, so the same rows
+survive however a batch is cut into microbatches and over data ranks. Without a buffer W = T·min(k, L), the worst case:
+all tokens choose this rank.
 """
 
 from itertools import pairwise
@@ -9,14 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
 from moe_jax.models.layers import mlp
-from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds
+from moe_jax.models.orders.protocol import Buffer, Room, Ticket, piece_bounds
 
 Sent = tuple[Float[Array, "P W D"], Int[Array, "P L"]]
 
@@ -24,17 +29,33 @@ Sent = tuple[Float[Array, "P W D"], Int[Array, "P L"]]
 def order(
     x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room | None = None
 ) -> tuple[Sent, Ticket]:
-    """Rows for each rank, sorted by expert, and how many of them each of its experts gets; `room` never runs out."""
-    held = moe.num_experts // ranks
-    width = x_TD.shape[0] * min(moe.top_k, held)
-    count_E = routing.expert_counts(choice.expert_Tk, moe.num_experts)
-    count_PL = count_E.reshape(ranks, held)
-    start_E = (jnp.cumsum(count_PL, axis=1) - count_PL).ravel()  # of an expert's rows in its rank's block
-    rank_Tk = routing.rank_in_expert(choice.expert_Tk, count_E)
-    row_Tk = choice.expert_Tk // held * width + start_E[choice.expert_Tk] + rank_Tk
-    rows = routing.assign_rows(row_Tk, jnp.ones_like(row_Tk, bool), ranks * width)
+    """Rows for each rank, sorted by expert, and how many of them each of its experts gets.
+
+    `room` holds the buffer; what earlier parts of the batch used does not matter.
+    """
+    tokens, held = x_TD.shape[0], moe.num_experts // ranks
+    width, expert_Tk = tokens * min(moe.top_k, held), choice.expert_Tk
+    kept_Tk = jnp.ones_like(expert_Tk, bool)
+    if room is not None and room.buffer is not None:
+        width = tokens // room.buffer.tokens * room.buffer.rows
+        kept_Tk = _finds_room(expert_Tk // held, room.buffer, ranks)
+        expert_Tk = jnp.where(kept_Tk, expert_Tk, moe.num_experts)  # one expert more, that nobody has
+    count_E = routing.expert_counts(expert_Tk, moe.num_experts + 1)
+    rank_Tk = routing.rank_in_expert(expert_Tk, count_E)
+    count_PL = count_E[:-1].reshape(ranks, held)
+    start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)  # of an expert's rows in its rank's block
+    row_Tk = expert_Tk // held * width + start_E[expert_Tk] + rank_Tk
+    rows = routing.assign_rows(row_Tk, kept_Tk, ranks * width)
     sent = routing.to_rows(x_TD, rows).reshape(ranks, width, -1)
-    return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.int32(0))
+    return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
+
+
+def _finds_room(rank_Tk: Int[Array, "T k"], buffer: Buffer, ranks: int) -> Bool[Array, "T k"]:
+    """Whether each pair is among the first of its sequence that go to its rank."""
+    sequence_T1 = jnp.arange(len(rank_Tk), dtype=jnp.int32)[:, None] // buffer.tokens
+    group_Tk = sequence_T1 * ranks + rank_Tk
+    count = routing.expert_counts(group_Tk, len(rank_Tk) // buffer.tokens * ranks)
+    return routing.rank_in_expert(group_Tk, count) < buffer.rows
 
 
 def cut(sent: Sent, pieces: int) -> list[tuple[Float[Array, "P _ D"], Int[Array, "P L"]]]:
@@ -52,29 +73,30 @@ def cut(sent: Sent, pieces: int) -> list[tuple[Float[Array, "P _ D"], Int[Array,
 def experts(params: Any, received: Sent, moe: MoE, platform: str) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
     x_PWD, count_PL = received
-    ranks, width, _ = x_PWD.shape
+    ranks, width, features = x_PWD.shape
     product = GROUPED_PRODUCTS[platform]
-    if ranks == 1:  # the only source has sorted them already
-        return mlp(params, x_PWD[0], lambda x, w: product(x, w.astype(x.dtype), count_PL[0]))[None]
-    sorting, count_L = _sort_by_expert(count_PL, width)
-    x_SD = routing.to_rows(x_PWD.reshape(ranks * width, -1), sorting)
-    y_SD = mlp(params, x_SD, lambda x, w: product(x, w.astype(x.dtype), count_L))
-    y_PWD = routing.from_rows(y_SD, jnp.ones((ranks * width, 1), jnp.float32), sorting)
-    return y_PWD.reshape(x_PWD.shape)
+    tile = product.tile(ranks * width, count_PL.shape[1])
+    sorting, size_L = _sort_by_expert(count_PL, width, tile)
+    x_SD = routing.to_rows(x_PWD.reshape(ranks * width, features), sorting)
+    y_SD = mlp(params, x_SD, lambda x, w: product.multiply(x, w.astype(x.dtype), size_L, tile))
+    return routing.to_rows(y_SD, routing.inverse(sorting)).reshape(x_PWD.shape)
 
 
-def _sort_by_expert(count_PL: Int[Array, "P L"], width: int) -> tuple[routing.Rows, Int[Array, " L"]]:
-    """Where each received row goes so that rows of one expert are neighbours, and how many each expert has."""
-    ranks = count_PL.shape[0]
+def _sort_by_expert(count_PL: Int[Array, "P L"], width: int, tile: int) -> tuple[routing.Rows, Int[Array, " L"]]:
+    """Where each received row goes so that rows of one expert are neighbours, in whole tiles, and how many that are."""
+    ranks, held = count_PL.shape
     end_PL = jnp.cumsum(count_PL, axis=1)
-    expert_PW = jnp.sum(jnp.arange(width)[None, :, None] >= end_PL[:, None, :], axis=-1)  # L: an empty row
-    count_L = count_PL.sum(axis=0)
-    count = jnp.append(count_L, ranks * width - count_L.sum())  # the empty rows are a last group
-    place_S1 = (jnp.cumsum(count) - count)[expert_PW.reshape(-1, 1)]
-    place_S1 += routing.rank_in_expert(expert_PW.reshape(-1, 1), count)
-    return routing.assign_rows(place_S1, jnp.ones((ranks * width, 1), bool), ranks * width), count_L
+    size_L = -(-count_PL.sum(axis=0) // tile) * tile
+    # of an expert's rows from one source: their first place, less their first row there
+    shift_PL = jnp.cumsum(size_L) - size_L + jnp.cumsum(count_PL, axis=0) - count_PL - (end_PL - count_PL)
+    row_W = jnp.arange(width, dtype=jnp.int32)
+    expert_PW = jnp.sum(row_W[:, None] >= end_PL[:, None, :], axis=-1)  # L: an empty row
+    place_PW = row_W + jnp.take_along_axis(shift_PL, jnp.minimum(expert_PW, held - 1), axis=1)
+    num_rows = -(-(ranks * width + held * (tile - 1)) // tile) * tile
+    exists_S1 = (expert_PW < held).reshape(-1, 1)
+    return routing.assign_rows(place_PW.reshape(-1, 1), exists_S1, num_rows), size_L
 
 
 def inverse(returned_PWD: Float[Array, "P W D"], ticket: Ticket) -> Float[Array, "T D"]:
-    """Weighted sums of each token's rows."""
+    """Weighted sums of each token's rows; a token whose rows were all dropped gets 0."""
     return routing.from_rows(returned_PWD.reshape(-1, returned_PWD.shape[-1]), ticket.weight_Tk, ticket.rows)
