@@ -129,7 +129,7 @@ class Exchange:
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped
-    buffer_factor: float | None = 2.0
+    buffer_factor: float | None = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
