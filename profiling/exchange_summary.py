@@ -21,7 +21,7 @@ def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float |
     Exchanges in the background send what flat ones do, over sockets of their own.
     """
     if algorithm == "ring":
-        return _ring_seconds(num_bytes, lines["permute", "between"])
+        return _ring_seconds(num_bytes, _links("all_to_all.flat", lines))
     form, made_of = ("flat", algorithm) if algorithm == "background" else (algorithm, "flat")
     if form not in ALGORITHMS:
         return None
@@ -42,14 +42,12 @@ def _links(name: str, lines: Lines) -> Links:
     )
 
 
-def _ring_seconds(num_bytes: float, between: Linear) -> float:
-    """Hop after hop: in the first and the last ones not all ranks of a node send to another one.
-
-    The line is that of permutes in which all of them do.
-    """
+def _ring_seconds(num_bytes: float, links: Links) -> float:
+    """Hop after hop, one block each: in the first and the last ones not all ranks of a node send to another one."""
     ranks = NODES * RANKS_PER_NODE
-    shares = [min(hop, ranks - hop, RANKS_PER_NODE) / RANKS_PER_NODE for hop in range(1, ranks)]
-    return sum(between.seconds(share * num_bytes / ranks) for share in shares)
+    block = num_bytes / ranks
+    leaving = [min(hop, ranks - hop, RANKS_PER_NODE) for hop in range(1, ranks)]
+    return sum(max(count * links.between.seconds(block), links.inside.seconds(block)) for count in leaving)
 
 
 def summary(curves: Sequence[Curve]) -> dict[str, Any]:

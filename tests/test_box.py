@@ -170,7 +170,7 @@ def test_a_model_predicts_exchanges_from_collectives_inside_and_between_nodes():
     sizes = np.array(result["sizes_bytes"])
     expected = {
         "flat": 2e-3 + sizes * 2e-9,  # two messages of each rank, of a quarter: alpha twice that of one of a half
-        "ring": 3e-3 + sizes / 4 * (0.5 + 1 + 0.5) * 4e-9,
+        "ring": 1e-3 + 2 * np.maximum(0.5e-3 + sizes / 4 * 2e-9, 1e-3 + sizes / 4 * 1e-9) + sizes / 4 * 4e-9,
         "hier_2d": 2e-3 + sizes * (0.5 + 2) * 1e-9,
         "halo": 2e-3 + sizes * (0.25 + 2) * 1e-9,
         "hier_1d": 2.5e-3 + sizes * (1 + 2 + 1) * 1e-9,
