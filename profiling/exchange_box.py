@@ -1,4 +1,6 @@
-"""Ways to exchange tokens between two nodes in one box: sudo python profiling/exchange_box.py
+"""Ways to exchange tokens between two nodes in one box.
+
+    sudo .venv/bin/python profiling/exchange_box.py
 
 Two nodes of two processes: fast links inside, one slow link out of each node. All-to-alls of every algorithm over the
 four processes, and collectives inside a node and between nodes, take turns at sizes from 64 kB to 16 MB. Lines fitted

@@ -19,6 +19,10 @@ def test_sizes(settings, data, expert):
     assert batch_shards(make_mesh(settings)) == 8
 
 
+def test_every_axis_has_a_setting():
+    assert set(Mesh().sizes) == set(Axis)
+
+
 @pytest.mark.parametrize("settings", [Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)])
 def test_wrong_products_name_a_cure_that_works(settings):
     with pytest.raises(MeshError) as error:
