@@ -23,6 +23,8 @@ class MoE:
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
     order: Literal["sort", "einsum"] = "sort"  # how tokens reach their slots: scatter, or GShard's one-hot product
+    # around the layer and its exchanges: rows travel as bfloat16 (already so if computed in it), or as 8-bit floats
+    hooks: Literal["none", "bf16", "fp8"] = "none"
     slot_priority: Literal["position", "score"] = "position"  # whose tokens an expert with few slots takes first
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts

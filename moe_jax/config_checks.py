@@ -258,6 +258,11 @@ def _check_exchange(config: "Config") -> None:
             "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
             "set them, or exchange.algorithm=auto"
         )
+    if config.model.moe.hooks != "none":
+        raise ConfigError(
+            f"exchange.algorithm=ragged does not call model.moe.hooks={config.model.moe.hooks}: "
+            "use exchange.algorithm=flat, or model.moe.hooks=none"
+        )
 
 
 def _check_training(config: "Config") -> None:

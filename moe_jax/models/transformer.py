@@ -74,7 +74,8 @@ def exchange_of(config: Config, platform: str) -> str:
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
     ragged = platform != "cpu" and config.schedule.policy == "unified" and config.schedule.microbatches > 1
-    return "ragged" if ragged and config.model.moe.sends_capacity_rows else "flat"
+    moe = config.model.moe
+    return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"
 
 
 class Routed(NamedTuple):
@@ -121,9 +122,10 @@ def block(
     if "mlp" in params:
         return dense_block(params, x_BND, model), None
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model)
-    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks)
+    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks, model.moe)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.ranks), ticket, model), stats
+    returned = moe_layer.exchange(out, "combine", how.exchange, how.ranks, model.moe)
+    return rejoin(x_BND, returned, ticket, model), stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

@@ -135,6 +135,13 @@ SCHEDULE = [
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or exchange.algorithm=auto",
     ),
+    (
+        "an irregular exchange with hooks",
+        "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8",
+        "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
+        "use exchange.algorithm=flat, or model.moe.hooks=none",
+    ),
+    ("unknown hooks", "model.moe.hooks=fp16", "model.moe.hooks=fp16 must be none or bf16 or fp8: did you mean bf16?"),
 ]
 
 MESH = [
