@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
-from moe_jax.models.gates import GATES
+from moe_jax.models.gates import gate_of
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
@@ -43,7 +43,7 @@ def route(
     h_TD = hooks_of(moe).before_layer(h_TD)
     # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
     logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
-    choice = GATES[moe.gate](logit_TE, moe)
+    choice = gate_of(moe)(logit_TE, moe)
     sent, ticket = order_of(moe, ragged).order(h_TD, choice, moe, ranks, room)
     stats = RouterStats(
         count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),

@@ -15,8 +15,11 @@ from moe_jax.config_checks import check_node_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
+from moe_jax.models.gates import gate_of
+from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
+from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
 from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.all_to_all import BY_NODE
@@ -44,6 +47,9 @@ class Computation:
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
+        if config.model.moe.num_experts:
+            for part_of in (gate_of, order_of, hooks_of):
+                part_of(config.model.moe)  # refused now if it is none
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
         if per_node is None:
