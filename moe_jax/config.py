@@ -19,10 +19,14 @@ class MoE:
     hidden_dim: int = 512  # of one expert
     num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
-    gate: Literal["softmax", "sigmoid"] = "softmax"
+    gate: str = "softmax"  # or sigmoid, or package.module:function, see docs/parts.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
-    order: Literal["sort", "einsum"] = "sort"  # how tokens reach their slots: scatter, or GShard's one-hot product
+    # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
+    order: str = "sort"
+    # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
+    # computed in it, or as 8-bit floats), or package.module:name of Hooks
+    hooks: str = "none"
     slot_priority: Literal["position", "score"] = "position"  # whose tokens an expert with few slots takes first
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts

@@ -3,7 +3,9 @@
 Each refusal gives the setting, its value and the cure.
 """
 
+import difflib
 import math
+import re
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import ConfigError
@@ -65,6 +67,13 @@ _POSITIVE = (
     "schedule.network_gb_per_s",
 )
 _MAY_BE_NULL = ("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", *_POSITIVE[-4:])
+# Parts of the model with a name of their own; others are named package.module:name.
+_PARTS = {
+    "model.moe.gate": ("softmax", "sigmoid"),
+    "model.moe.order": ("sort", "einsum"),
+    "model.moe.hooks": ("none", "bf16", "fp8"),
+}
+_ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 # Numbers that must lie in [0, 1).
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 
@@ -72,6 +81,7 @@ _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 def check_config(config: "Config") -> None:
     """Raise ConfigError for a value out of range, and for settings that contradict each other."""
     _check_ranges(config)
+    _check_parts(config)
     _check_model(config.model)
     _check_mesh(config)
     _check_schedule(config.schedule)
@@ -114,6 +124,15 @@ def _check_ranges(config: "Config") -> None:
 
 def _or_null(name: str) -> str:
     return " (or null)" if name in _MAY_BE_NULL else ""
+
+
+def _check_parts(config: "Config") -> None:
+    for name, own in _PARTS.items():
+        value = str(setting(config, name))
+        if value not in own and not _ELSEWHERE.fullmatch(value):
+            near = difflib.get_close_matches(value, own, n=1)
+            cure = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name}={value} must be {' or '.join(own)} or package.module:name{cure}")
 
 
 def _check_model(model: "Model") -> None:
@@ -261,6 +280,11 @@ def _check_exchange(config: "Config") -> None:
         raise ConfigError(
             "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
             "set them, or exchange.algorithm=auto"
+        )
+    if config.model.moe.hooks != "none":
+        raise ConfigError(
+            f"exchange.algorithm=ragged does not call model.moe.hooks={config.model.moe.hooks}: "
+            "use exchange.algorithm=flat, or model.moe.hooks=none"
         )
 
 

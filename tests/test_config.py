@@ -110,6 +110,13 @@ REFUSED = {
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or exchange.algorithm=auto"
     ),
+    "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8": (
+        "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
+        "use exchange.algorithm=flat, or model.moe.hooks=none"
+    ),
+    "model.moe.order=einsun": (
+        "model.moe.order=einsun must be sort or einsum or package.module:name: did you mean einsum?"
+    ),
     "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1",
     "mesh.expert=4 exchange.ranks_per_node=3": (
         "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4"

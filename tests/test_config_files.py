@@ -91,7 +91,7 @@ def candidates(name: str) -> Iterator[Any]:
     if isinstance(kinds[0], str):
         yield from kinds
     value = setting(Config(), name)
-    others: dict[type, list[Any]] = {bool: [not value], str: ["other"], float: [0.75, 12.0]}
+    others: dict[type, list[Any]] = {bool: [not value], str: ["other", "package.module:name"], float: [0.75, 12.0]}
     yield from others.get(kinds[0], [])
     if int in kinds:
         yield from [2, 1, 8, 32]
@@ -186,8 +186,8 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("model.qk_norm=1", "model.qk_norm=1 must be true or false, not a number"),
         ("log.dir=7", "log.dir=7 must be text, not a number: put it in quotes"),
         ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
-        ("model.moe.gate=sofmax", "model.moe.gate=sofmax must be softmax or sigmoid: did you mean softmax?"),
-        ("model.moe.gate=3", "model.moe.gate=3 must be softmax or sigmoid"),
+        ("model.activation=swiglo", "model.activation=swiglo must be swiglu or gelu: did you mean swiglu?"),
+        ("model.activation=3", "model.activation=3 must be swiglu or gelu"),
         ("model=3", f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(Model))}"),
         ("train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
         ("=3", "override '=3' is not of the form section.key=value, e.g. train.steps=100"),

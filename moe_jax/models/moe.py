@@ -6,6 +6,7 @@ T tokens of this device, k choices of each, D model width, E experts, P expert r
     route ──► exchange ──► run_experts ──► exchange ──► combine
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
-from moe_jax.models.gates import GATES
+from moe_jax.models.gates import gate_of
+from moe_jax.models.hooks import hooks_of
+from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.ranks import Ranks
 
 
@@ -37,9 +40,10 @@ def route(
 
     Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left.
     """
+    h_TD = hooks_of(moe).before_layer(h_TD)
     # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
     logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
-    choice = GATES[moe.gate](logit_TE, moe)
+    choice = gate_of(moe)(logit_TE, moe)
     sent, ticket = order_of(moe, ragged).order(h_TD, choice, moe, ranks, room)
     stats = RouterStats(
         count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),
@@ -50,10 +54,37 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str, algorithm: str, ranks: Ranks) -> Any:
-    """All-to-all of every array of a tree: block p goes to rank p. Its own inverse."""
+def exchange(rows: Any, name: str, algorithm: str, ranks: Ranks, moe: MoE) -> Any:
+    """All-to-all `name`, dispatch or combine, of every array of a tree: block p goes to rank p."""
+    send, hooks = EXCHANGES[algorithm], hooks_of(moe)
+    around, backward = hooks.around(name, backward=False), hooks.around(name, backward=True)
+
+    def sent(x: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return _sent(send, ranks, around, backward, x) if is_float else send(x, ranks)
+
     with jax.named_scope(name):
-        return jax.tree.map(lambda x: EXCHANGES[algorithm](x, ranks), rows)
+        return jax.tree.map(sent, rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _sent(exchange: Exchange, ranks: Ranks, around: Around, backward: Around, x: jax.Array) -> jax.Array:
+    return around.after(exchange(around.before(x), ranks), x.dtype)
+
+
+def _sent_forward(
+    exchange: Exchange, ranks: Ranks, around: Around, backward: Around, x: jax.Array
+) -> tuple[jax.Array, None]:
+    return _sent(exchange, ranks, around, backward, x), None
+
+
+def _sent_backward(
+    exchange: Exchange, ranks: Ranks, around: Around, backward: Around, _: None, dx: jax.Array
+) -> tuple[jax.Array]:
+    return (_sent(exchange, ranks, backward, around, dx),)
+
+
+_sent.defvjp(_sent_forward, _sent_backward)
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
@@ -63,7 +94,7 @@ def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Arra
 
 def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) -> Float[Array, "T D"]:
     """Inverse order: each token's weighted sum of what its experts returned."""
-    return order_of(moe, ragged).inverse(returned, ticket)
+    return hooks_of(moe).after_layer(order_of(moe, ragged).inverse(returned, ticket))
 
 
 def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:

@@ -15,8 +15,11 @@ from moe_jax.config_checks import check_node_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
+from moe_jax.models.gates import gate_of
+from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
+from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
 from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.all_to_all import BY_NODE
@@ -45,6 +48,9 @@ class Computation:
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
+        if config.model.moe.num_experts:
+            for part_of in (gate_of, order_of, hooks_of):
+                part_of(config.model.moe)  # refused now if it is none
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
         if per_node is None:
@@ -76,7 +82,8 @@ def exchange_of(config: Config, platform: str) -> str:
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
     ragged = platform != "cpu" and config.schedule.policy == "unified" and config.schedule.microbatches > 1
-    return "ragged" if ragged and config.model.moe.sends_capacity_rows else "flat"
+    moe = config.model.moe
+    return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"
 
 
 class Routed(NamedTuple):
@@ -126,9 +133,10 @@ def block(
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, room)
-    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks)
+    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks, model.moe)
     out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    return rejoin(x_BND, moe_layer.exchange(out, "combine", how.exchange, how.ranks), ticket, model), stats
+    returned = moe_layer.exchange(out, "combine", how.exchange, how.ranks, model.moe)
+    return rejoin(x_BND, returned, ticket, model), stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

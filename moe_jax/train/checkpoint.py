@@ -15,6 +15,7 @@ from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
 _FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
+    "model.moe.hooks",
     "model.moe.order",
     "model.moe.load_balance_weight",
     "model.moe.router_z_weight",

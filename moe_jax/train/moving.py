@@ -19,15 +19,25 @@ class Arrival(NamedTuple):
 
 
 class Moving:
-    """An exchange of several pieces that is put together when the first of them is needed."""
+    """An exchange of several pieces that is put together when the first of them is needed.
 
-    def __init__(self, under_way: tuple[jax.Array, ...], bounds: list[int], axis: int, how: Computation):
-        self._under_way, self._bounds, self._axis, self._how = under_way, bounds, axis, how
+    `rows` makes rows of what travelled.
+    """
+
+    def __init__(
+        self,
+        under_way: tuple[jax.Array, ...],
+        rows: Callable[[jax.Array], jax.Array],
+        bounds: list[int],
+        axis: int,
+        how: Computation,
+    ):
+        self._under_way, self._rows, self._bounds, self._axis, self._how = under_way, rows, bounds, axis, how
         self._pieces: list[jax.Array] | None = None
 
     def piece(self, place: int, tie: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if self._pieces is None:
             *others, last = self._under_way
-            whole = EXCHANGES[self._how.exchange].finish((*others, tie(last)), self._how.ranks)
-            self._pieces = jnp.split(whole, self._bounds, axis=self._axis)
+            travelled = EXCHANGES[self._how.exchange].finish((*others, tie(last)), self._how.ranks)
+            self._pieces = jnp.split(self._rows(travelled), self._bounds, axis=self._axis)
         return self._pieces[place]

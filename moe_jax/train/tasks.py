@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
@@ -267,11 +268,13 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        under_way = exchange.start(self.in_order(joined, exchange.only_starts), how.ranks)
+        around = hooks_of(self.facts.config.model.moe).around(action.op, backward=action.direction == "B")
+        travels = self.in_order(around.before(joined), exchange.only_starts)
+        under_way = exchange.start(travels, how.ranks)
         if joined.size:
             self.issued(under_way[-1], exchange.only_starts)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        moving = Moving(under_way, bounds, axis, how)
+        moving = Moving(under_way, lambda travelled: around.after(travelled, joined.dtype), bounds, axis, how)
         for place, p in enumerate(pieces):
             sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, how.ranks), flow[p])
             flow[p] = Arrival(moving, place, sizes)

@@ -18,7 +18,11 @@ CONFIG = [
     ("out of range", "train.batch_size=0", "train.batch_size=0 must be at least 1"),
     ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
     ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
-    ("several lines", "'model.moe.gate=\"a\\nb\"'", "model.moe.gate=a b must be softmax or sigmoid"),
+    (
+        "several lines",
+        "'model.moe.gate=\"a\\nb\"'",
+        "model.moe.gate=a b must be softmax or sigmoid or package.module:name",
+    ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
     ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
     (
@@ -141,6 +145,61 @@ SCHEDULE = [
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or exchange.algorithm=auto",
     ),
+    (
+        "an irregular exchange with hooks",
+        "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8",
+        "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
+        "use exchange.algorithm=flat, or model.moe.hooks=none",
+    ),
+    (
+        "unknown hooks",
+        "model.moe.hooks=fp16",
+        "model.moe.hooks=fp16 must be none or bf16 or fp8 or package.module:name: did you mean bf16?",
+    ),
+]
+
+PARTS = [
+    (
+        "no such module",
+        "model.moe.gate=my.gates:choose",
+        "model.moe.gate=my.gates:choose: importing my.gates says \"No module named 'my'\": "
+        "name a module of the folder that the command runs in, or an installed one",
+    ),
+    (
+        "no such function",
+        "model.moe.gate=moe_jax.models.gates.softmax:chose",
+        "model.moe.gate=moe_jax.models.gates.softmax:chose: moe_jax.models.gates.softmax has no chose: "
+        "did you mean choose?",
+    ),
+    (
+        "no function",
+        "model.moe.gate=moe_jax.models.gates.sigmoid:__doc__",
+        "model.moe.gate=moe_jax.models.gates.sigmoid:__doc__ is of type str: name a function",
+    ),
+    (
+        "another function than a gate",
+        "model.moe.gate=tests.models.test_named:not_a_choice",
+        "model.moe.gate=tests.models.test_named:not_a_choice returns tuple: "
+        "return a moe_jax.models.gates.choice.Choice",
+    ),
+    (
+        "a gate of another shape",
+        "model.moe.gate=tests.models.test_named:one_expert",
+        "model.moe.gate=tests.models.test_named:one_expert makes expert_Tk int32[5, 1] of 5 tokens' logits: "
+        "it must be int32[5, 2]",
+    ),
+    (
+        "no order",
+        "model.moe.order=moe_jax.models.orders.slots:order",
+        "model.moe.order=moe_jax.models.orders.slots:order is of type function: "
+        "name a moe_jax.models.orders.protocol.Order",
+    ),
+    (
+        "no hooks",
+        "model.moe.hooks=moe_jax.models.hooks.fp8:before",
+        "model.moe.hooks=moe_jax.models.hooks.fp8:before is of type function: "
+        "name a moe_jax.models.hooks.protocol.Hooks",
+    ),
 ]
 
 MESH = [
@@ -205,6 +264,6 @@ MESH = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), cases(CONFIG + SCHEDULE + MESH))
+@pytest.mark.parametrize(("words", "message"), cases(CONFIG + SCHEDULE + PARTS + MESH))
 def test_settings_that_cannot_be(words: str, message: str, assert_refused: Refusal) -> None:
     assert_refused(f"train --config tiny.yaml {words}", message)

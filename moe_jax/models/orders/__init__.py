@@ -11,6 +11,8 @@ its batch; D model width.
 """
 
 from moe_jax.config import MoE
+from moe_jax.errors import ConfigError
+from moe_jax.models.named import named
 from moe_jax.models.orders import dropless, irregular, one_hot, slots
 from moe_jax.models.orders.protocol import Order
 
@@ -23,9 +25,17 @@ ORDERS: dict[str, Order] = {
 
 
 def order_of(moe: MoE, ragged: bool = False) -> Order:
-    """The order that a config asks for; `ragged`: no row that does not exist is sent, where there is a capacity."""
+    """The order that a config asks for; `ragged`: no row that does not exist is sent, where there is a capacity.
+
+    Raises ConfigError if what it names is none.
+    """
     if ragged:
         return ORDERS["irregular"]
-    if moe.order == "einsum":
-        return ORDERS["one_hot"]
-    return ORDERS["dropless" if moe.sends_sized_rows else "slots"]
+    sort = ORDERS["dropless" if moe.sends_sized_rows else "slots"]
+    order = named("model.moe.order", moe.order, {"sort": sort, "einsum": ORDERS["one_hot"]})
+    if not isinstance(order, Order):
+        raise ConfigError(
+            f"model.moe.order={moe.order} is of type {type(order).__name__}: "
+            "name a moe_jax.models.orders.protocol.Order"
+        )
+    return order

@@ -1,0 +1,36 @@
+"""Rows travel as 8-bit floats (e4m3, Micikevicius et al. 2022) with a scale for each; cotangents as bfloat16.
+
+With s = max |x| / 448 of a row, x comes back within max(|x| / 16, s / 1024): half a step of 3 bits of mantissa, or of
+the smallest number. A row with a number that is not finite comes back as NaN.
+P expert ranks, D model width, B = D + 4 bytes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from moe_jax.models.hooks.bf16 import AROUND as BF16
+from moe_jax.models.hooks.protocol import Around, Hooks
+
+_LARGEST = 448.0
+_SCALE_BYTES = 4
+
+
+def before(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
+    """Each row's numbers, then its scale: one array, so that it is one exchange."""
+    x = rows.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
+    scale = jnp.where(scale == 0, 1.0, scale)
+    numbers = jax.lax.bitcast_convert_type((x / scale).astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jnp.concatenate([numbers, jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8)], axis=-1)
+
+
+def after(packed: UInt8[Array, "P ... B"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
+    """The rounded rows."""
+    numbers, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:]
+    x = jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn).astype(jnp.float32)
+    return (x * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]).astype(dtype)
+
+
+_ROWS = Around(before, after)
+HOOKS: Hooks = Hooks(dispatch=_ROWS, combine=_ROWS, dispatch_backward=BF16, combine_backward=BF16)

@@ -1,0 +1,63 @@
+"""Does a model learn as well if its rows travel in fewer bits? python profiling/compression.py [STEPS]
+
+Trains the model of `configs/shakespeare_cpu.yaml` on four expert ranks, simulated on the CPU, with each form of
+compression (`model.moe.hooks`). All see the same tokens in the same order, with the same seed and optimiser; one more
+run without compression and with another seed shows how much chance alone does.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from results_file import write_result
+
+from moe_jax.config_files import load_config
+from moe_jax.train.loop import train
+from moe_jax.train.metrics import read_metrics
+from moe_jax.train.processes import Processes, initialize
+
+CONFIG = "configs/shakespeare_cpu.yaml"
+RANKS = 4
+RUNS = {
+    "none": [],
+    "bf16": ["model.moe.hooks=bf16"],
+    "fp8": ["model.moe.hooks=fp8"],
+    "none, another seed": ["train.seed=1"],
+}
+_STYLES = dict(zip(RUNS, ("k-", "C0--", "C1-.", "k:"), strict=True))
+
+
+def main() -> None:
+    """Train all and write results/compression.json and .png."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
+    initialize(Processes(mode="off"), cpu_devices=RANKS)
+    losses: dict[str, dict[int, float]] = {}
+    for name, settings in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            common = ["mesh.data=1", f"mesh.expert={RANKS}", f"train.steps={steps}"]
+            common += [f"train.eval_every={max(steps // 6, 1)}", "checkpoint.every=0", "log.sample_tokens=0"]
+            train(load_config(CONFIG, [*settings, *common, "log.tensorboard=false", f"log.dir={folder}"]))
+            records = read_metrics(Path(folder))
+            losses[name] = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+    values = {"steps": steps, "expert_ranks": RANKS, "validation_losses": losses}
+    path = write_result("compression", values)
+    _draw(losses, path.with_suffix(".png"))
+
+
+def _draw(losses: dict[str, dict[int, float]], path: Path) -> None:
+    """Each run's validation losses above, and below how far they are from the first one's."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(6, 5), sharex=True)
+    for name, of_step in losses.items():
+        above.plot(of_step.keys(), of_step.values(), _STYLES[name], label=name)
+        below.plot(of_step.keys(), [loss - losses["none"][step] for step, loss in of_step.items()], _STYLES[name])
+    above.set_ylabel("validation loss, nats per byte")
+    below.set_ylabel("difference from none")
+    below.set_xlabel("steps")
+    above.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
