@@ -34,6 +34,7 @@ SMALL = {
         "moe": {"num_experts": 8, "hidden_dim": 12, "every": 2, "capacity_factor": None},
     },
     "mesh": {"cpu_devices": 8, "data": 1, "expert": 8},
+    "exchange": {"buffer_factor": None},
     "data": {"seq_len": 16},
     "optimizer": {"schedule": "constant", "warmup_steps": 80},
     "train": {"steps": 100, "batch_size": 8, "compute_dtype": "float32", "eval_every": 50, "eval_batches": 2},
