@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.config import Config, Data, Log, Model, MoE, Train
+from moe_jax.config import Config, Data, Exchange, Log, Model, MoE, Train
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.meter import Meter
 
@@ -119,7 +119,8 @@ def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records
     reader.finish()
     assert [record["step"] for record in records] == [1, 5]
     assert records.warnings == [
-        f"step 3 dropped 0.12 of all rows, as exchange.buffer_factor={Exchange().buffer_factor} leaves some expert rank no room for them: "
+        f"step 3 dropped 0.12 of all rows, as exchange.buffer_factor={Exchange().buffer_factor} leaves some expert rank "
+        "no room for them: "
         "use a larger one, or null for the worst case (this is said once; dropped_fraction goes on counting)"
     ]
 
