@@ -1,4 +1,4 @@
-"""Does a model learn as well if its rows travel in fewer bits? python profiling/compression.py [STEPS]
+"""Does a model learn as well if its rows travel in fewer bits? python profiling/compressed_rows.py [STEPS]
 
 Trains the model of `configs/shakespeare_cpu.yaml` on four expert ranks, simulated on the CPU, with each form of
 compression (`model.moe.hooks`). All see the same tokens in the same order, with the same seed and optimiser; one more
@@ -29,7 +29,7 @@ _STYLES = dict(zip(RUNS, ("k-", "C0--", "C1-.", "k:"), strict=True))
 
 
 def main() -> None:
-    """Train all and write results/compression.json and .png."""
+    """Train all and write results/compressed_rows.json and .png."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     initialize(Processes(mode="off"), cpu_devices=RANKS)
     losses: dict[str, dict[int, float]] = {}
@@ -41,7 +41,7 @@ def main() -> None:
             records = read_metrics(Path(folder))
             losses[name] = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
     values = {"steps": steps, "expert_ranks": RANKS, "validation_losses": losses}
-    path = write_result("compression", values)
+    path = write_result("compressed_rows", values)
     _draw(losses, path.with_suffix(".png"))
 
 
