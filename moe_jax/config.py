@@ -130,6 +130,10 @@ class Exchange:
     # (microbatches; auto: on TPU and GPU); beside the program (CPU)
     algorithm: Literal["auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"] = "auto"
     ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
+    # how tensor ranks share an exchange, see docs/exchange.md: all rows from each of them (replicated), its own rows
+    # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
+    tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
+    tensor_chunks: int = 2  # of o2 and o3
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped

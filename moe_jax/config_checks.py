@@ -33,6 +33,7 @@ _AT_LEAST: dict[str, float] = {
     "model.moe.router_z_weight": 0,
     "mesh.cpu_devices": 1,
     "exchange.ranks_per_node": 1,
+    "exchange.tensor_chunks": 1,
     "schedule.microbatches": 1,
     "schedule.backward_microbatches": 1,
     "schedule.unroll": 1,
@@ -173,10 +174,12 @@ def _check_mesh(config: "Config") -> None:
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
-        if name in ("pipeline", "tensor", "context") and size != 1:
+        if name in ("pipeline", "context") and size != 1:
             raise ConfigError(
-                f"mesh.{name}={size} is not supported: only data and expert may exceed 1, so set mesh.{name}=1"
+                f"mesh.{name}={size} is not supported: only data, expert and tensor may exceed 1, so set mesh.{name}=1"
             )
+    if sizes["tensor"] > 1:
+        check_tensor_split(config, sizes["tensor"])
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(
@@ -186,6 +189,31 @@ def _check_mesh(config: "Config") -> None:
     experts, ranks = config.model.moe.num_experts, config.mesh.expert
     if ranks > 1:
         check_expert_split(experts, ranks)
+
+
+def check_tensor_split(config: "Config", ranks: int) -> None:
+    """Raise ConfigError unless `ranks` tensor ranks divide heads, hidden widths and sequences."""
+    if ranks == 1:
+        return
+    model = config.model
+    divided = {"model.num_heads": model.num_heads, "data.seq_len": config.data.seq_len}
+    if model.num_kv_heads is not None:
+        divided["model.num_kv_heads"] = model.num_kv_heads
+    if "dense" in model.block_kinds:
+        divided["model.hidden_dim"] = model.hidden_dim
+    if model.moe.num_experts:
+        divided["model.moe.hidden_dim"] = model.moe.hidden_dim
+    for name, size in divided.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
+                f"or mesh.tensor={_divisors_text(math.gcd(*divided.values()))}"
+            )
+    if config.exchange.algorithm == "ragged":
+        raise ConfigError(
+            f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
+            "or mesh.tensor=1"
+        )
 
 
 def check_expert_split(num_experts: int, ranks: int) -> None:

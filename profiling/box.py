@@ -118,12 +118,12 @@ def rank() -> int | None:
     return None if text is None else int(text)
 
 
-def join() -> None:
-    """Join the other processes of the box, one CPU device each."""
+def join(devices: int = 1) -> None:
+    """Join the other processes of the box, with so many CPU devices each."""
     size = int(os.environ[_SIZE])
     initialize(
         Processes(coordinator=f"{_address(0)}:8476", num_processes=size, process_id=rank()),
-        cpu_devices=size,
+        cpu_devices=size * devices,
     )
 
 

@@ -65,8 +65,19 @@ REFUSED = {
     ),
     "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
     "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
-    "mesh.pipeline=2": ("mesh.pipeline=2 is not supported: only data and expert may exceed 1, so set mesh.pipeline=1"),
-    "mesh.tensor=-1": "mesh.tensor=-1 is not supported: only data and expert may exceed 1, so set mesh.tensor=1",
+    "mesh.pipeline=2": (
+        "mesh.pipeline=2 is not supported: only data, expert and tensor may exceed 1, so set mesh.pipeline=1"
+    ),
+    "mesh.context=-1": (
+        "mesh.context=-1 is not supported: only data, expert and tensor may exceed 1, so set mesh.context=1"
+    ),
+    "mesh.tensor=4 model.num_kv_heads=2": (
+        "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"
+    ),
+    "mesh.tensor=2 exchange.algorithm=ragged schedule.policy=unified": (
+        "exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor=2: "
+        "use exchange.algorithm=flat, or mesh.tensor=1"
+    ),
     "mesh.expert=-1": (
         "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1"
     ),

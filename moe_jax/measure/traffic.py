@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moe_jax.measure.costs import collective_of, groups_of
+from moe_jax.measure.costs import collective_of, groups_of, sent_bytes
 from moe_jax.measure.hlo import Instruction, Program
 from moe_jax.plan.exchange import Sent, Steps, Traffic
 
@@ -64,6 +64,23 @@ def traffic_of(found: Iterable[Exchange], num_ranks: int, per_node: int) -> list
                 if source != target:
                     sent[key] = Sent(sent[key].messages + 1, sent[key].num_bytes + exchange.message_bytes)
     return [Traffic(sent[rank, False], sent[rank, True]) for rank in range(num_ranks)]
+
+
+def bytes_sent(program: Program, kind: str, num_devices: int) -> float:
+    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they turn."""
+
+    def of(name: str) -> float:
+        return sum(map(of_line, program.computations[name]))
+
+    def of_line(line: Instruction) -> float:
+        if line.opcode.removesuffix("-start") == kind:
+            return sent_bytes(line, program, num_devices)
+        if line.opcode.endswith(("-done", "-update")):
+            return 0.0
+        turns = (program.trip_count(line) or 1) if line.opcode == "while" else 1
+        return turns * sum(map(of, line.called))
+
+    return of(program.entry)
 
 
 def side_by_side(some: Sequence[Exchange], others: Sequence[Exchange]) -> bool:

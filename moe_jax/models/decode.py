@@ -67,7 +67,8 @@ def _next_logits(
     seen = (jnp.arange(cache[0][0].shape[1]) <= position)[None, None, None, :]
     updated: Cache = []
     for p, (keys, values) in zip(blocks, cache, strict=True):
-        query, key, value = project(p["attention"], x_B1D, position_B1, model)
+        h_B1D = rms_norm(x_B1D, p["attention"]["norm"], model.norm_eps)
+        query, key, value = project(p["attention"], h_B1D, position_B1, model)
         keys = jax.lax.dynamic_update_slice_in_dim(keys, key, position, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(values, value, position, axis=1)
         updated.append((keys, values))

@@ -20,8 +20,8 @@ from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
-from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
-from moe_jax.parallel.ranks import Ranks
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.over_tensor import Route, Send
 
 
 class RouterStats(NamedTuple):
@@ -54,37 +54,35 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str, algorithm: str, ranks: Ranks, moe: MoE) -> Any:
+def exchange(rows: Any, name: str, route: Route, moe: MoE) -> Any:
     """All-to-all `name`, dispatch or combine, of every array of a tree: block p goes to rank p."""
-    send, hooks = EXCHANGES[algorithm], hooks_of(moe)
+    hooks, own = hooks_of(moe), EXCHANGES[route.algorithm].between(route.ranks)
     around, backward = hooks.around(name, backward=False), hooks.around(name, backward=True)
 
     def sent(x: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return _sent(send, ranks, around, backward, x) if is_float else send(x, ranks)
+        send = partial(sent_by, own, own, around, backward) if is_float else own
+        return route.carry(x, send, to_experts=name == "dispatch")
 
     with jax.named_scope(name):
         return jax.tree.map(sent, rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _sent(exchange: Exchange, ranks: Ranks, around: Around, backward: Around, x: jax.Array) -> jax.Array:
-    return around.after(exchange(around.before(x), ranks), x.dtype)
+def sent_by(there: Send, back: Send, around: Around, backward: Around, x: jax.Array) -> jax.Array:
+    """Rows that travel `there`, with `around` them; their cotangents travel `back`, with `backward` around them."""
+    return around.after(there(around.before(x)), x.dtype)
 
 
-def _sent_forward(
-    exchange: Exchange, ranks: Ranks, around: Around, backward: Around, x: jax.Array
-) -> tuple[jax.Array, None]:
-    return _sent(exchange, ranks, around, backward, x), None
+def _forward(there: Send, back: Send, around: Around, backward: Around, x: jax.Array) -> tuple[jax.Array, None]:
+    return sent_by(there, back, around, backward, x), None
 
 
-def _sent_backward(
-    exchange: Exchange, ranks: Ranks, around: Around, backward: Around, _: None, dx: jax.Array
-) -> tuple[jax.Array]:
-    return (_sent(exchange, ranks, backward, around, dx),)
+def _backward(there: Send, back: Send, around: Around, backward: Around, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    return (sent_by(back, there, backward, around, dx),)
 
 
-_sent.defvjp(_sent_forward, _sent_backward)
+sent_by.defvjp(_forward, _backward)
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:

@@ -1,6 +1,7 @@
 """The decoder, inside `shard_map`: per-device code, every collective a visible call.
 
-B sequences of this device, N tokens of each, T = B·N, D model width, V vocabulary, M blocks with experts, E experts.
+B sequences of this device, N tokens of each that are its own (its tensor rank's share), T = B·N, D model width,
+V vocabulary, M blocks with experts, E experts.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, Exchange, Model
-from moe_jax.config_checks import check_node_split
+from moe_jax.config_checks import check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
@@ -24,7 +25,9 @@ from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
 from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
+from moe_jax.parallel.tensor_axis import gathered, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,14 @@ class Computation:
     exchange: str  # the all-to-all's algorithm, never auto
     ranks_per_node: int  # of the expert axis
     buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
+    tensor_form: str  # how tensor ranks share an exchange
+    tensor_chunks: int
 
     @property
-    def ranks(self) -> Ranks:
-        """Between which tokens travel."""
-        return Ranks(Axis.EXPERT, self.platform, self.ranks_per_node)
+    def route(self) -> Route:
+        """How tokens travel."""
+        ranks = Ranks(Axis.EXPERT, self.platform, self.ranks_per_node)
+        return Route(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
@@ -52,11 +58,12 @@ class Computation:
             for part_of in (gate_of, order_of, hooks_of):
                 part_of(config.model.moe)  # refused now if it is none
         platform = "gpu" if platform in ("cuda", "rocm") else platform
+        check_tensor_split(config, mesh.shape[Axis.TENSOR])
         size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
         if per_node is None:
             per_node = ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
         check_node_split(per_node, size)
-        exchange = exchange_of(config, platform)
+        exchange = exchange_of(config, platform, mesh.shape[Axis.TENSOR])
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
             exchange = "flat"
         return cls(
@@ -67,10 +74,12 @@ class Computation:
             exchange=exchange,
             ranks_per_node=per_node,
             buffer_factor=config.exchange.buffer_factor,
+            tensor_form=config.exchange.tensor_form,
+            tensor_chunks=config.exchange.tensor_chunks,
         )
 
 
-def exchange_of(config: Config, platform: str) -> str:
+def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     """What `exchange.algorithm=auto` stands for. Raises ConfigError."""
     for name in ("algorithm", "reduction"):
         if getattr(config.exchange, name) == "background" and platform != "cpu":
@@ -82,6 +91,7 @@ def exchange_of(config: Config, platform: str) -> str:
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
     ragged = platform != "cpu" and config.schedule.policy == "unified" and config.schedule.microbatches > 1
+    ragged = ragged and tensor_ranks == 1  # its lanes know no others
     moe = config.model.moe
     return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"
 
@@ -103,10 +113,11 @@ def attend_and_route(
     `ragged`: the rows are for an irregular exchange.
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model)
-    h_TD = rms_norm(x_BND, params["norm"], model.norm_eps).reshape(-1, x_BND.shape[-1])
+    h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
+    h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
     if "shared" in params["moe"]:
-        x_BND = x_BND + mlp(params["moe"]["shared"], h_TD).reshape(x_BND.shape)
+        x_BND = x_BND + _sharded_mlp(params["moe"]["shared"], h_BND)
     return Routed(x_BND, sent, ticket, stats)
 
 
@@ -120,7 +131,12 @@ def rejoin(
 def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N D"]:
     """One block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model)
-    return x_BND + mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
+    return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
+
+
+def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+    """An MLP of which each tensor rank has a part of the hidden width."""
+    return summed(mlp(params, gathered(h_BND, 1)), 1)
 
 
 def block(
@@ -133,10 +149,14 @@ def block(
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, room)
-    received = moe_layer.exchange(sent, "dispatch", how.exchange, how.ranks, model.moe)
-    out = moe_layer.run_experts(params["moe"]["experts"], received, model.moe, how.platform)
-    returned = moe_layer.exchange(out, "combine", how.exchange, how.ranks, model.moe)
-    return rejoin(x_BND, returned, ticket, model), stats
+    return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
+
+
+def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> Any:
+    """Dispatch, experts, combine."""
+    received = moe_layer.exchange(sent, "dispatch", how.route, model.moe)
+    out = moe_layer.run_experts(params, received, model.moe, how.platform)
+    return moe_layer.exchange(out, "combine", how.route, model.moe)
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.parallel.mesh import BATCH_AXES
+from moe_jax.parallel.mesh import TOKEN_AXES
 from moe_jax.parallel.sharding import sharded_axes
 
 
 def sync_gradients(grads: Any, specs: Any) -> Any:
-    """Sum each gradient over the batch axes that its parameter is replicated on.
+    """Sum each gradient over the axes that cut tokens and that its parameter is replicated on.
 
     A device's gradient covers its own tokens. An expert's parameters live on one expert rank, whose gradient
-    already covers the tokens of every rank that sent it some: they are summed over the data axis only.
+    already covers the tokens of every rank that sent it some: they are summed over the data axis only. Heads and
+    hidden widths of a tensor rank have seen the tokens of all tensor ranks.
     """
 
     def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-        axes = tuple(axis for axis in BATCH_AXES if axis not in sharded_axes(spec))
+        axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec))
         with jax.named_scope("grad_reduce"):
             return jax.lax.psum(grad, axes) if axes else grad
 
@@ -30,7 +31,7 @@ def global_norm(grads: Any, specs: Any) -> Float[Array, ""]:
     """The L2 norm of synchronised gradients, each parameter counted once however it is sharded."""
     squares: dict[tuple[str, ...], jax.Array] = {}
     for grad, spec in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), strict=True):
-        axes = tuple(sorted(sharded_axes(spec)))
+        axes = tuple(axis for axis in sorted(sharded_axes(spec)) if jax.lax.axis_size(axis) > 1)
         squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(grad.astype(jnp.float32)))
     with jax.named_scope("grad_norm"):
         total = sum(jax.lax.psum(square, axes) if axes else square for axes, square in squares.items())
@@ -38,7 +39,7 @@ def global_norm(grads: Any, specs: Any) -> Float[Array, ""]:
 
 
 def sum_over_batch(tree: Any) -> Any:
-    """Sum every leaf over the devices that hold different sequences, in one collective for each type of number.
+    """Sum every leaf over the devices that hold different tokens, in one collective for each type of number.
 
     Not to be differentiated.
     """
@@ -47,7 +48,7 @@ def sum_over_batch(tree: Any) -> Any:
     with jax.named_scope("sum_over_batch"):
         for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
             same = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-            total = jax.lax.psum(jnp.concatenate([leaves[i].ravel() for i in same]), BATCH_AXES)
+            total = jax.lax.psum(jnp.concatenate([leaves[i].ravel() for i in same]), TOKEN_AXES)
             ends = list(itertools.accumulate(leaves[i].size for i in same))
             parts = jnp.split(total, ends[:-1])
             sums |= {i: part.reshape(leaves[i].shape) for i, part in zip(same, parts, strict=True)}

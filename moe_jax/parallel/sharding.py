@@ -13,13 +13,13 @@ Dims = tuple[str, ...]
 AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "batch": BATCH_AXES,
     "experts": (Axis.EXPERT,),
+    "hidden": (Axis.TENSOR,),
+    "heads": (Axis.TENSOR,),
+    "kv_heads": (Axis.TENSOR,),
     # whole on every device
     "layers": (),  # the stacked blocks of a segment
     "vocab": (),
     "model": (),
-    "hidden": (),
-    "heads": (),
-    "kv_heads": (),
     "head": (),
     "choices": (),  # experts as the router's outputs
 }

@@ -11,10 +11,11 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches in matrix products, and what leaves it in exchanges and in sums over devices."""
+    """What a device reaches in matrix products, and what leaves it in exchanges, gathers and sums over devices."""
 
     flops_per_s: float
     exchange: Linear
+    gather: Linear  # over tensor ranks
     reduce: Linear
 
 
@@ -37,8 +38,8 @@ _TYPICAL = {
 }
 
 
-def rates_of(config: Config, platform: str, expert_ranks: int, num_devices: int) -> Rates:
-    """The platform's rates, or those that a config gives. The ranks of an expert group are neighbours."""
+def rates_of(config: Config, platform: str, expert_ranks: int, tensor_ranks: int, num_devices: int) -> Rates:
+    """The platform's rates, or those that a config gives. Tensor ranks are neighbours, and so are expert groups."""
     typical, settings = _TYPICAL[platform], config.schedule
 
     def link(devices: int) -> Linear:
@@ -50,7 +51,8 @@ def rates_of(config: Config, platform: str, expert_ranks: int, num_devices: int)
 
     return Rates(
         typical.flops_per_s if settings.device_tflops is None else settings.device_tflops * 1e12,
-        exchange=link(expert_ranks),
+        exchange=link(expert_ranks * tensor_ranks),
+        gather=link(tensor_ranks),
         reduce=link(num_devices),
     )
 
@@ -59,13 +61,15 @@ def task_times(
     config: Config,
     tokens: int,
     expert_ranks: int,
+    tensor_ranks: int,
     reduction_bytes: Sequence[Sequence[float]],
     rates: Rates,
     measured: Mapping[str, Compute],
 ) -> TaskTimes:
     """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
 
-    Ops that were `measured` are not estimated.
+    Ops that were `measured` are not estimated. Tensor ranks gather what was exchanged; what they gather and sum in
+    attention and MLPs is not counted.
     """
     model, moe = config.model, config.model.moe
     matmul = Linear(0.0, 1 / rates.flops_per_s)
@@ -89,9 +93,11 @@ def task_times(
         "expert": compute(expert),
         "head": compute(head),
     }
-    row_bytes = model.d_model * _ITEM_BYTES[config.train.compute_dtype]
-    moved = _sent_rows(config, tokens, expert_ranks) * row_bytes * (expert_ranks - 1) / expert_ranks
-    exchange = Transfer(link=rates.exchange, num_bytes=moved)
+    own = _sent_rows(config, tokens, expert_ranks) * model.d_model * _ITEM_BYTES[config.train.compute_dtype]
+    copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
+    moved = own * copies * (expert_ranks - 1) / expert_ranks
+    gathered = own * (tensor_ranks - 1) * rates.gather.beta_s / rates.exchange.beta_s  # as bytes of an exchange
+    exchange = Transfer(link=rates.exchange, num_bytes=moved + gathered)
     return TaskTimes(
         compute={**estimated, **measured},
         transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),

@@ -13,6 +13,7 @@ class Parameters:
     active: int  # that one token meets: its top_k experts instead of all
     matrix_active: int  # of those, the ones in matrix products (no embedding lookup, no norms)
     expert: int  # in routed experts, the part that the expert axis cuts
+    heads_and_hidden: int  # in attention and other MLPs: with experts, what the tensor axis cuts
 
 
 def count_parameters(model: Model) -> Parameters:
@@ -25,9 +26,10 @@ def count_parameters(model: Model) -> Parameters:
     num_moe = model.block_kinds.count("moe")
     one_expert = matrices * d * moe.hidden_dim
     dense = matrices * d * model.hidden_dim * (model.num_layers - num_moe)
-    in_every_token = num_moe * (d * moe.num_experts + moe.num_shared_experts * one_expert) + dense
+    mlps = num_moe * moe.num_shared_experts * one_expert + dense
     head = d * model.vocab_size
-    matrix_active = model.num_layers * attention + in_every_token + num_moe * moe.top_k * one_expert + head
+    router = num_moe * d * moe.num_experts
+    matrix_active = model.num_layers * attention + mlps + router + num_moe * moe.top_k * one_expert + head
     not_in_products = model.num_layers * norms + d + (0 if model.tie_embeddings else head)
     inactive = num_moe * (moe.num_experts - moe.top_k) * one_expert
     return Parameters(
@@ -35,6 +37,7 @@ def count_parameters(model: Model) -> Parameters:
         active=matrix_active + not_in_products,
         matrix_active=matrix_active,
         expert=num_moe * moe.num_experts * one_expert,
+        heads_and_hidden=model.num_layers * attention + mlps,
     )
 
 
@@ -48,7 +51,8 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
     return float(6 * count_parameters(model).matrix_active + attention)
 
 
-def state_bytes_per_device(model: Model, expert_ranks: int) -> int:
+def state_bytes_per_device(model: Model, expert_ranks: int, tensor_ranks: int) -> int:
     """Float32 parameters and two AdamW moments on one device, experts cut over `expert_ranks`."""
     counts = count_parameters(model)
-    return 12 * (counts.total - counts.expert + counts.expert // expert_ranks)
+    whole = counts.total - counts.expert - counts.heads_and_hidden
+    return 12 * (whole + counts.heads_and_hidden // tensor_ranks + counts.expert // (expert_ranks * tensor_ranks))

@@ -16,7 +16,7 @@ def describe(run: Run) -> dict[str, str]:
     config, shape = run.config, run.trainer.mesh.shape
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
-    state = state_bytes_per_device(config.model, shape[Axis.EXPERT])
+    state = state_bytes_per_device(config.model, shape[Axis.EXPERT], shape[Axis.TENSOR])
     return {
         "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",

@@ -22,6 +22,7 @@ from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.parallel.sharding import partitions
+from moe_jax.parallel.tensor_axis import own_tokens
 from moe_jax.plan.costs import rates_of, task_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.task_times import Compute
@@ -90,11 +91,12 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         local_experts=mesh.shape[Axis.DATA] == 1,
     )
     platform = Computation.of(config, mesh).platform
-    tokens = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh) * config.data.seq_len
+    sequences = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh)
+    tokens = sequences * config.data.seq_len // mesh.shape[Axis.TENSOR]
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
-    expert_ranks = mesh.shape[Axis.EXPERT]
-    rates = rates_of(config, platform, expert_ranks, mesh.size)
-    times = task_times(config, tokens, expert_ranks, sent, rates, _measured(config))
+    expert_ranks, tensor_ranks = mesh.shape[Axis.EXPERT], mesh.shape[Axis.TENSOR]
+    rates = rates_of(config, platform, expert_ranks, tensor_ranks, mesh.size)
+    times = task_times(config, tokens, expert_ranks, tensor_ranks, sent, rates, _measured(config))
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
@@ -178,6 +180,7 @@ def scheduled_gradients(
     as `jax.grad` of `local_objective` and `sync_gradients`, to round-off.
     """
     shape, model, looped = plan.schedule.shape, config.model, plan.looped
+    token_BN1 = own_tokens(token_BN1)
     facts = Facts(config, how, shape, global_tokens, tokens=token_BN1[:, 1:].size)
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}

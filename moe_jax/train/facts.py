@@ -71,7 +71,8 @@ class Facts:
     def buffer(self) -> Buffer | None:
         """What an expert rank has room for; inside `shard_map`."""
         config, ranks = self.config, jax.lax.axis_size(Axis.EXPERT)
-        return buffer_of(config.model.moe, self.how.buffer_factor, config.data.seq_len, ranks)
+        own = config.data.seq_len // jax.lax.axis_size(Axis.TENSOR)
+        return buffer_of(config.model.moe, self.how.buffer_factor, own, ranks)
 
     def microbatches_of(self, action: Action) -> range:
         """The forward microbatches that an action covers."""

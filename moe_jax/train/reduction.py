@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.schedule.grad_chunks import Chunk, cut
 
@@ -39,7 +39,7 @@ class Reduction:
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
         groups: dict[tuple[Axis, ...], list[int]] = {}
         for number, spec in enumerate(jax.tree.leaves(specs)):
-            axes = tuple(axis for axis in BATCH_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)
+            axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)
             if axes:
                 groups.setdefault(axes, []).append(number)
         vectors: list[Vector] = []

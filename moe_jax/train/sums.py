@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
-from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.reductions import REDUCTIONS, Way
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.reduction import Reduction
@@ -60,7 +60,7 @@ class Sums:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
         way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
-        self.counts = self._started(way, stats.count_E.ravel(), BATCH_AXES)
+        self.counts = self._started(way, stats.count_E.ravel(), TOKEN_AXES)
         moe = [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
 

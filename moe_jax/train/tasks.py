@@ -3,6 +3,7 @@
 B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -267,17 +268,35 @@ class Tasks:
         axis = self.facts.order.slot_axis
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
-        exchange, how = EXCHANGES[self.facts.how.exchange], self.facts.how
-        around = hooks_of(self.facts.config.model.moe).around(action.op, backward=action.direction == "B")
-        travels = self.in_order(around.before(joined), exchange.only_starts)
-        under_way = exchange.start(travels, how.ranks)
-        if joined.size:
-            self.issued(under_way[-1], exchange.only_starts)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        moving = Moving(under_way, lambda travelled: around.after(travelled, joined.dtype), bounds, axis, how)
+        moving = Moving(*self._start(joined, action), bounds, axis)
+        route = self.facts.how.route
+        send = EXCHANGES[route.algorithm].between(route.ranks)
         for place, p in enumerate(pieces):
-            sizes = jax.tree.map(lambda x: x if is_float(x) else exchange(x, how.ranks), flow[p])
+            sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
             flow[p] = Arrival(moving, place, sizes)
+
+    def _start(
+        self, x: jax.Array, action: Action
+    ) -> tuple[tuple[jax.Array, ...], Callable[[tuple[jax.Array, ...]], jax.Array]]:
+        """Start an exchange of rows. Returns what is under way, and a function that makes rows of it."""
+        route = self.facts.how.route
+        exchange, ranks = EXCHANGES[route.algorithm], route.ranks
+        around = hooks_of(self.facts.config.model.moe).around(action.op, backward=action.direction == "B")
+        if jax.lax.axis_size(Axis.TENSOR) > 1:
+
+            def send(x: jax.Array) -> jax.Array:
+                return around.after(exchange(around.before(x), ranks), x.dtype)
+
+            to_experts = (action.op == "dispatch") == (action.direction == "F")
+            arrived = route.carry(self.in_order(x, exchange.only_starts), send, to_experts=to_experts)
+            if x.size:
+                self.issued(arrived, exchange.only_starts)
+            return (arrived,), operator.itemgetter(0)
+        under_way = exchange.start(self.in_order(around.before(x), exchange.only_starts), ranks)
+        if x.size:
+            self.issued(under_way[-1], exchange.only_starts)
+        return under_way, lambda under_way: around.after(exchange.finish(under_way, ranks), x.dtype)
 
     def _arrived(self, flow: dict[int, Any], p: int) -> Any:
         """A piece that compute goes on with, now."""

@@ -11,6 +11,7 @@ from moe_jax.models.hooks import HOOKS
 from moe_jax.models.moe import exchange
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
@@ -38,10 +39,10 @@ def bound(name, x):
 
 def around(name, algorithm, x, dx):
     """What the exchange brings, and its gradient for the cotangents `dx`."""
-    ranks, moe = Ranks(Axis.EXPERT, "cpu", 2), MoE(hooks=name)
+    route, moe = Route(algorithm, Ranks(Axis.EXPERT, "cpu", 2)), MoE(hooks=name)
 
     def body(x, dx):
-        received, pullback = jax.vjp(lambda x: exchange(x, "dispatch", algorithm, ranks, moe), x)
+        received, pullback = jax.vjp(lambda x: exchange(x, "dispatch", route, moe), x)
         return received, *pullback(dx)
 
     return jax.device_get(on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=1, expert=8)(x, dx))
@@ -86,10 +87,10 @@ def test_a_row_of_tiny_numbers_stays_tiny_and_a_broken_one_is_seen():
 
 @pytest.mark.parametrize(("name", "kind", "row_bytes"), [("none", "f32", 96), ("bf16", "u16", 48), ("fp8", "u8", 28)])
 def test_the_compiled_exchange_sends_as_many_bytes_as_the_format_has(name, kind, row_bytes):
-    ranks, moe = Ranks(Axis.EXPERT, "cpu"), MoE(hooks=name)
+    route, moe = Route("flat", Ranks(Axis.EXPERT, "cpu")), MoE(hooks=name)
 
     def body(x):
-        return exchange(2 * x, "dispatch", "flat", ranks, moe) + 1
+        return exchange(2 * x, "dispatch", route, moe) + 1
 
     x = jax.ShapeDtypeStruct((64, 3, 24), jnp.float32)
     text = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=1, expert=8).lower(x).compile().as_text()
@@ -107,4 +108,4 @@ def test_without_hooks_the_exchange_is_the_bare_one():
         return on_mesh(body, spec, spec, data=1, expert=8).lower(x).as_text()
 
     bare = program(lambda x: EXCHANGES["flat"](x, ranks))
-    assert program(lambda x: exchange(x, "dispatch", "flat", ranks, MoE())) == bare
+    assert program(lambda x: exchange(x, "dispatch", Route("flat", ranks), MoE())) == bare

@@ -98,6 +98,6 @@ def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
 @pytest.mark.parametrize("name", ["algorithm", "reduction"])
 def test_other_devices_have_collectives_of_their_own(name):
     config = small_config(2, 4, exchange={name: "background"})
-    assert exchange_of(config, "cpu")
+    assert exchange_of(config, "cpu", 1)
     with pytest.raises(ConfigError, match=f"exchange.{name}=background is for CPUs, and these devices are tpu"):
-        exchange_of(config, "tpu")
+        exchange_of(config, "tpu", 1)

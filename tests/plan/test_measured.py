@@ -31,9 +31,10 @@ def test_measured_ops_replace_estimated_ones(tmp_path: Path) -> None:
     write_times(file, {"expert": _SECONDS["expert"]})
     model = Model(num_layers=3, moe=MoE(num_experts=8, first_dense_blocks=1))
     config = Config(model=model)
-    rates = rates_of(config, "cpu", 2, 2)
+    rates = rates_of(config, "cpu", 2, 1, 2)
     estimated, measured = (
-        task_times(config, 64, 2, [[0.0]] * 5, rates, found) for found in ({}, read_times(str(file), model.block_kinds))
+        task_times(config, 64, 2, 1, [[0.0]] * 5, rates, found)
+        for found in ({}, read_times(str(file), model.block_kinds))
     )
     assert measured.compute["expert"].forward == 0.4
     assert measured.compute["attend"] == estimated.compute["attend"]

@@ -26,11 +26,12 @@ def test_counts_equal_the_declared_parameters(model):
     assert count_parameters(model).expert == sum(x.size for x in experts)
 
 
-def test_state_bytes_equal_the_real_state():
-    config = small_config(2, 4)
+@pytest.mark.parametrize(("data", "expert", "tensor"), [(2, 4, 1), (2, 2, 2)])
+def test_state_bytes_equal_the_real_state(data, expert, tensor):
+    config = small_config(data, expert, tensor=tensor, num_shared_experts=1)
     state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).init())
     largest = sum(x.addressable_shards[0].data.nbytes for x in state if x.ndim)
-    assert state_bytes_per_device(config.model, expert_ranks=4) == largest
+    assert state_bytes_per_device(config.model, expert, tensor) == largest
 
 
 def test_flops_of_a_dense_step_equal_what_xla_counts():

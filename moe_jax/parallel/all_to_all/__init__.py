@@ -26,6 +26,10 @@ class Exchange(NamedTuple):
         """Both halves."""
         return _both(self, ranks, x)
 
+    def between(self, ranks: Ranks) -> Callable[[jax.Array], jax.Array]:
+        """Both halves, as a function of the rows alone."""
+        return lambda x: self(x, ranks)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _both(exchange: Exchange, ranks: Ranks, x: jax.Array) -> jax.Array:

@@ -1,0 +1,70 @@
+"""How long rows take to the experts in each form that tensor ranks can share an exchange in (MoNTA, section IV).
+
+I bytes that one tensor rank's group has for the experts, the same on each of t tensor ranks until they drop what others
+send; e expert ranks. A form's stages are the all-to-all, the gather over tensor ranks, and the copy to the rows' place.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+Form = Literal["replicated", "o1", "o2", "o3"]
+Seconds = Callable[[float], float]  # by bytes: a Linear's or a Curve's `seconds`
+
+
+class Stages(NamedTuple):
+    """What the bytes of a message take in each stage."""
+
+    exchange: Seconds
+    gather: Seconds
+    copy: Seconds
+
+
+class Choice(NamedTuple):
+    """A form, into how many chunks it cuts, and how long it takes."""
+
+    form: Form
+    chunks: int
+    seconds: float
+
+
+def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> tuple[float, ...]:
+    """Of one chunk: the all-to-all of I/(n·t), the gather of I/n of which 1/t is there, the copy of I/n."""
+    part = num_bytes / chunks
+    return (
+        stages.exchange(part / tensor * (experts - 1) / experts),
+        stages.gather(part * (tensor - 1) / tensor),
+        stages.copy(part),
+    )
+
+
+def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> float:
+    """Until all rows are in their place. `replicated` and `o1` are not cut, whatever `chunks` says.
+
+    O2 is a pipeline of two stages, the exchange, and gather with copy; O3 one of three. The paper's formulas for O3
+    leave out the case that copies take longest.
+    """
+    if form == "replicated":
+        return stages.exchange(num_bytes * (experts - 1) / experts)
+    if form == "o1":
+        exchange, gather, _ = stage_seconds(num_bytes, tensor, experts, 1, stages)
+        return exchange + gather
+    exchange, gather, copy = stage_seconds(num_bytes, tensor, experts, chunks, stages)
+    pipeline = (exchange, gather + copy) if form == "o2" else (exchange, gather, copy)
+    return sum(pipeline) + (chunks - 1) * max(pipeline)
+
+
+def fastest_form(
+    num_bytes: float, tensor: int, experts: int, stages: Stages, smallest_bytes: float, tolerance: float = 0.0
+) -> Choice:
+    """The form and the number of chunks that take least; of those within `tolerance` of it the simplest.
+
+    A chunk's exchange is no smaller than `smallest_bytes`.
+    """
+    most = max(int(num_bytes / tensor / smallest_bytes), 1)
+    cut: list[tuple[Form, int]] = [("replicated", 1), ("o1", 1)]
+    cut += [(form, chunks) for chunks in range(2, most + 1) for form in ("o2", "o3")]
+    choices = [
+        Choice(form, chunks, form_seconds(form, num_bytes, tensor, experts, chunks, stages)) for form, chunks in cut
+    ]
+    least = min(choice.seconds for choice in choices)
+    return next(choice for choice in choices if choice.seconds <= least * (1 + tolerance))

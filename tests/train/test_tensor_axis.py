@@ -1,0 +1,112 @@
+"""The training step over tensor ranks: heads and hidden widths cut, tokens shared, the function stays the same."""
+
+import dataclasses
+
+import chex
+import pytest
+
+from moe_jax.config import Config
+from moe_jax.errors import ConfigError
+from moe_jax.parallel.over_tensor import FORMS
+from tests.small import first_params, small_config, tokens_of
+from tests.train.gradients import assert_equals_reference, sharded_gradients
+from tests.train.test_step import run_steps
+
+MESHES = [(1, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4)]
+UNIFIED = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+SCHEDULES = {
+    "vanilla": {"policy": "vanilla", "grad_reduce": "block"},
+    "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3},
+    "unified": UNIFIED,
+}
+
+
+def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
+    model = {"num_heads": 8, "num_kv_heads": 4} | settings.pop("model", {})
+    return small_config(data, expert, tensor=tensor, model=model, **settings)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("capacity_factor", [0.8, None])
+def test_loss_and_gradients_equal_the_reference(mesh, capacity_factor):
+    """With slots each device fills its own; without, each part of a sequence its buffer."""
+    assert_equals_reference(
+        tensor_config(*mesh, capacity_factor=capacity_factor, num_shared_experts=1, exchange={"buffer_factor": 1.5})
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "moe"),
+    [
+        (
+            {"activation": "gelu", "tie_embeddings": True, "qk_norm": True, "head_dim": 6},
+            {"gate": "sigmoid", "top_k": 3},
+        ),
+        ({}, {"order": "einsum"}),
+        ({}, {"slot_priority": "score", "capacity_factor": 0.7}),
+        ({}, {"num_experts": 0}),
+    ],
+    ids=["gelu-tied-qknorm", "one-hot", "by-score", "dense"],
+)
+def test_model_variants_equal_the_reference(model, moe):
+    expert = 1 if moe.get("num_experts") == 0 else 2
+    assert_equals_reference(tensor_config(4 // expert, expert, 2, model=model, **moe))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_scheduled_steps_equal_the_reference(schedule, form):
+    capacity = None if schedule == "expert_pipeline" else 1.0  # without: counts of rows travel, too
+    config = tensor_config(
+        *(1, 2, 4) if form in ("o2", "replicated") else (2, 2, 2),
+        schedule=SCHEDULES[schedule],
+        exchange={"tensor_form": form, "tensor_chunks": 3},
+        every=1,
+        capacity_factor=capacity,
+    )
+    assert_equals_reference(config)
+
+
+@pytest.mark.parametrize(("schedule", "hooks"), [("plain", "none"), ("unified", "fp8")])
+def test_all_forms_train_to_the_same_bits(schedule, hooks):
+    finals = {}
+    for form in FORMS:
+        config = tensor_config(
+            *(1, 2, 4),
+            hooks=hooks,
+            model={"num_layers": 1},
+            every=1,
+            schedule=SCHEDULES.get(schedule),
+            exchange={"tensor_form": form, "tensor_chunks": 2},
+        )
+        state, records = run_steps(config)
+        finals[form] = state["params"], [record["loss"] for record in records]
+    if hooks != "none":
+        del finals["replicated"]  # rounds what it sends back before it adds it up
+    for form, final in finals.items():
+        chex.assert_trees_all_equal(final, finals["o1"], custom_message=form)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4}},
+            r"model\.num_heads=6 is not divisible by mesh\.tensor=4: use",
+        ),
+        ({"model": {"num_kv_heads": 2}}, r"model\.num_kv_heads=2 is not divisible by mesh\.tensor=4: use 4"),
+        ({"seq_len": 10}, r"data\.seq_len=10 is not divisible by mesh\.tensor=4: use 8 or 12"),
+        ({"hidden_dim": 10}, r"model\.moe\.hidden_dim=10 is not divisible by mesh\.tensor=4: use 8 or 12"),
+        ({"exchange": {"algorithm": "ragged"}, "schedule": UNIFIED}, r"exchange\.algorithm=ragged knows no tensor"),
+    ],
+)
+def test_what_does_not_divide_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tensor_config(1, 2, 4, **settings)
+
+
+def test_one_rank_compiles_to_the_program_without_tensor_ranks():
+    config = tensor_config(1, 2, 1)
+    grads = sharded_gradients(config, first_params(config.model), tokens_of(config)).grads
+    other = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, tensor_form="o3"))
+    chex.assert_trees_all_equal(sharded_gradients(other, first_params(config.model), tokens_of(config)).grads, grads)
