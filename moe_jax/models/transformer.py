@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import Config, Exchange, Model
 from moe_jax.config_checks import check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
+from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.gates import gate_of
@@ -154,6 +155,8 @@ def block(
 
 def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> Any:
     """Dispatch, experts, combine."""
+    if how.exchange == "ring" and how.tensor_form == "o1":
+        return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.platform)
     received = moe_layer.exchange(sent, "dispatch", how.route, model.moe)
     out = moe_layer.run_experts(params, received, model.moe, how.platform)
     return moe_layer.exchange(out, "combine", how.route, model.moe)

@@ -6,6 +6,14 @@ from jaxtyping import Array, Shaped
 from moe_jax.parallel.ranks import Ranks
 
 
+def shift(x: Shaped[Array, "..."], distance: int, ranks: Ranks) -> Shaped[Array, "..."]:
+    """`x` of the rank `distance` before this one."""
+    count = ranks.size()
+    if distance % count == 0:
+        return x
+    return jax.lax.ppermute(x, ranks.axis, [(source, (source + distance) % count) for source in range(count)])
+
+
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
     """Send block p to rank p: P - 1 hops, of which hop s carries one block to the rank s further on.
 
@@ -15,8 +23,7 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
     under_way = [x]
     for hop in range(1, count):
         sent = jax.lax.dynamic_index_in_dim(x, (rank + hop) % count)
-        to_rank = [(source, (source + hop) % count) for source in range(count)]
-        under_way.append(jax.lax.ppermute(sent, ranks.axis, to_rank))
+        under_way.append(shift(sent, hop, ranks))
     return tuple(under_way)
 
 
