@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_jax.errors import UserError
 from moe_jax.plan.curves import Curve
+from moe_jax.plan.json_file import read_json
 
 
 class ProfileError(UserError):
@@ -55,20 +56,13 @@ def write_profile(path: Path, profile: ClusterProfile) -> None:
 
 def read_profile(path: Path) -> ClusterProfile:
     """Read what `write_profile` wrote. Raises ProfileError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ProfileError(
-            f"cluster profile {path} cannot be read ({reason}): make one with python -m moe_jax.measure"
-        ) from None
+    name = f"cluster profile {path}"
+    found = read_json(path, name, "make one with python -m moe_jax.measure", ProfileError)
     problem = _problem(found, _PROFILE)
     for i, each in enumerate([] if problem else found["curves"]):
         problem = problem or _in_curve(f"curves[{i}]", each)
     if problem:
-        raise ProfileError(
-            f"cluster profile {path} is damaged ({problem}): make it again with python -m moe_jax.measure"
-        )
+        raise ProfileError(f"{name} is damaged ({problem}): make it again with python -m moe_jax.measure")
     return ClusterProfile(**{**found, "curves": tuple(map(_curve, found["curves"]))})
 
 
