@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.plan.curves import Curve
+from moe_jax.plan.curves import Curve, label
 from moe_jax.plan.json_file import read_json
 
 
@@ -36,15 +36,11 @@ class ClusterProfile:
         for each in self.curves:
             if (each.name, each.settings) == (name, settings):
                 return each
-        asked = _label(name, settings)
-        known = ", ".join(_label(each.name, each.settings) for each in self.curves if each.name == name)
+        asked = label(name, settings)
+        known = ", ".join(each.label for each in self.curves if each.name == name)
         raise ProfileError(
             f"the cluster profile has no {asked}: measure it, or use one of {known or 'its other operations'}"
         )
-
-
-def _label(name: str, settings: dict[str, int]) -> str:
-    return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def write_profile(path: Path, profile: ClusterProfile) -> None:
