@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from results_file import write_result
+from results_file import quartiles, write_result
 
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
 from moe_jax.train.processes import Processes, initialize
@@ -79,7 +79,7 @@ def measure(rounds: int, rows: int, groups: int, width: int, hidden: int) -> dic
         "tile": tile,
         "rows_with_padding": int(padded.sum()),
         **{
-            f"{pass_name}_{over}_over_ours": _quartiles(times[over], times["ours"])
+            f"{pass_name}_{over}_over_ours": quartiles([a / b for a, b in zip(times[over], times["ours"], strict=True)])
             for pass_name, times in found_s.items()
             for over in ("ragged_dot", "even")
         },
@@ -115,13 +115,6 @@ def _in_turn(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[f
             jax.block_until_ready(getattr(cases[case], name)())
             seconds[case] += [time.perf_counter() - start] if turn else []
     return seconds
-
-
-def _quartiles(slow: list[float], fast: list[float]) -> dict[str, float]:
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
-    low, median, high = statistics.quantiles(ratios, method="inclusive")
-    named = {"median": median, "first_quartile": low, "third_quartile": high}
-    return {name: float(f"{value:.4g}") for name, value in named.items()}
 
 
 if __name__ == "__main__":

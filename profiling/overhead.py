@@ -4,7 +4,6 @@ Steps of the plain program and of `policy=unified` with one microbatch, in turn,
 tasks, but issued one by one from explicit pullbacks. About three minutes.
 """
 
-import statistics
 import sys
 import time
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from results_file import write_result
+from results_file import quartiles, write_result
 
 from moe_jax.config_files import load_config
 from moe_jax.parallel.mesh import make_mesh
@@ -55,11 +54,7 @@ def main() -> None:
             found[name], state = seconds(trainers[name], state, batch)
         if turn >= 2:  # the first compile
             ratios.append(found["unified_1"] / found["plain"])
-    low, median, high = statistics.quantiles(ratios, method="inclusive")
-    values = {"median": median, "first_quartile": low, "third_quartile": high}
-    write_result(
-        "overhead", {"rounds": rounds, "unified_1_over_plain": {k: float(f"{v:.4g}") for k, v in values.items()}}
-    )
+    write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)})
 
 
 if __name__ == "__main__":
