@@ -4,6 +4,7 @@ Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a fe
 compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
 """
 
+import argparse
 import resource
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, read_metrics
@@ -99,7 +101,9 @@ def inside_one_process(config: Config) -> dict[str, float]:
 
 def main() -> None:
     """Run both and write results/bench_step.json."""
-    overrides = [*SETTINGS, *sys.argv[1:]]
+    parser = argparse.ArgumentParser(prog="python profiling/bench_step.py", description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    overrides = [*SETTINGS, *parser.parse_args().overrides]
     with tempfile.TemporaryDirectory() as empty:
         config = load_config(CONFIG, [*overrides, f"log.dir={empty}"])
         initialize(Processes(mode="off"), config.mesh.cpu_devices)
@@ -110,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

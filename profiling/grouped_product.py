@@ -6,7 +6,6 @@ S rows, L groups of uneven sizes, D and F widths.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from count_argument import count_argument
 from results_file import quartiles, write_result
 
+from moe_jax.errors import run_command
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
 from moe_jax.train.processes import Processes, initialize
 
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Measure and write results/grouped_product.json."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    rounds = count_argument("ROUNDS", 7, __doc__)
     initialize(Processes(mode="off"), 1)
     values: dict[str, object] = {"rounds": rounds, "rtol": RTOL, "atol": ATOL}
     for name, shape in SHAPES.items():
@@ -118,4 +119,4 @@ def _in_turn(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[f
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
