@@ -4,20 +4,21 @@ Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a fe
 compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
 """
 
+import argparse
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from results_file import write_result
+from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, read_metrics
@@ -27,11 +28,6 @@ from moe_jax.train.setup import compile_programs, open_run
 CONFIG = "configs/shakespeare_cpu.yaml"
 STEPS = 40
 _ROUND = 3  # steps of each kind in turn
-_QUARTILES: dict[str, Callable[[list[float]], float]] = {
-    "median": statistics.median,
-    "first_quartile": lambda values: statistics.quantiles(values)[0],
-    "third_quartile": lambda values: statistics.quantiles(values)[2],
-}
 SETTINGS = [
     "mesh.cpu_devices=8",
     "mesh.expert=8",
@@ -99,21 +95,23 @@ def inside_one_process(config: Config) -> dict[str, float]:
             bare_s.append(time.perf_counter() - between)
     ratios = [loop / bare for loop, bare in zip(loop_s, bare_s, strict=True)]
     return {"compile_s": compile_s, "bare_step_s": statistics.median(bare_s) / _ROUND} | {
-        f"loop_over_bare_{name}": pick(ratios) for name, pick in _QUARTILES.items()
+        f"loop_over_bare_{name}": value for name, value in quartiles(ratios).items()
     }
 
 
 def main() -> None:
     """Run both and write results/bench_step.json."""
-    overrides = [*SETTINGS, *sys.argv[1:]]
+    parser = argparse.ArgumentParser(prog="python profiling/bench_step.py", description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    overrides = [*SETTINGS, *parser.parse_args().overrides]
     with tempfile.TemporaryDirectory() as empty:
         config = load_config(CONFIG, [*overrides, f"log.dir={empty}"])
         initialize(Processes(mode="off"), config.mesh.cpu_devices)
         values = whole_command(overrides) | inside_one_process(config)
     values["steps_per_s"] = 1 / values["step_s"]
     values["tokens_per_s"] = config.train.batch_size * config.data.seq_len / values["step_s"]
-    write_result("bench_step", {name: float(f"{value:.4g}") for name, value in values.items()})
+    write_result("bench_step", {name: rounded(value) for name, value in values.items()})
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,25 +1,14 @@
 """Medians, quartiles and ratios of what a box measured, as plain values and as a table."""
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
+
+from results_file import quartiles, rounded
 
 from moe_jax.measure.trace import joined
 
 REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and the quartiles around it."""
-    if len(values) == 1:
-        return {"median": values[0], "first_quartile": values[0], "third_quartile": values[0]}
-    low, median, high = statistics.quantiles(values, method="inclusive")
-    return {"median": _rounded(median), "first_quartile": _rounded(low), "third_quartile": _rounded(high)}
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def hidden_share(events: Sequence[Sequence[Any]], direction: str | tuple[str, ...]) -> float | None:
@@ -33,7 +22,7 @@ def hidden_share(events: Sequence[Sequence[Any]], direction: str | tuple[str, ..
     hidden = sum(
         max(0.0, min(end, stop) - max(start, begin)) for *_, start, end in of_direction for begin, stop in computing
     )
-    return _rounded(hidden / total) if total else None
+    return rounded(hidden / total) if total else None
 
 
 def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:

@@ -5,15 +5,16 @@ compares the memory of the deep one with that of the plain step, which scans its
 """
 
 import statistics
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from count_argument import count_argument
 from results_file import write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import make_trainer
@@ -71,7 +72,7 @@ def temporary_mib(config: Config) -> float:
 
 def main() -> None:
     """Measure and write results/compile_time.json."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    rounds = count_argument("ROUNDS", 3, __doc__)
     initialize(Processes(mode="off"), 8)
     times: dict[int, list[dict[str, float]]] = {depth: [] for depth in DEPTHS}
     for _ in range(rounds):
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

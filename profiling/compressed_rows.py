@@ -5,14 +5,15 @@ compression (`model.moe.hooks`). All see the same tokens in the same order, with
 run without compression and with another seed shows how much chance alone does.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from count_argument import count_argument
 from results_file import write_result
 
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.train.loop import train
 from moe_jax.train.metrics import read_metrics
 from moe_jax.train.processes import Processes, initialize
@@ -30,7 +31,7 @@ _STYLES = dict(zip(RUNS, ("k-", "C0--", "C1-.", "k:"), strict=True))
 
 def main() -> None:
     """Train all and write results/compressed_rows.json and .png."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
+    steps = count_argument("STEPS", 600, __doc__)
     initialize(Processes(mode="off"), cpu_devices=RANKS)
     losses: dict[str, dict[int, float]] = {}
     for name, settings in RUNS.items():
@@ -60,4 +61,4 @@ def _draw(losses: dict[str, dict[int, float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

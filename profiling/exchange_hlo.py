@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import UserError, run_command
+from moe_jax.errors import ConfigError, UserError, run_command
 from moe_jax.measure.hlo import Program, parse
 from moe_jax.measure.targets import ENVIRONMENT, check_compiler, child_environment, find_target, target_devices
 from moe_jax.measure.traffic import Exchange, by_phase, exchanges, side_by_side, traffic_of
@@ -101,6 +101,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
     arguments = parser.parse_args()
+    for name in ("per_node", "rows", "width"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1")
     target = find_target(arguments.target)
     check_compiler(target)
     if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts

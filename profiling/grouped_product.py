@@ -6,7 +6,6 @@ S rows, L groups of uneven sizes, D and F widths.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from results_file import write_result
+from count_argument import count_argument
+from results_file import quartiles, write_result
 
+from moe_jax.errors import run_command
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
 from moe_jax.train.processes import Processes, initialize
 
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Measure and write results/grouped_product.json."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    rounds = count_argument("ROUNDS", 7, __doc__)
     initialize(Processes(mode="off"), 1)
     values: dict[str, object] = {"rounds": rounds, "rtol": RTOL, "atol": ATOL}
     for name, shape in SHAPES.items():
@@ -79,7 +80,7 @@ def measure(rounds: int, rows: int, groups: int, width: int, hidden: int) -> dic
         "tile": tile,
         "rows_with_padding": int(padded.sum()),
         **{
-            f"{pass_name}_{over}_over_ours": _quartiles(times[over], times["ours"])
+            f"{pass_name}_{over}_over_ours": quartiles([a / b for a, b in zip(times[over], times["ours"], strict=True)])
             for pass_name, times in found_s.items()
             for over in ("ragged_dot", "even")
         },
@@ -117,12 +118,5 @@ def _in_turn(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[f
     return seconds
 
 
-def _quartiles(slow: list[float], fast: list[float]) -> dict[str, float]:
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
-    low, median, high = statistics.quantiles(ratios, method="inclusive")
-    named = {"median": median, "first_quartile": low, "third_quartile": high}
-    return {name: float(f"{value:.4g}") for name, value in named.items()}
-
-
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -6,13 +6,14 @@ tokens in the same order, with the same seed, optimiser and number of steps.
 """
 
 import math
-import sys
 import tempfile
 from pathlib import Path
 
+from count_argument import count_argument
 from results_file import write_result
 
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.plan.resources import count_parameters
 from moe_jax.train.loop import train
 from moe_jax.train.metrics import read_metrics
@@ -22,7 +23,7 @@ CONFIG = "configs/shakespeare_cpu.yaml"
 
 def main() -> None:
     """Train both and write results/moe_vs_dense.json."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 600
+    steps = count_argument("STEPS", 600, __doc__)
     model = load_config(CONFIG).model
     moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
     width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
@@ -49,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -4,17 +4,17 @@ Steps of the plain program and of `policy=unified` with one microbatch, in turn,
 tasks, but issued one by one from explicit pullbacks. About three minutes.
 """
 
-import statistics
-import sys
 import time
 from typing import Any
 
 import jax
 import numpy as np
+from count_argument import count_argument
 from jax.sharding import NamedSharding
-from results_file import write_result
+from results_file import quartiles, write_result
 
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.processes import Processes, initialize
@@ -36,7 +36,7 @@ def seconds(trainer: Trainer, state: Any, batch: jax.Array) -> tuple[float, Any]
 
 def main() -> None:
     """Measure and write results/overhead.json."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    rounds = count_argument("ROUNDS", 40, __doc__)
     initialize(Processes(mode="off"), 2)
     configs = {name: load_config(CONFIG, settings) for name, settings in VARIANTS.items()}
     config = configs["plain"]
@@ -55,12 +55,8 @@ def main() -> None:
             found[name], state = seconds(trainers[name], state, batch)
         if turn >= 2:  # the first compile
             ratios.append(found["unified_1"] / found["plain"])
-    low, median, high = statistics.quantiles(ratios, method="inclusive")
-    values = {"median": median, "first_quartile": low, "third_quartile": high}
-    write_result(
-        "overhead", {"rounds": rounds, "unified_1_over_plain": {k: float(f"{v:.4g}") for k, v in values.items()}}
-    )
+    write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)})
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,7 +24,7 @@ from jax.stages import Compiled
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import run_command
+from moe_jax.errors import ConfigError, run_command
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import Axis, make_mesh
@@ -102,7 +102,7 @@ def seconds(program: Compiled, *arguments: jax.Array) -> float:
 def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, float]:
     """Median seconds, and which part of the shorter of both was hidden."""
     ranks, sharding = mesh.size, NamedSharding(mesh, BATCH_SPEC)
-    x = jax.device_put(jnp.ones(ranks * size // 4), sharding)
+    x = jax.device_put(jnp.ones(ranks * (size // 4 // ranks * ranks)), sharding)  # a whole block for every rank
     h = jax.device_put(jnp.zeros((ranks * _WIDTH, _WIDTH)), sharding)
     alone = compiled(mesh, functools.partial(collective, form=form), x)
     seconds(alone, x)
@@ -153,6 +153,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="that a process holds")
     box.add_arguments(parser)
     arguments = parser.parse_args()
+    if min(arguments.megabytes) < 1:
+        raise ConfigError(f"--megabytes={min(arguments.megabytes)} must be at least 1")
     if box.rank() is not None:
         measure(arguments)
         return

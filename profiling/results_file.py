@@ -1,10 +1,12 @@
 """Where benchmarks write: results/NAME.json, with provenance."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_jax.measure.provenance import provenance
+from moe_jax.measure.quartiles import Quartiles
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -17,3 +19,15 @@ def write_result(name: str, values: dict[str, Any]) -> Path:
     print(json.dumps(values, indent=2))
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path
+
+
+def rounded(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles, as result files name them."""
+    found = Quartiles.of(values)
+    named = {"median": found.median, "first_quartile": found.first, "third_quartile": found.third}
+    return {name: rounded(value) for name, value in named.items()}

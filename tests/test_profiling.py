@@ -1,15 +1,71 @@
-"""Programs in profiling/ start, each with that folder first on the path: no file there hides a module of a library."""
+"""Programs in profiling/ start, each with that folder first on the path, and tell bad input as all commands do."""
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from moe_jax.errors import UserError
+
 FOLDER = Path(__file__).parents[1] / "profiling"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 
 
 def test_all_programs_can_be_loaded() -> None:
+    """No file there hides a module of a library."""
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
     load = f"import importlib, sys; sys.path.insert(0, {str(FOLDER)!r}); import jax\n"
     load += f"for name in {names}: importlib.import_module(name)"
     run = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, cwd=FOLDER.parent)
     assert run.returncode == 0, run.stderr
+
+
+Call = Callable[[str], None]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a program's `main` with a command line."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+    def run(line: str) -> None:
+        name, *arguments = line.split()
+        monkeypatch.setattr(sys, "argv", [f"profiling/{name}.py", *arguments])
+        importlib.import_module(name).main()
+
+    return run
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_tells_what_it_wants(name: str, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, code in (("--help", 0), ("--no-such-flag", 2)):
+        with pytest.raises(SystemExit) as end:
+            call(f"{name} {flag}")
+        assert end.value.code == code
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: python profiling/{name}.py")
+    assert said.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_makes_one_line_of_a_users_mistake(name: str) -> None:
+    assert (FOLDER / f"{name}.py").read_text(encoding="utf-8").endswith("    run_command(main)\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("overhead 0", "ROUNDS=0 must be at least 1"),
+        ("moe_vs_dense -3", "STEPS=-3 must be at least 1"),
+        ("bench_step train.stepz=3", "stepz"),
+        ("exchange_hlo cpu:8 --rows 0", "--rows=0 must be at least 1"),
+        ("exchange_hlo cpu:8 --per-node 0", "--per-node=0 must be at least 1"),
+        ("overlap_probe --megabytes 4 0", "--megabytes=0 must be at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(line: str, message: str, call: Call) -> None:
+    with pytest.raises(UserError, match=message):
+        call(line)

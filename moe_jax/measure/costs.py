@@ -2,17 +2,22 @@
 
 Compute: the cycles that the TPU compiler estimates, over the clock. Without an estimate (GPU; gathers, scatters and
 sorts on TPU): the longer of matrix operations at the peak rate and bytes at the memory's rate.
-Collectives: a start-up time plus the bytes that leave a device over its link. Prefetches between memories are free.
+Collectives: on each kind of link, inside a node and between nodes, a start-up time plus the bytes that leave a device
+over it (`plan.nodes`), both at once. Prefetches between memories are free.
 """
 
 import math
 import re
+from typing import Literal
 
 import numpy as np
 
 from moe_jax.measure.hlo import Instruction, Program, arrays, num_bytes
 from moe_jax.measure.targets import Target
+from moe_jax.plan.nodes import shares
+from moe_jax.plan.task_times import Linear
 
+Link = Literal["inside", "between"]  # nodes
 COLLECTIVES = (
     "all-to-all",
     "ragged-all-to-all",
@@ -81,18 +86,25 @@ def only_overflows(instruction: Instruction, program: Program) -> bool:
 
 
 def collective_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> float:
-    """Of one collective, alone on its link."""
-    if _group(collective, num_devices).size == 1:
-        return 0.0
-    link = target.network if leaves_node(collective, target, num_devices) else target.link
-    return link.seconds(sent_bytes(collective, program, num_devices))
+    """Of one collective, alone on its links."""
+    return max(link_seconds(collective, program, target, num_devices).values(), default=0.0)
 
 
-def leaves_node(collective: Instruction, target: Target, num_devices: int) -> bool:
-    """Whether a collective goes over the network between nodes, and not over the links inside one."""
-    size = target.node_devices
+def link_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> dict[Link, float]:
+    """How long the busiest device of a collective keeps each kind of link; a group of one device uses none."""
     groups = groups_of(collective, num_devices)
-    return size is not None and bool((groups // size != groups[:, :1] // size).any())
+    ranks = groups.shape[1]
+    if ranks == 1:
+        return {}
+    nodes = groups // (target.node_devices or num_devices)
+    sharing = np.unique((nodes[:, :, None] == nodes[:, None, :]).sum(axis=-1))  # ranks of a group that share a node
+    found = [shares(ranks, per_node, "all-to-all" not in collective.opcode) for per_node in sharing.tolist()]
+    num_bytes = sent_bytes(collective, program, num_devices)
+    used: dict[Link, tuple[Linear, float]] = {
+        "inside": (target.link, max(share.inside for share in found)),
+        "between": (target.network, max(share.between for share in found)),
+    }
+    return {name: link.seconds(share * num_bytes) for name, (link, share) in used.items() if share}
 
 
 def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:

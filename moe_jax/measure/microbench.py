@@ -1,6 +1,5 @@
 """Times of operations on the devices there are: repeated, warmed up, and all of them in turn."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from jax.stages import Compiled
 
 from moe_jax import config
 from moe_jax.measure.operations import Operation
+from moe_jax.measure.quartiles import Quartiles
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
@@ -33,16 +33,13 @@ class Program(NamedTuple):
 
 
 def compile_all(operations: Iterable[Operation], dtype: jnp.dtype) -> list[Program]:
-    """Those operations that this platform has."""
+    """Each operation on a mesh of its group."""
     meshes: dict[int, Mesh] = {}
     programs = []
     for operation in operations:
         expert = operation.group.expert() if operation.group else 1
         mesh = meshes.setdefault(expert, make_mesh(config.Mesh(expert=expert)))
-        try:
-            programs.append(Program(operation, _compile(operation, mesh, dtype), mesh))
-        except NotImplementedError:  # e.g. exchanges in the background, where there is no host to run them
-            continue
+        programs.append(Program(operation, _compile(operation, mesh, dtype), mesh))
     return programs
 
 
@@ -129,18 +126,10 @@ def _of_slowest(times: Times) -> Times:
 
 def curves_of(operations: Sequence[Operation], times: Times) -> tuple[Curve, ...]:
     """One curve for each name and settings."""
-    found: dict[tuple, dict[float, tuple[float, float, float]]] = defaultdict(dict)
+    found: dict[tuple, dict[float, Quartiles]] = defaultdict(dict)
     for operation, seconds in zip(operations, times, strict=True):
-        found[operation.name, operation.settings, operation.unit][operation.amount] = quartiles(seconds)
+        found[operation.name, operation.settings, operation.unit][operation.amount] = Quartiles.of(seconds)
     return tuple(
         curve(name, dict(settings), unit, sorted(points), [points[amount] for amount in sorted(points)])
         for (name, settings, unit), points in found.items()
     )
-
-
-def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    first, median, third = statistics.quantiles(seconds, method="inclusive")
-    return first, median, third

@@ -113,7 +113,8 @@ def operations(
 def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype) -> Iterator[Operation]:
     """Of one size, rounded up to equal parts: the bytes of a rank's operand, and of an all-gather's result.
 
-    Exchanges by way of nodes only where a group has several nodes of several ranks.
+    Exchanges by way of nodes only where a group has several nodes of several ranks, those in the background only on
+    CPUs.
     """
     part = math.ceil(num_bytes / dtype.itemsize / group.ranks)
     axis, elements = group.axis, part * group.ranks
@@ -121,7 +122,9 @@ def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype
     make = partial(Operation, settings=tuple(group._asdict().items()), unit="bytes", amount=amount, group=group)
     per_node = group.per_node(machine.node_devices)
     for name, exchange in EXCHANGES.items():
-        if name not in BY_NODE or per_node not in (1, group.ranks):
+        has_nodes = name not in BY_NODE or per_node not in (1, group.ranks)
+        has_host = not exchange.only_starts or machine.platform == "cpu"
+        if has_nodes and has_host:
             run = partial(exchange.__call__, ranks=Ranks(axis, machine.platform, per_node))
             yield make(f"all_to_all.{name}", shape=(group.ranks, part), run=run)
     to_next = [(rank, (rank + 1) % group.ranks) for rank in range(group.ranks)]

@@ -1,8 +1,8 @@
 """What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and the links.
 
-A start queues its collective on its link, inside a node or between nodes, where transfers run one after another; a done
-makes compute wait for it. A collective without start and done occupies both. What compute waits for is exposed, the
-rest of communication hidden.
+A start queues its collective on its links, inside nodes and between them, where transfers run one after another; a done
+makes compute wait for it. A collective without start and done occupies compute, too. What compute waits for is exposed,
+the rest of communication hidden.
 """
 
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from moe_jax.measure.costs import (
+    Link,
     collective_of,
-    collective_seconds,
     compute_seconds,
-    leaves_node,
+    link_seconds,
     matrix_products,
     only_overflows,
     sent_bytes,
@@ -96,7 +96,7 @@ class _Walk:
     target: Target
     num_devices: int
     now_s: float = 0.0
-    link_free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})  # inside, between nodes
+    link_free_s: dict[Link, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
     done_products: int = 0
     done_compute_s: float = 0.0
     turn: int = 0
@@ -171,22 +171,21 @@ def _compute(walk: _Walk, line: Instruction, seconds: float, turns: int = 1) -> 
 
 
 def _communicate(walk: _Walk, line: Instruction, collective: Instruction) -> None:
-    seconds = collective_seconds(collective, walk.program, walk.target, walk.num_devices)
+    seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU writes start and done for what it runs in one go, too
     is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
-    link = leaves_node(collective, walk.target, walk.num_devices)
-    start_s = max(walk.now_s, walk.link_free_s[link])
+    start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
+    walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
     task = Collective(
         instruction=collective,
         op_name=walk.program.op_name(collective) or walk.program.op_name(line),
         is_async=is_async,
         start_s=start_s,
-        end_s=start_s + seconds,
+        end_s=start_s + max(seconds.values(), default=0.0),
         num_bytes=sent_bytes(collective, walk.program, walk.num_devices),
         turn=walk.turn,
         turns=walk.turns,
     )
-    walk.link_free_s[link] = task.end_s
     if is_async:
         walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
     else:

@@ -56,17 +56,22 @@ class Worker:
     """A thread that runs jobs one after another, urgent ones first."""
 
     def __init__(self) -> None:
-        self._jobs: queue.PriorityQueue[tuple[bool, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[bool, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._count = itertools.count()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def submit(self, job: Callable[[], None], urgent: bool = False) -> None:
         """Run `job` behind all others that are as urgent."""
         self._jobs.put((not urgent, next(self._count), job))
 
+    def close(self) -> None:
+        """End the thread, once it has run all jobs."""
+        self._jobs.put((True, next(self._count), None))
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            _, _, job = self._jobs.get()
+        while (job := self._jobs.get()[-1]) is not None:
             job()
 
 
@@ -93,6 +98,14 @@ class Engine:
     def finish(self, ticket: int) -> np.ndarray:
         """Wait for a collective. Raises ConnectionError if another process is gone."""
         return self._results.pop(ticket)()
+
+    def close(self) -> None:
+        """End all threads and connections, once everything handed over is sent; who still waits is told."""
+        for sender in self._sending.values():
+            sender.close()
+        self._post.close()
+        for adder in self._adding.values():
+            adder.close()
 
     def _exchange(self, member: Member, x_P: np.ndarray) -> Callable[[], np.ndarray]:
         """Block p goes to member p, and the result's comes from it."""
@@ -159,11 +172,16 @@ _engine: Engine | None = None
 
 
 def connect(mesh: jax.sharding.Mesh) -> None:
-    """Connect the processes of a mesh; all of them call it, before they run programs over this mesh."""
+    """Connect the processes of a mesh; all of them call it, before they run programs over this mesh.
+
+    Programs over another mesh must have ended, and need it connected again.
+    """
     global _engine
     owner_D = tuple(device.process_index for device in mesh.devices.flat)
     if _engine is None or _engine.owner_D != owner_D:
-        _engine = Engine(owner_D)
+        before, _engine = _engine, Engine(owner_D)
+        if before is not None:  # closed only now, when all processes have come and need it no more
+            before.close()
 
 
 def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[Array, ""]:

@@ -1,5 +1,6 @@
 """Arrays sent between devices of one or many processes, over one TCP connection for each pair of processes."""
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -43,8 +44,9 @@ class Post:
         self._gone: str | None = None
         self._sockets = _connections()
         self._sending = {process: threading.Lock() for process in self._sockets}
-        for process, connection in self._sockets.items():
-            threading.Thread(target=self._read, args=(process, connection), daemon=True).start()
+        self._readers = [threading.Thread(target=self._read, args=each, daemon=True) for each in self._sockets.items()]
+        for reader in self._readers:
+            reader.start()
 
     def send(self, key: Key, x: np.ndarray) -> None:
         """Returns when all of `x` is on its way. If the other side is gone, who waits for it is told."""
@@ -78,6 +80,18 @@ class Post:
             target = self._awaited.pop(key, content)
         if target is not content:  # it came before it was expected
             target[:] = content
+
+    def close(self) -> None:
+        """End the connections and their threads; who still waits is told."""
+        with self._changed:
+            self._gone = "the connections are closed"
+            self._changed.notify_all()
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):  # the other side was first
+                connection.shutdown(socket.SHUT_RDWR)
+        for reader, connection in zip(self._readers, self._sockets.values(), strict=True):
+            reader.join()
+            connection.close()
 
     def _target(self, key: Key, size: int) -> np.ndarray:
         with self._changed:

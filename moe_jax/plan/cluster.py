@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.plan.curves import Curve
+from moe_jax.plan.curves import Curve, label
+from moe_jax.plan.json_file import read_json
 
 
 class ProfileError(UserError):
@@ -35,15 +36,11 @@ class ClusterProfile:
         for each in self.curves:
             if (each.name, each.settings) == (name, settings):
                 return each
-        asked = _label(name, settings)
-        known = ", ".join(_label(each.name, each.settings) for each in self.curves if each.name == name)
+        asked = label(name, settings)
+        known = ", ".join(each.label for each in self.curves if each.name == name)
         raise ProfileError(
             f"the cluster profile has no {asked}: measure it, or use one of {known or 'its other operations'}"
         )
-
-
-def _label(name: str, settings: dict[str, int]) -> str:
-    return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def write_profile(path: Path, profile: ClusterProfile) -> None:
@@ -55,20 +52,13 @@ def write_profile(path: Path, profile: ClusterProfile) -> None:
 
 def read_profile(path: Path) -> ClusterProfile:
     """Read what `write_profile` wrote. Raises ProfileError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ProfileError(
-            f"cluster profile {path} cannot be read ({reason}): make one with python -m moe_jax.measure"
-        ) from None
+    name = f"cluster profile {path}"
+    found = read_json(path, name, "make one with python -m moe_jax.measure", ProfileError)
     problem = _problem(found, _PROFILE)
     for i, each in enumerate([] if problem else found["curves"]):
         problem = problem or _in_curve(f"curves[{i}]", each)
     if problem:
-        raise ProfileError(
-            f"cluster profile {path} is damaged ({problem}): make it again with python -m moe_jax.measure"
-        )
+        raise ProfileError(f"{name} is damaged ({problem}): make it again with python -m moe_jax.measure")
     return ClusterProfile(**{**found, "curves": tuple(map(_curve, found["curves"]))})
 
 

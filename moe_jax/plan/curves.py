@@ -1,7 +1,7 @@
 """Measured times against growing amounts: what lies between, what lies beyond, and the line through them."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,11 @@ def fit_linear(amounts: Sequence[float], seconds: Sequence[float]) -> Fit:
     return Fit(line, 1 - unexplained / variation if variation else 1.0)
 
 
+def label(name: str, settings: Mapping[str, int]) -> str:
+    """An operation in one line."""
+    return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """How long one operation takes at growing amounts; medians and quartiles of repeated runs."""
@@ -56,6 +61,11 @@ class Curve:
     beta_s: float  # per byte or flop
     r_squared: float
     efficiency: tuple[float, ...]  # bytes or flops per second, over the best of them
+
+    @property
+    def label(self) -> str:
+        """Name and settings in one line."""
+        return label(self.name, self.settings)
 
     @property
     def line(self) -> Linear:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_jax.errors import ConfigError
+from moe_jax.plan.json_file import read_json
 from moe_jax.plan.task_times import Compute, Linear
 
 OPS = ("embed", "attend", "dense", "expert", "head")
@@ -28,16 +29,11 @@ def write_times(path: Path, seconds: Seconds) -> None:
 
 def read_times(path: str, kinds: Sequence[str]) -> dict[str, Compute]:
     """Times of each op in one block, for a model whose blocks are of these `kinds`. Raises ConfigError."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ConfigError(
-            f"schedule.task_times={path} cannot be read ({reason}): name a file of measured times, or null"
-        ) from None
+    name = f"schedule.task_times={path}"
+    found = read_json(Path(path), name, "name a file of measured times, or null", ConfigError)
     if not isinstance(found, dict) or not found.keys() <= set(OPS) or not all(map(_is_entry, found.values())):
         raise ConfigError(
-            f"schedule.task_times={path} is no file of measured times: "
+            f"{name} is no file of measured times: "
             f"it wants {', '.join(_FIELDS)}, seconds from 0 up, for some of {', '.join(OPS)}"
         )
     blocks = {"attend": kinds.count("moe"), "expert": kinds.count("moe"), "dense": kinds.count("dense")}

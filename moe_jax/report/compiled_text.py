@@ -59,7 +59,8 @@ def assumptions(target: Target) -> str:
     """How the times were estimated."""
     link = f"{target.link.alpha_s * 1e6:g} µs + bytes that leave a device at {1e-9 / target.link.beta_s:g} GB/s"
     if target.node_devices:
-        link += f" inside a node of {target.node_devices}, {1e-9 / target.network.beta_s:g} GB/s beyond"
+        network = f"{1e-9 / target.network.beta_s:g} GB/s between nodes"
+        link += f" inside a node of {target.node_devices} and {network}, at once"
     peaks = (
         f"the longer of matrix products at {target.matrix_flops_per_s * 1e-12:g} TFLOP/s "
         f"and bytes at {target.memory_bytes_per_s * 1e-9:g} GB/s"

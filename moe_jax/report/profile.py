@@ -11,21 +11,16 @@ from moe_jax.report.plots import PlotError
 _PER_SECOND = {"bytes": "GB/s", "flops": "Gflop/s"}
 
 
-def label(curve: Curve) -> str:
-    """Name and settings in one line."""
-    return " ".join([curve.name, *(f"{name}={value}" for name, value in curve.settings.items())])
-
-
 def table(profile: ClusterProfile) -> str:
     """Start-up time, rate and r² of every curve."""
-    width = max(len(label(curve)) for curve in profile.curves)
+    width = max(len(curve.label) for curve in profile.curves)
     lines = [f"{'':{width}}   alpha µs        1/beta          best     r²"]
     for curve in profile.curves:
         best = max(amount / s for amount, s in zip(curve.amounts, curve.median_s, strict=True))
         rates = [1 / curve.beta_s / 1e9 if curve.beta_s else float("inf"), best / 1e9]
         unit = _PER_SECOND[curve.unit]
         lines.append(
-            f"{label(curve):{width}}  {1e6 * curve.alpha_s:9.1f}  {rates[0]:9.3g}  {rates[1]:9.3g} {unit:7}"
+            f"{curve.label:{width}}  {1e6 * curve.alpha_s:9.1f}  {rates[0]:9.3g}  {rates[1]:9.3g} {unit:7}"
             f"  {curve.r_squared:5.3f}"
         )
     return "\n".join(lines)
@@ -75,4 +70,4 @@ def _draw(curve: Curve, above: Any, below: Any, **style: str) -> None:
     above.errorbar(curve.amounts, curve.median_s, yerr=spread, linestyle="none", markersize=3, **style)
     modelled = [curve.line.seconds(amount) for amount in curve.amounts]
     above.plot(curve.amounts, modelled, "--", linewidth=0.8, color=style["color"])
-    below.plot(curve.amounts, curve.efficiency, linewidth=1, markersize=3, label=label(curve), **style)
+    below.plot(curve.amounts, curve.efficiency, linewidth=1, markersize=3, label=curve.label, **style)

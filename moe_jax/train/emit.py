@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
@@ -33,6 +31,7 @@ from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.turns import Looped, Turns, make_looped
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
+from moe_jax.train.processes import allgather
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks
@@ -117,11 +116,10 @@ def _measured(config: Config) -> Mapping[str, Compute]:
         found = read_times(path, config.model.block_kinds)
     except ConfigError as problem:
         error = problem  # told only once the others know that this process has none
-    own = np.array(0 if error else zlib.crc32(repr(sorted(found.items())).encode()) | 1, np.uint32)
-    same = jax.process_count() == 1 or len(set(multihost_utils.process_allgather(own).tolist())) == 1
+    content = allgather(0 if error else zlib.crc32(repr(sorted(found.items())).encode()) | 1)
     if error:
         raise error
-    if not same:
+    if len(set(content)) > 1:
         raise ConfigError(f"schedule.task_times={path} is not the same on all processes: give them copies of one file")
     return found
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from moe_jax.config_checks import nearest_multiples
 from moe_jax.errors import EXIT_BAD_INPUT, UserError
@@ -139,6 +141,13 @@ def find_cluster(environ: Mapping[str, str], tpu: bool) -> Cluster | None:
 def is_main_process() -> bool:
     """Whether this process writes what a run writes once. Ask after `initialize`: it starts jax's devices."""
     return jax.process_index() == 0
+
+
+def allgather(number: int) -> list[int]:
+    """What each process gives, a number in 0..2³²-1; all of them call it, and wait for each other."""
+    if jax.process_count() == 1:
+        return [number]
+    return multihost_utils.process_allgather(np.array(number, np.uint32)).tolist()
 
 
 @contextmanager

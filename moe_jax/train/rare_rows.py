@@ -33,9 +33,9 @@ class RareRows:
         """Note what a piece's rows were made of."""
         self._again[p] = again
 
-    def forward(self, block: int, p: int, lanes: ragged.Lanes) -> jax.Array:
+    def forward(self, block: int, p: int, lanes: ragged.Lanes, filled_L: jax.Array) -> jax.Array:
         """What the experts make of these rows."""
-        overflow = self.overflows[block, p] = irregular.Overflow.of(self._again.pop(p), lanes)
+        overflow = self.overflows[block, p] = irregular.Overflow.of(self._again.pop(p), lanes, filled_L)
         rest = irregular.Rest(lanes.rest_R, lanes.main_LbD.shape[1])
         if block == self._facts.last_moe:  # its backward pass comes next
             self._rest[block, p] = rest

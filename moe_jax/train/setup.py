@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
-from moe_jax.train.processes import is_main_process
+from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
@@ -144,9 +143,7 @@ def _resume_step(config: Config, folder: Path) -> int:
 
 def _agree(first_step: int, folder: Path) -> int:
     """The step that all processes found. Raises CheckpointError if they differ."""
-    if jax.process_count() == 1:
-        return first_step
-    steps = multihost_utils.process_allgather(np.int32(first_step)).tolist()
+    steps = allgather(first_step)
     if len(set(steps)) > 1:
         raise CheckpointError(
             f"log.dir={folder} holds other checkpoints on other processes (steps {steps}): "

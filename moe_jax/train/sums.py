@@ -21,7 +21,7 @@ from moe_jax.train.tasks import Tasks
 Tree = Any
 
 
-class Moving(NamedTuple):
+class Started(NamedTuple):
     """A sum that was started."""
 
     way: Way
@@ -41,8 +41,8 @@ class Sums:
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
         self.way = REDUCTIONS[tasks.facts.config.exchange.reduction]
-        self.under_way: dict[int, list[Moving]] = {}
-        self.counts: Moving | None = None  # of all routers, under way
+        self.under_way: dict[int, list[Started]] = {}
+        self.counts: Started | None = None  # of all routers, under way
 
     def run(self, action: Action) -> None:
         """Run a G task."""
@@ -122,22 +122,22 @@ class Sums:
         chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _started(self, way: Way, x_n: jax.Array, axes: tuple[Axis, ...]) -> Moving:
+    def _started(self, way: Way, x_n: jax.Array, axes: tuple[Axis, ...]) -> Started:
         """A sum in the order of the schedule."""
         if self.tasks.facts.how.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
             # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
-            return Moving(way, way.start(x_n, axes))
+            return Started(way, way.start(x_n, axes))
         under_way = way.start(self.tasks.in_order(x_n, way.only_starts), axes)
         self.tasks.issued(under_way[-1], way.only_starts)
-        return Moving(way, under_way)
+        return Started(way, under_way)
 
-    def _arrived(self, moving: Moving) -> jax.Array:
+    def _arrived(self, started: Started) -> jax.Array:
         """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
-        *others, last = moving.under_way
+        *others, last = started.under_way
         if self.tasks.facts.how.platform == "cpu":
             last = self.tasks.in_turn(last)
-        return moving.way.finish((*others, last))
+        return started.way.finish((*others, last))
 
 
 def _is_missing(leaf: Any) -> bool:

@@ -150,9 +150,10 @@ class Tasks:
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
-        function = self._remat(partial(irregular.experts, filled_L=ragged.filled(lanes.count_PE, Axis.EXPERT)))
+        filled_L = ragged.filled(lanes.count_PE, Axis.EXPERT)
+        function = self._remat(partial(irregular.experts, filled_L=filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
-        return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes))
+        return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
 
     def _head(self, action: Action) -> None:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)

@@ -1,11 +1,14 @@
 """How long one instruction takes: bytes that leave a device, cycles, rooflines."""
 
+import dataclasses
+
 import pytest
 
-from moe_jax.measure.costs import collective_seconds, compute_seconds, matrix_products, sent_bytes
-from tests.measure.programs import TOY, program
+from moe_jax.measure.costs import collective_seconds, compute_seconds, link_seconds, matrix_products, sent_bytes
+from tests.measure.programs import LINK, TOY, program
 
 EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
+NODES_OF_FOUR = dataclasses.replace(TOY, node_devices=4)
 
 
 @pytest.mark.parametrize(
@@ -55,18 +58,44 @@ def test_an_overflow_whose_name_the_compiler_lost_is_known_by_its_buffer() -> No
 )
 def test_groups_within_a_node_use_its_links_others_the_network(groups: str, network: bool) -> None:
     toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}")
-    nodes_of_four = TOY.__class__(**{**TOY.__dict__, "node_devices": 4})
-    seconds = collective_seconds(toy.by_name["c"], toy, nodes_of_four, 8)
+    seconds = collective_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8)
     assert seconds == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8) * (10e-6 if network else 1e-6))
 
 
 @pytest.mark.parametrize(("pairs", "network"), [("{{0,1},{4,5}}", False), ("{{0,1},{3,4}}", True)])
 def test_a_permute_uses_the_network_if_one_of_its_messages_does(pairs: str, network: bool) -> None:
     toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] collective-permute(%x), source_target_pairs={pairs}")
-    nodes_of_four = TOY.__class__(**{**TOY.__dict__, "node_devices": 4})
-    assert collective_seconds(toy.by_name["c"], toy, nodes_of_four, 8) == pytest.approx(
+    assert collective_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8) == pytest.approx(
         80 * (10e-6 if network else 1e-6)
     )
+
+
+@pytest.mark.parametrize(
+    ("collective", "inside", "between"),
+    [
+        ("all-to-all(%x)", 3 * 10, 4 * 10),  # a block of 10 bytes for every rank
+        ("ragged-all-to-all(%x, %x, %x, %x, %x, %x)", 3 * 10, 4 * 10),
+        ("reduce-scatter(%x)", 3 * 20, 10),  # summed inside first: a quarter each, of which one half goes on
+        ("all-gather(%x)", 3 * 160, 80),  # own bytes to the other node, then those of two ranks to three neighbours
+        ("all-reduce(%x)", 2 * 60, 2 * 10),  # the two above
+    ],
+)
+def test_bytes_for_the_own_node_use_its_links_and_only_the_others_the_network(
+    collective: str, inside: int, between: int
+) -> None:
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] {collective}, {EIGHT}")
+    found = link_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8)
+    assert found == pytest.approx({"inside": inside * 1e-6, "between": between * 10e-6})
+    assert sum((inside, between)) == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8))
+    assert collective_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8) == pytest.approx(between * 10e-6)
+    fast_network = dataclasses.replace(NODES_OF_FOUR, network=LINK)
+    assert collective_seconds(toy.by_name["c"], toy, fast_network, 8) == pytest.approx(max(inside, between) * 1e-6)
+
+
+def test_in_uneven_nodes_the_busiest_rank_counts() -> None:
+    toy = program("%x = u8[90] parameter(0)\n%c = u8[90] all-to-all(%x), replica_groups={{0,1,4},{2,3,5}}")
+    found = link_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8)
+    assert found == pytest.approx({"inside": 30e-6, "between": 2 * 30 * 10e-6})  # of rank 0, of rank 4
 
 
 def test_an_irregular_exchange_sends_no_more_rows_than_its_target_takes() -> None:

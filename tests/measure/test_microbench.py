@@ -63,6 +63,13 @@ def test_every_exchange_is_there_and_exchanges_between_the_ranks_of_its_group(gr
         np.testing.assert_array_equal(arrived.reshape(sent.shape), expected, err_msg=name)
 
 
+@pytest.mark.parametrize(("platform", "there"), [("cpu", True), ("gpu", False), ("tpu", False)])
+def test_only_cpus_exchange_in_the_background(platform: str, there: bool) -> None:
+    found = {each.name for each in collectives(GROUPS[0], 256, Machine(platform, node_devices=2), FLOAT32)}
+    assert ("all_to_all.background" in found) == there
+    assert {f"all_to_all.{name}" for name in EXCHANGES} - {"all_to_all.background"} <= found
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_other_collectives_bring_their_first_number_from_their_group(group: Group) -> None:
     programs = programs_of(group)

@@ -1,5 +1,6 @@
 """The replay: closed-form cases, and invariants on real programs."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -35,6 +36,19 @@ def test_transfers_run_one_after_another() -> None:
     assert [us(each.start_s, each.end_s) for each in result.collectives] == [[0, 40], [40, 50]]
     assert us(*(each.exposed_s for each in result.collectives)) == [0, 20]
     assert us(result.step_s) == [51]
+
+
+def test_links_inside_and_between_nodes_are_taken_for_what_goes_over_them() -> None:
+    """Of an exchange of four ranks, 10 µs inside its node and 200 µs between nodes."""
+
+    def permute(name: str, pairs: str) -> str:
+        return f"%{name} = (u8[10], u8[10]) collective-permute-start(%x10), source_target_pairs={pairs}"
+
+    lines = [operand(10), operand(40), "%a = (u8[40], u8[40]) all-to-all-start(%x40), replica_groups={{0,1,2,3}}"]
+    lines += [permute("i", "{{0,1},{2,3}}"), permute("b", "{{0,2},{1,3}}"), done("i"), done("b"), done("a")]
+    nodes_of_two = dataclasses.replace(TOY, node_devices=2)
+    result = replay(program("\n".join(lines)), nodes_of_two, 4)
+    assert [us(each.start_s, each.end_s) for each in result.collectives] == [[0, 200], [10, 20], [200, 300]]
 
 
 def test_a_collective_without_start_and_done_stops_compute_and_waits_for_the_link() -> None:

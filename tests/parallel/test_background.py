@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.config import Mesh
 from moe_jax.errors import ConfigError, MeshError
 from moe_jax.models.transformer import exchange_of
 from moe_jax.parallel import background, post
-from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
@@ -52,6 +53,43 @@ def test_what_comes_before_it_is_expected_is_kept():
         np.testing.assert_array_equal(out, first + np.arange(5))
 
 
+def test_connecting_another_mesh_ends_the_threads_of_the_one_before():
+    two, four = (make_mesh(Mesh(data=1, expert=count), jax.devices()[:count]) for count in (2, 4))
+    background.connect(four)
+    before = set(threading.enumerate())
+    background.connect(two)
+    new = set(threading.enumerate()) - before
+    assert len(new) == 4  # a sender and an adder for each device
+    background.connect(four)
+    assert not any(thread.is_alive() for thread in new)
+
+
+def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(post, "_connections", lambda: {1: ours})
+    before, told = set(threading.enumerate()), []
+    box = Post((0, 1))
+    readers = set(threading.enumerate()) - before
+
+    def wait():
+        try:
+            box.receive(Key(1, 0, 0, 0))
+        except ConnectionError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    box.send(Key(0, 1, 0, 0), np.arange(4, dtype=np.uint8))
+    box.close()
+    waiting.join(timeout=30)
+    assert told
+    assert readers
+    assert not any(reader.is_alive() for reader in readers)
+    with theirs:
+        assert theirs.recv(1024).endswith(bytes(range(4)))
+        assert theirs.recv(1024) == b""
+
+
 def test_urgent_jobs_overtake_others_and_none_of_their_kind():
     worker, ready, done, order = background.Worker(), threading.Event(), threading.Event(), []
     worker.submit(ready.wait)
@@ -59,7 +97,8 @@ def test_urgent_jobs_overtake_others_and_none_of_their_kind():
         worker.submit(lambda job=job: order.append(job), urgent)
     worker.submit(done.set)
     ready.set()
-    assert done.wait(timeout=60)
+    worker.close()
+    assert done.is_set()
     assert order == ["exchange 0", "exchange 1", "sum 0", "sum 1"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.plan.measured import write_times
-from moe_jax.train import emit
+from moe_jax.train import processes
 from moe_jax.train.emit import make_plan
 from tests.small import small_config
 from tests.train.gradients import mesh_of
@@ -39,7 +39,7 @@ def other_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Non
 
     def answer(of: Callable[[np.ndarray], np.ndarray]) -> None:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(emit.multihost_utils, "process_allgather", lambda own: np.stack([own, of(own)]))
+        monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda own: np.stack([own, of(own)]))
 
     return answer
 

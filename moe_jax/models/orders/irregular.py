@@ -18,8 +18,7 @@ from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Room, Ticket
-from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, filled, overflows, row_shape
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows, row_shape
 
 _TILE = 8  # rows that hardware handles at once
 
@@ -118,10 +117,9 @@ class Overflow(NamedTuple):
     happened: Bool[Array, ""]
 
     @classmethod
-    def of(cls, again: Again, lanes: Lanes) -> "Overflow":
-        """Of a rank's lanes."""
-        happened = overflows(lanes.count_PE, lanes.main_LbD.shape[1])
-        return cls(again, lanes.count_PE, filled(lanes.count_PE, Axis.EXPERT), happened)
+    def of(cls, again: Again, lanes: Lanes, filled_L: Int[Array, " L"]) -> "Overflow":
+        """Of a rank's lanes, with so many rows in them."""
+        return cls(again, lanes.count_PE, filled_L, overflows(lanes.count_PE, lanes.main_LbD.shape[1]))
 
     def sent(self) -> jax.Array:
         """What was sent, [S, …]; anything if nothing overflows."""
