@@ -84,8 +84,11 @@ def bytes_sent(program: Program, kind: str, num_devices: int) -> float:
 
 
 def side_by_side(some: Sequence[Exchange], others: Sequence[Exchange]) -> bool:
-    """Whether one of `some` and one of `others` are under way at once: each starts before the other is done."""
-    return any(a.begin < b.end and b.begin < a.end for a in some for b in others if a.is_async and b.is_async)
+    """Whether one of `some` and one of `others` are under way at once: each starts before the other is done.
+
+    One that is synchronous can run while an asynchronous one is under way.
+    """
+    return any(a.begin <= b.end and b.begin <= a.end for a in some for b in others if a.is_async or b.is_async)
 
 
 def by_phase(found: Iterable[Exchange], steps: Steps) -> dict[str, list[Exchange]]:

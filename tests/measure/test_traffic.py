@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.measure.hlo import parse
-from moe_jax.measure.traffic import by_phase, exchanges, side_by_side, traffic_of
+from moe_jax.measure.traffic import by_phase, bytes_sent, exchanges, side_by_side, traffic_of
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
@@ -68,6 +68,33 @@ def test_two_run_side_by_side_if_each_starts_before_the_other_is_done(order, exp
     first, second = ([each for each in found if name in each.scopes] for name in "ab")
     assert side_by_side(first, second) == side_by_side(second, first) == expected
     assert all(each.is_async for each in found)
+
+
+@pytest.mark.parametrize(("order", "expected"), [("asA", True), ("aAs", False), ("saA", False)])
+def test_what_is_synchronous_runs_beside_what_was_started_before_and_ends_after(order, expected):
+    permute = "source_target_pairs={{0,1},{1,0}}"
+    texts = {
+        "a": f"%a = (u8[4], u8[4]) collective-permute-start(%x), {permute}",
+        "A": "%A = u8[4] collective-permute-done(%a)",
+        "s": f"%s = u8[4] collective-permute(%x), {permute}",
+    }
+    made = program("\n".join(["%x = u8[4] parameter(0)", *(texts[letter] for letter in order)]))
+    first, second = exchanges(made, 2)
+    assert side_by_side([first], [second]) == side_by_side([second], [first]) == expected
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_bytes_in_loops_count_as_often_as_they_turn(turns):
+    def body(x):
+        def turn(x, _):
+            return EXCHANGES["flat"](2 * x, Ranks(Axis.EXPERT, "cpu")), None
+
+        return jax.lax.scan(turn, x, length=turns)[0]
+
+    x = jax.ShapeDtypeStruct((64, ROWS, WIDTH), jnp.float32)
+    text = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=1, expert=8).lower(x).compile().as_text()
+    assert bytes_sent(parse(text), "all-to-all", 8) == turns * NUM_BYTES * 7 / 8
+    assert bytes_sent(parse(text), "all-gather", 8) == 0
 
 
 def test_what_is_synchronous_runs_alone():

@@ -32,17 +32,35 @@ def join(chunks: list[jax.Array]) -> jax.Array:
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=_SLOTS)
 
 
-def place(target: jax.Array | None, chunk: jax.Array, whole: int, start: int) -> jax.Array:
-    """`target` (None: anything) of `whole` rows with a chunk's rows from row `start` on."""
-    if chunk.ndim < 3 or chunk.shape[_SLOTS] == whole:
-        return chunk
-    if target is None:
-        shape = list(chunk.shape)
-        shape[_SLOTS] = whole
-        target = jax.lax.empty(tuple(shape), chunk.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(target, chunk, start, axis=chunk.ndim + _SLOTS)
+class Places:
+    """Memory for all rows, filled chunk by chunk."""
+
+    def __init__(self, x: Shaped[Array, "..."]):
+        self._rows = x.shape[_SLOTS]
+        self._filled = 0
+        self._target: jax.Array | None = None
+
+    def add(self, chunk: jax.Array) -> jax.Array:
+        """Copy the next chunk behind those before; returns all rows so far."""
+        if chunk.ndim < 3 or chunk.shape[_SLOTS] == self._rows:
+            return chunk
+        dim = chunk.ndim + _SLOTS
+        if self._target is None:
+            shape = (*chunk.shape[:dim], self._rows, *chunk.shape[dim + 1 :])
+            self._target = jax.lax.empty(shape, chunk.dtype)
+        self._target = jax.lax.dynamic_update_slice_in_dim(self._target, chunk, self._filled, axis=dim)
+        self._filled += chunk.shape[dim]
+        return self._target
 
 
 def in_order(x: jax.Array, earlier: jax.Array | None, platform: str) -> jax.Array:
     """`x`, but not before `earlier` exists."""
     return x if earlier is None or not x.size or not earlier.size else after(x, earlier, platform)
+
+
+def side_by_side(*results: jax.Array) -> list[jax.Array]:
+    """Results of transfers that are to be under way at the same time: none is used before all are there.
+
+    By itself XLA:GPU runs one after another.
+    """
+    return list(jax.lax.optimization_barrier(results))

@@ -5,25 +5,31 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Shaped
 
-from moe_jax.parallel.over_tensor.chunks import Chunking, cut, in_order, join
+from moe_jax.parallel.over_tensor.chunks import Chunking, cut, in_order, join, side_by_side
 from moe_jax.parallel.tensor_axis import gathered, summed
 
 
 def to_experts(
     x: Shaped[Array, "P ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
 ) -> Shaped[Array, "tP ..."]:
-    """Exchanges one after another, each chunk gathered as soon as it is there."""
-    sent: list[jax.Array] = []
-    for chunk in cut(x, chunking):
-        sent.append(send(in_order(chunk, sent[-1] if sent else None, chunking.platform)))
-    return join([gathered(chunk, 0) for chunk in sent])
+    """Exchanges one after another, each chunk gathered beside the next one's."""
+    first, *others = cut(x, chunking)
+    sent, rows = send(first), []
+    for chunk in others:
+        after = send(in_order(chunk, sent, chunking.platform))
+        whole, sent = side_by_side(gathered(sent, 0), after)
+        rows.append(whole)
+    return join([*rows, gathered(sent, 0)])
 
 
 def from_experts(
     x: Shaped[Array, "tP ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
 ) -> Shaped[Array, "P ..."]:
-    """Sums one after another, each chunk sent as soon as it is there."""
-    sums: list[jax.Array] = []
-    for chunk in cut(x, chunking):
-        sums.append(summed(in_order(chunk, sums[-1] if sums else None, chunking.platform), 0))
-    return join([send(chunk) for chunk in sums])
+    """Sums one after another, each chunk sent beside the next one's."""
+    first, *others = cut(x, chunking)
+    own, rows = summed(first, 0), []
+    for chunk in others:
+        after = summed(in_order(chunk, own, chunking.platform), 0)
+        returned, own = side_by_side(send(own), after)
+        rows.append(returned)
+    return join([*rows, send(own)])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Shaped
 
-from moe_jax.parallel.over_tensor.chunks import Chunking, cut, in_order, place
+from moe_jax.parallel.over_tensor.chunks import Chunking, Places, cut, in_order, side_by_side
 from moe_jax.parallel.tensor_axis import gathered, summed
 
 
@@ -13,27 +13,23 @@ def to_experts(
     x: Shaped[Array, "P ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
 ) -> Shaped[Array, "tP ..."]:
     """Exchange of one chunk, gather of the one before, copy of the one before that."""
-    target: jax.Array | None = None
-    sent: jax.Array | None = None
-    start = 0
-    for chunk in cut(x, chunking):
-        sent = send(in_order(chunk, sent, chunking.platform))
-        target = place(target, gathered(sent, 0), x.shape[-2], start)
-        start += chunk.shape[-2]
-    assert target is not None
-    return target
+    first, *others = cut(x, chunking)
+    sent, places = send(first), Places(x)
+    for chunk in others:
+        after = send(in_order(chunk, sent, chunking.platform))
+        whole, sent = side_by_side(gathered(sent, 0), after)
+        places.add(whole)
+    return places.add(gathered(sent, 0))
 
 
 def from_experts(
     x: Shaped[Array, "tP ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
 ) -> Shaped[Array, "P ..."]:
-    """Copy of one chunk, sum of the one before, exchange of the one before that."""
-    target: jax.Array | None = None
-    own: jax.Array | None = None
-    start = 0
-    for chunk in cut(x, chunking):
-        own = summed(in_order(chunk, own, chunking.platform), 0)
-        target = place(target, send(own), x.shape[-2], start)
-        start += chunk.shape[-2]
-    assert target is not None
-    return target
+    """Sum of one chunk, exchange of the one before, copy of the one before that."""
+    first, *others = cut(x, chunking)
+    own, places = summed(first, 0), Places(x)
+    for chunk in others:
+        after = summed(in_order(chunk, own, chunking.platform), 0)
+        returned, own = side_by_side(send(own), after)
+        places.add(returned)
+    return places.add(send(own))

@@ -1,0 +1,105 @@
+"""What exchanges over tensor ranks become on real compilers: python profiling/tensor_hlo.py TARGET [--tensor T]
+
+Compiles rows' way to the experts with each form (`exchange.tensor_form`) for hardware that need not be there, counts
+what leaves a device in all-to-alls and in gathers, and tells whether one chunk is gathered while the next is exchanged.
+Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2, cpu:8. Seconds for each form. Writes
+results/tensor_hlo_TARGET_tT.json; exit code 1 if bytes are not those of plan/over_tensor.py.
+"""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from results_file import write_result
+
+from moe_jax import config
+from moe_jax.errors import ConfigError, run_command
+from moe_jax.measure.costs import sent_bytes
+from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.targets import ENVIRONMENT, check_compiler, child_environment, find_target, target_devices
+from moe_jax.measure.traffic import Exchange, exchanges, side_by_side
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import Axis, make_mesh
+from moe_jax.parallel.over_tensor import FORMS, Route
+from moe_jax.parallel.ranks import Ranks
+from moe_jax.plan.over_tensor import Stages, stage_seconds
+from moe_jax.schedule.xla_flags import compiler_options
+
+_SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
+
+
+def compile_form(route: Route, mesh: jax.sharding.Mesh, rows: int, width: int) -> Program:
+    """Rows that are computed, brought to the experts, and computed with."""
+
+    def body(x: jax.Array) -> jax.Array:
+        send = EXCHANGES[route.algorithm].between(route.ranks)
+        return route.carry(2 * x, send, to_experts=True) + 1
+
+    dtype = jnp.float32 if route.ranks.platform == "cpu" else jnp.bfloat16
+    shape = (mesh.size * mesh.shape[Axis.EXPERT], rows, width)
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _SPEC))
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=_SPEC, out_specs=_SPEC, check_vma=False)
+    platform = {"gpu": "cuda"}.get(route.ranks.platform, route.ranks.platform)
+    lowered = jax.jit(on_mesh).trace(x).lower(lowering_platforms=(platform,))
+    return parse(lowered.compile(compiler_options=compiler_options(route.ranks.platform)).as_text() or "")
+
+
+def of_kind(found: list[Exchange], kind: str) -> list[Exchange]:
+    return [each for each in found if each.collective.opcode.startswith(kind)]
+
+
+def study(form: str, program: Program, num_bytes: float, tensor: int, experts: int) -> dict[str, Any]:
+    """One form: `num_bytes` are those of all tensor ranks of an expert rank."""
+    devices = tensor * experts
+    found = exchanges(program, devices)
+    sends, gathers = of_kind(found, "all-to-all"), of_kind(found, "all-gather")
+    sent = sum(sent_bytes(each.collective, program, devices) for each in sends)
+    only_bytes = Stages(*(lambda x: x,) * 3)
+    expected = stage_seconds(num_bytes, tensor, experts, 1, only_bytes)[0] * (tensor if form == "replicated" else 1)
+    return {
+        "all_to_alls": len(sends),
+        "asynchronous": sum(each.is_async for each in sends),
+        "bytes_of_a_device": sent,
+        "is_closed_form": abs(sent - expected) < 1,
+        "gathers": len(gathers),
+        "gathered_while_another_chunk_is_exchanged": side_by_side(gathers, sends),
+    }
+
+
+def main() -> None:
+    """Read the command line, study every form, write the result."""
+    parser = argparse.ArgumentParser(prog="python profiling/tensor_hlo.py", description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--tensor", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--chunks", type=int, default=4, help="of o2 and o3 (default 4)")
+    parser.add_argument("--rows", type=int, default=4096, help="of a device for each expert rank (default 4096)")
+    parser.add_argument("--width", type=int, default=2048, help="of a row (default 2048)")
+    arguments = parser.parse_args()
+    target = find_target(arguments.target)
+    check_compiler(target)
+    for name in ("tensor", "chunks", "rows", "width"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
+    devices = target_devices(target)
+    mesh = make_mesh(config.Mesh(data=1, expert=-1, tensor=arguments.tensor), devices)
+    experts, itemsize = mesh.shape[Axis.EXPERT], 4 if target.platform == "cpu" else 2
+    num_bytes = arguments.tensor * experts * arguments.rows * arguments.width * itemsize
+    forms = {}
+    for name in FORMS:
+        route = Route("flat", Ranks(Axis.EXPERT, target.platform), name, arguments.chunks)
+        program = compile_form(route, mesh, arguments.rows, arguments.width)
+        forms[name] = study(name, program, num_bytes, arguments.tensor, experts)
+    values = {"tensor_ranks": arguments.tensor, "expert_ranks": experts, "chunks": arguments.chunks, "forms": forms}
+    write_result(f"tensor_hlo_{target.name.replace(':', '_')}_t{arguments.tensor}", values)
+    if not all(form["is_closed_form"] for form in forms.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)
