@@ -127,9 +127,12 @@ def join(devices: int = 1) -> None:
     )
 
 
-def set_rate(bits_per_s: float, burst_kb: int = 256) -> None:
-    """Limit what this process sends from now on, but for a burst after a pause. Only inside a box."""
-    tbf = f"rate {bits_per_s:.0f}bit burst {burst_kb}kb latency 50ms"
+def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms") -> None:
+    """Limit what this process sends from now on, but for a burst after a pause. Only inside a box.
+
+    `queue`, of what has to wait, is a time or a `limit` in bytes: what comes on top is lost, and sent again.
+    """
+    tbf = f"rate {bits_per_s:.0f}bit burst {burst_kb}kb {queue}"
     _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
 
 

@@ -6,7 +6,6 @@ counts, in the compiled training step, the bytes that leave a device in all-to-a
 and .png; exit code 1 if losses differ.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from typing import Any
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from count_argument import count_argument
 from jax.sharding import NamedSharding
 from results_file import write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
@@ -53,7 +54,7 @@ def exchanged_bytes(config: Config) -> float:
 
 def main() -> None:
     """Train all, compare, write results."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    steps = count_argument("STEPS", 200, __doc__)
     initialize(Processes(mode="off"), cpu_devices=EXPERT_RANKS * max(TENSOR_RANKS))
     losses: dict[str, dict[str, list[float]]] = {}
     sent: dict[str, dict[str, float]] = {}
@@ -97,4 +98,4 @@ def _draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
