@@ -1,7 +1,8 @@
 """Who exchanges rows: the ranks of a mesh axis, and which of them share a node."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,16 +49,31 @@ class Ranks(NamedTuple):
 def ranks_per_node(devices: np.ndarray, dim: int) -> int:
     """Into how large groups of neighbours, each in one node, a dimension of a mesh's devices divides at most.
 
-    A node is what fast links join, as far as devices tell: a slice if there are several, else a process.
+    A node is what fast links join, as far as devices tell: a slice if there are several; where they have coordinates a
+    line of their torus, on which neighbours differ in one; else a process.
     """
-    lines = np.moveaxis(_nodes_of(devices), dim, -1)
-    lines = lines.reshape(-1, lines.shape[-1])
-    starts = np.nonzero((lines[:, 1:] != lines[:, :-1]).any(axis=0))[0] + 1  # ranks with which some line changes node
-    return math.gcd(lines.shape[-1], *starts.tolist())
+    lines = np.moveaxis(devices, dim, -1).reshape(-1, devices.shape[dim])
+    changes = _changes(lines, lambda device: getattr(device, "slice_index", 0))
+    if not changes and all(getattr(device, "coords", None) for device in lines.flat):
+        return _line_of_torus(lines)
+    return math.gcd(lines.shape[1], *(changes or _changes(lines, lambda device: device.process_index)))
 
 
-def _nodes_of(devices: np.ndarray) -> np.ndarray:
-    slices = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])(devices)
-    if len(np.unique(slices)) > 1:
-        return slices
-    return np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
+def _changes(lines: np.ndarray, node_of: Callable[[Any], Any]) -> list[int]:
+    """The ranks with which some line comes to another node."""
+    return [
+        rank
+        for rank in range(1, lines.shape[1])
+        if any(node_of(line[rank]) != node_of(line[rank - 1]) for line in lines)
+    ]
+
+
+def _line_of_torus(lines: np.ndarray) -> int:
+    """Ranks of every line that differ in the coordinate in which its first two do, or are cores of one chip."""
+
+    def others(device: Any) -> tuple[int, ...]:
+        return tuple(c for axis, c in enumerate(device.coords) if axis not in moving)
+
+    pairs = [(line[0].coords, line[1].coords) for line in lines] if lines.shape[1] > 1 else []
+    moving = {axis for a, b in pairs for axis in range(len(a)) if a[axis] != b[axis]}
+    return math.gcd(lines.shape[1], *_changes(lines, others)) if len(moving) <= 1 else 1

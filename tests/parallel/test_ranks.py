@@ -46,3 +46,35 @@ def test_devices_that_know_no_slices_have_processes():
     for device in devices.flat:
         del device.slice_index
     assert ranks_per_node(devices, dim=0) == 4
+
+
+def torus(shape: tuple[int, int], *sizes: int, cores: int = 1) -> np.ndarray:
+    """The chips of a torus, its first coordinate fastest; four to a process."""
+    devices = np.empty(shape[0] * shape[1], object)
+    coords = [tuple(reversed(place)) for place in np.ndindex(*reversed(sizes)) for _ in range(cores)]
+    devices[:] = [SimpleNamespace(process_index=i // 4, slice_index=0, coords=c) for i, c in enumerate(coords)]
+    return devices.reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (torus((1, 8), 2, 2, 2), 2),
+        (torus((1, 16), 4, 2, 2), 4),
+        (torus((4, 4), 4, 2, 2), 4),
+        (torus((2, 8), 4, 4, 1), 4),
+        (torus((4, 2), 4, 2, 1), 2),
+        (torus((1, 8), 2, 2, 1, cores=2), 2),  # the two of a chip
+        (torus((1, 8), 2, 2, 2)[:, [0, 3, 1, 2, 4, 7, 5, 6]], 1),  # neighbours that are none
+        (torus((8, 1), 2, 2, 2), 1),
+    ],
+)
+def test_in_one_slice_of_a_torus_a_node_is_one_of_its_lines(devices, expected):
+    assert ranks_per_node(devices, dim=1) == expected
+
+
+def test_several_slices_come_before_coordinates():
+    devices = torus((1, 8), 2, 2, 2)
+    for i, device in enumerate(devices.flat):
+        device.slice_index = i // 4
+    assert ranks_per_node(devices, dim=1) == 4
