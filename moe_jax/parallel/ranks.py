@@ -36,6 +36,14 @@ class Ranks(NamedTuple):
         """From one member of each node to another one, as pairs of ranks."""
         return [(group[source], group[target]) for group in self.groups_inside()]
 
+    def shifts_inside(self, distance: int) -> list[tuple[int, int]]:
+        """From every member of each node to the one so much further on in it, as pairs of ranks."""
+        return [
+            (rank, group[(member + distance) % len(group)])
+            for group in self.groups_inside()
+            for member, rank in enumerate(group)
+        ]
+
     def between(self, distance: int, member: int) -> list[tuple[int, int]]:
         """From a member of each node to the same one of the node so much further on, as pairs of ranks."""
         group = self.groups_between()[member]

@@ -12,6 +12,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
 PER_NODE = [1, 2, 4, 8]
+WAYS = [*((name, "cpu") for name in BY_NODE), ("halo", "tpu")]  # made of other collectives there
 FLAT = Ranks(Axis.EXPERT, "cpu")
 
 
@@ -21,9 +22,9 @@ def run(body, x, expert=8, outputs=2):
 
 
 @pytest.mark.parametrize("per_node", PER_NODE)
-@pytest.mark.parametrize("name", BY_NODE)
-def test_every_block_reaches_the_rank_it_is_stamped_for(name, per_node):
-    ranks = Ranks(Axis.EXPERT, "cpu", per_node)
+@pytest.mark.parametrize(("name", "platform"), WAYS)
+def test_every_block_reaches_the_rank_it_is_stamped_for(name, platform, per_node):
+    ranks = Ranks(Axis.EXPERT, platform, per_node)
 
     def body(x):
         me = jax.lax.axis_index(Axis.EXPERT)
@@ -37,10 +38,10 @@ def test_every_block_reaches_the_rank_it_is_stamped_for(name, per_node):
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4])
-@pytest.mark.parametrize("name", BY_NODE)
-def test_groups_of_other_data_ranks_do_not_mix(name, per_node):
+@pytest.mark.parametrize(("name", "platform"), WAYS)
+def test_groups_of_other_data_ranks_do_not_mix(name, platform, per_node):
     """The expert axis has four ranks here, twice."""
-    ranks = Ranks(Axis.EXPERT, "cpu", per_node)
+    ranks = Ranks(Axis.EXPERT, platform, per_node)
     x = jnp.arange(8 * 4 * 3).reshape(32, 3)
     by_other, by_flat = run(lambda x: (EXCHANGES[name](x, ranks), EXCHANGES["flat"](x, FLAT)), x, expert=4)
     np.testing.assert_array_equal(by_other, by_flat)
@@ -61,10 +62,10 @@ def payload(dtype, random):
 
 
 @pytest.mark.parametrize("per_node", PER_NODE)
-@pytest.mark.parametrize("name", BY_NODE)
-def test_it_moves_the_same_bits_as_flat(name, per_node):
+@pytest.mark.parametrize(("name", "platform"), WAYS)
+def test_it_moves_the_same_bits_as_flat(name, platform, per_node):
     """Sums in the place of choices would lose -0, products NaN and infinities."""
-    ranks, random = Ranks(Axis.EXPERT, "cpu", per_node), np.random.default_rng(per_node)
+    ranks, random = Ranks(Axis.EXPERT, platform, per_node), np.random.default_rng(per_node)
     xs = [np.zeros((64, 3, 0), jnp.bfloat16), *(payload(dtype, random) for dtype in 2 * DTYPES)]
 
     def both(*xs):
@@ -76,9 +77,9 @@ def test_it_moves_the_same_bits_as_flat(name, per_node):
 
 
 @pytest.mark.parametrize("per_node", PER_NODE)
-@pytest.mark.parametrize("name", BY_NODE)
-def test_it_has_the_gradient_that_jax_gives_flat(name, per_node):
-    ranks, dtype = Ranks(Axis.EXPERT, "cpu", per_node), jnp.bfloat16 if per_node == 2 else jnp.float32
+@pytest.mark.parametrize(("name", "platform"), WAYS)
+def test_it_has_the_gradient_that_jax_gives_flat(name, platform, per_node):
+    ranks, dtype = Ranks(Axis.EXPERT, platform, per_node), jnp.bfloat16 if per_node == 2 else jnp.float32
     x = jax.random.normal(jax.random.key(per_node), (64, 3), dtype)
 
     def body(x):
@@ -96,10 +97,10 @@ def test_it_has_the_gradient_that_jax_gives_flat(name, per_node):
     np.testing.assert_array_equal(by_other, by_flat)
 
 
-@pytest.mark.parametrize("name", BY_NODE)
-def test_its_own_derivative_is_the_transpose_that_is_declared(name):
+@pytest.mark.parametrize(("name", "platform"), WAYS)
+def test_its_own_derivative_is_the_transpose_that_is_declared(name, platform):
     """Every phase differentiated by JAX: the same as sending the cotangent the same way."""
-    ranks = Ranks(Axis.EXPERT, "cpu", 4)
+    ranks = Ranks(Axis.EXPERT, platform, 4)
     x = jax.random.normal(jax.random.key(0), (64, 3))
 
     def body(x):

@@ -15,7 +15,9 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
     nodes, local = ranks.nodes(), ranks.per_node
     blocks = x.reshape(nodes, local, *x.shape[1:])  # [to node, to member]
     with jax.named_scope("own"):  # phase 1
-        own = _inside(jax.lax.dynamic_index_in_dim(blocks, _node(ranks)), ranks)
+        own = jax.lax.dynamic_index_in_dim(blocks, _node(ranks))
+        # XLA:TPU ends one all-to-all before it starts the next, but runs permutes beside it
+        own = _hop_by_hop(own, ranks) if ranks.platform == "tpu" else _inside(own, ranks)
     if nodes == 1:
         return (own,)
     with jax.named_scope("between"):  # phase 2 → [from node, to member]; the own node's rows stay at their rank
@@ -44,6 +46,18 @@ def _inside(blocks: Shaped[Array, "n L ..."], ranks: Ranks) -> Shaped[Array, "n 
     if ranks.per_node == 1:
         return blocks
     return jax.lax.all_to_all(blocks, ranks.axis, 1, 1, tiled=True, axis_index_groups=ranks.groups_inside())
+
+
+def _hop_by_hop(own: Shaped[Array, "1 L ..."], ranks: Ranks) -> Shaped[Array, "1 L ..."]:
+    """As `_inside`, one permute for each distance."""
+    local = ranks.per_node
+    member = jax.lax.axis_index(ranks.axis) % local
+    received = own
+    for distance in range(1, local):
+        sent = jax.lax.dynamic_index_in_dim(own, (member + distance) % local, axis=1)
+        block = jax.lax.ppermute(sent, ranks.axis, ranks.shifts_inside(distance))
+        received = jax.lax.dynamic_update_slice_in_dim(received, block, (member - distance) % local, axis=1)
+    return received
 
 
 def _node(ranks: Ranks) -> jax.Array:
