@@ -136,6 +136,12 @@ def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms"
     _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
 
 
+def limit_buffers(kilobytes: int) -> None:
+    """Of the sockets that this process makes from now on. Only inside a box, as it holds for the whole namespace."""
+    for direction in ("rmem", "wmem"):
+        Path(f"/proc/sys/net/ipv4/tcp_{direction}").write_text(f"4096 16384 {1024 * kilobytes}")
+
+
 def hand_back(values: Any) -> None:
     """Give plain values to the caller of `run_in_box`; rank 0's count."""
     if rank() == 0:

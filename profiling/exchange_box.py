@@ -3,7 +3,7 @@
     sudo .venv/bin/python profiling/exchange_box.py
 
 Two nodes of two processes: fast links inside, one slow link out of each node. All-to-alls of every algorithm over the
-four processes, and collectives inside a node and between nodes, take turns at sizes from 128 kB to 8 MB. The table says
+four processes, and collectives inside a node and between nodes, take turns at sizes from 64 kB to 4 MB. The table says
 which algorithm lines through its times choose, and which was the fastest; beside the times, what closed forms predict
 from the lines of collectives inside a node and between nodes. Links are slow, so that what the machine's two cores have
 to do for four processes matters little.
@@ -27,11 +27,14 @@ from moe_jax.plan.curves import Curve
 GROUPS = (Group(RANKS_PER_NODE, 1), Group(NODES, RANKS_PER_NODE), Group(NODES * RANKS_PER_NODE, 1))
 _LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
 _LOCAL_QUEUE = "limit 64mb"  # no loss
-_SMALLEST = 17
+_BUFFER_KB = 64  # of sockets: messages that fit would travel both ways at once, and longer ones would not
+_SMALLEST = 16
+_ROUND_S = 0.2  # of small messages so many that what a link sends for free after a pause is little
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """All rounds, in one process of the box."""
+    box.limit_buffers(_BUFFER_KB)
     box.join()
     box.set_rate(box.parse_rate(arguments.local_rate), _LOCAL_BURST_KB, _LOCAL_QUEUE)
     dtype = jnp.dtype(jnp.float32)
@@ -42,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     programs = compile_all(operations, dtype)
     tell(f"{len(programs)} programs compiled")
-    times = times_of(programs, dtype, arguments.rounds, 0.02, tell)
+    times = times_of(programs, dtype, arguments.rounds, _ROUND_S, tell)
     box.hand_back([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
 
 
@@ -57,8 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python profiling/exchange_box.py", description=__doc__)
     parser.add_argument("--rate", default="100mbit", help="out of each node (default: %(default)s)")
     parser.add_argument("--local-rate", default="400mbit", help="out of each process (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="default: %(default)s")
-    parser.add_argument("--largest", type=int, default=23, metavar="N", help="size, 2^N bytes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--largest", type=int, default=22, metavar="N", help="size, 2^N bytes (default: %(default)s)")
     parser.add_argument("--name", default="exchange_box", help="of the files in results/")
     box.add_arguments(parser)
     parser.set_defaults(processes=NODES * RANKS_PER_NODE)

@@ -19,6 +19,8 @@ SCHEDULES = {
     "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3},
     "unified": UNIFIED,
 }
+# gradients are summed over tensor ranks, too
+REDUCTIONS_OF = {"replicated": "all_reduce", "o1": "ring", "o2": "scatter_gather", "o3": "background"}
 
 
 def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
@@ -60,7 +62,7 @@ def test_scheduled_steps_equal_the_reference(schedule, form):
     config = tensor_config(
         *(1, 2, 4) if form in ("o2", "replicated") else (2, 2, 2),
         schedule=SCHEDULES[schedule],
-        exchange={"tensor_form": form, "tensor_chunks": 3},
+        exchange={"tensor_form": form, "tensor_chunks": 3, "reduction": REDUCTIONS_OF[form]},
         every=1,
         capacity_factor=capacity,
     )
