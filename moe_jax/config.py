@@ -214,3 +214,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+        unscheduled = Schedule()
+        names = ("policy", "weight_grad", "grad_reduce")
+        same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        return same and self.exchange.reduction == "all_reduce"
