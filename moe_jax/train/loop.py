@@ -38,7 +38,7 @@ def train(config: Config) -> State:
                 _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
             else:
                 state = programs.init.result()()
-            meter = Meter(config, step, log, peak)
+            meter = Meter(config, log, peak)
             while step < last and not stop.reached(step):
                 state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
                 step += 1
