@@ -194,6 +194,8 @@ class Log:
     dir: str = "runs/default"
     every: int = 10  # steps between two lines
     tensorboard: bool = True
+    # run this step under jax's profiler, into log.dir/trace; the first step of a process is not traced, but the next
+    trace_step: int | None = None
     sample_prompt: str = "\n"  # of the text sampled at the end, for the report
     sample_tokens: int = 400  # 0: no sample
 
@@ -214,3 +216,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+        unscheduled = Schedule()
+        names = ("policy", "weight_grad", "grad_reduce")
+        same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        return same and self.exchange.reduction == "all_reduce"

@@ -52,6 +52,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "log.every": 1,
+    "log.trace_step": 2,  # the first step includes the process's start-up
     "log.sample_tokens": 0,
 }
 _AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits
@@ -67,7 +68,9 @@ _POSITIVE = (
     "schedule.link_gb_per_s",
     "schedule.network_gb_per_s",
 )
-_MAY_BE_NULL = ("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", *_POSITIVE[-4:])
+_MAY_BE_NULL = (
+    *("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", "log.trace_step", *_POSITIVE[-4:]),
+)
 # Parts of the model with a name of their own; others are named package.module:name.
 _PARTS = {
     "model.moe.gate": ("softmax", "sigmoid"),
@@ -326,6 +329,11 @@ def _check_training(config: "Config") -> None:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:
         raise ConfigError("log.dir is empty: name the folder that receives the run")
+    traced, steps = config.log.trace_step, config.train.steps
+    if traced is not None and traced > steps:
+        raise ConfigError(
+            f"log.trace_step={traced} is never reached with train.steps={steps}: use {traced} steps or more, or null"
+        )
 
 
 def _divisors_text(n: int) -> str:

@@ -80,7 +80,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
     state, batch = init(), run.on_mesh(next(run.batches))
     loop_s, bare_s = [], []
     with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), 0, _ROUND * STEPS, 1, False, quiet=False) as log:
-        meter = Meter(config, 0, log, peak)
+        meter = Meter(config, log, peak)
         for step in range(STEPS):
             start = time.perf_counter()
             for turn in range(_ROUND):

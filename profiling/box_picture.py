@@ -6,6 +6,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from moe_jax.measure.trace import Operation
+
 _COLORS = {"F": "#4c8bd6", "B": "#7a5fc0", "W": "#3f9e73", "G": "#d98a2b", "": "#b5b3ac"}
 _MEANINGS = {
     "F": "forward",
@@ -39,15 +41,15 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
     return _saved(figure, path)
 
 
-def write_timelines(timelines: dict[str, Sequence[Sequence[Any]]], path: Path) -> Path:
+def write_timelines(timelines: dict[str, Sequence[Operation]], path: Path) -> Path:
     """What one step computed and sent, one picture above the other on one scale."""
     figure, axes = plt.subplots(
         len(timelines), figsize=(11, 0.6 + 1.05 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
     )
-    for (name, events), axis in zip(timelines.items(), axes[:, 0], strict=True):
-        for _, task, communicates, _, start_s, end_s in events:
-            lane = 0 if communicates else 1
-            axis.broken_barh([(start_s, end_s - start_s)], (lane + 0.1, 0.8), color=_COLORS[task[:1]], linewidth=0)
+    for (name, operations), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        for each in operations:
+            span, lane = (each.start_s, each.end_s - each.start_s), 0 if each.communicates else 1
+            axis.broken_barh([span], (lane + 0.1, 0.8), color=_COLORS[each.task[:1]], linewidth=0)
         axis.set_yticks([0.5, 1.5], _LANES, fontsize=8)
         axis.set_ylim(0, 2)
         axis.set_title(name, loc="left", fontsize=9)

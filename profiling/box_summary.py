@@ -5,22 +5,21 @@ from typing import Any
 
 from results_file import quartiles, rounded
 
-from moe_jax.measure.trace import joined
+from moe_jax.measure.trace import Operation, joined
 
 REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 
 
-def hidden_share(events: Sequence[Sequence[Any]], direction: str | tuple[str, ...]) -> float | None:
-    """The part of a direction's communication during which this process computes; None without any.
-
-    `events` are `measure.trace.Operation`s of one step.
-    """
-    of_direction = [event for event in events if event[2] and event[1].startswith(direction)]
-    total = sum(end - start for *_, start, end in of_direction)
-    computing = joined([(start, end) for _, _, communicates, _, start, end in events if not communicates])
+def hidden_share(operations: Sequence[Operation], direction: str | tuple[str, ...]) -> float | None:
+    """The part of a direction's communication in one step during which this process computes; None without any."""
+    of_direction = [each for each in operations if each.communicates and each.task.startswith(direction)]
+    total = sum(each.end_s - each.start_s for each in of_direction)
+    computing = joined([(each.start_s, each.end_s) for each in operations if not each.communicates])
     hidden = sum(
-        max(0.0, min(end, stop) - max(start, begin)) for *_, start, end in of_direction for begin, stop in computing
+        max(0.0, min(each.end_s, end_s) - max(each.start_s, start_s))
+        for each in of_direction
+        for start_s, end_s in computing
     )
     return rounded(hidden / total) if total else None
 

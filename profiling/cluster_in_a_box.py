@@ -236,6 +236,7 @@ def main() -> None:
         box.parse_rate(arguments.rate)
     settings = box.box_from(arguments)
     found = box.run_in_box(settings)
+    found["timelines"] = {name: [Operation(*each) for each in step] for name, step in found["timelines"].items()}
     result = summary(found, variants)
     print(table(result))
     for path in (

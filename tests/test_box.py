@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.measure.trace import Operation
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks
@@ -110,11 +111,14 @@ def test_ratios_compare_runs_of_the_same_round():
         "communication alone": [1.6, 3.2],
     }
     timelines = {
-        "vanilla": [("a", "F.expert.0.0", False, "", 0.0, 1.0), ("b", "B.combine.0.0", True, "", 1.0, 2.0)],
+        "vanilla": [
+            Operation("a", "F.expert.0.0", False, "", 0.0, 1.0),
+            Operation("b", "B.combine.0.0", True, "", 1.0, 2.0),
+        ],
         "unified": [
-            ("a", "G.reduce.0.0", True, "", 0.0, 4.0),
-            ("b", "F.expert.0.0", False, "", 1.0, 2.0),
-            ("c", "B.expert.0.0", False, "", 1.5, 3.0),
+            Operation("a", "G.reduce.0.0", True, "", 0.0, 4.0),
+            Operation("b", "F.expert.0.0", False, "", 1.0, 2.0),
+            Operation("c", "B.expert.0.0", False, "", 1.5, 3.0),
         ],
     }
     found = {"rate_mbit": 400.0, "task_times": {}, "seconds": seconds, "timelines": timelines}

@@ -45,6 +45,9 @@ REFUSED = {
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
     "log.dir=": "log.dir is empty: name the folder that receives the run",
+    "train.steps=4 log.trace_step=5": (
+        "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
+    ),
     "model.d_model=50 model.num_heads=4": (
         "model.d_model=50 is not divisible by model.num_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or set model.head_dim"
     ),

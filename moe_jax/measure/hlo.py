@@ -51,6 +51,11 @@ class Instruction:
         found = _CALLED.findall(self.attributes)
         return tuple(name for many, one in found for name in (_NAME.findall(many) if many else [one]))
 
+    @property
+    def is_control(self) -> bool:
+        """Whether it runs other computations, whose instructions take the time."""
+        return self.opcode in ("while", "conditional", "call")
+
     def number(self, name: str) -> int | None:
         """A whole number of the backend's config, e.g. estimated_cycles, or None."""
         found = re.search(rf'"{name}":\s*"?(\d+)', self.attributes)
@@ -72,6 +77,7 @@ class Array(NamedTuple):
 class Program:
     """All computations of a module, by name."""
 
+    name: str
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
 
@@ -115,7 +121,8 @@ class Program:
 
 def parse(text: str) -> Program:
     """Read a module. Raises HloError if it is not the scheduled text of one."""
-    if not text.startswith("HloModule") or "is_scheduled=true" not in text.partition("\n")[0]:
+    module = re.match(r"HloModule ([\w.-]+),.*is_scheduled=true", text)
+    if module is None:
         raise HloError("the text is not scheduled HLO: take it from `compiled.as_text()`")
     computations: dict[str, tuple[Instruction, ...]] = {}
     lines: list[Instruction] = []
@@ -129,7 +136,7 @@ def parse(text: str) -> Program:
         elif found := _HEADER.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
-    return Program(computations, entry)
+    return Program(module[1], computations, entry)
 
 
 def arrays(shape: str) -> list[Array]:

@@ -7,7 +7,7 @@ import bisect
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,18 +50,13 @@ def name_turns(replay: Replay, schedule: Schedule) -> Replay:
 
     Inside a loop over blocks, scopes have the names of its lowest turn, which comes first forward and last backward.
     """
-    known = set(schedule.actions)
     inside = [task.op_name for task in replay.compute if task.turns > 1]
-    actions = filter(None, map(action_of, inside))
-    size = len({action.block for action in actions if action.direction == "F" and action.block != NO_BLOCK})
+    name_of = turn_names(schedule, filter(None, map(action_of, inside)))
 
     def rename(task: Task) -> Task:
         action = action_of(task.op_name)
-        if action is None or action.block == NO_BLOCK or task.turns == 1:
-            return task
-        turn = task.turn if action.direction == "F" else task.turns - 1 - task.turn
-        named = action._replace(block=action.block + turn * size)
-        if named not in known:  # a loop over something else
+        named = name_of(action, task.turn, task.turns) if action and task.turns > 1 else None
+        if named is None:
             return task
         return dataclasses.replace(task, op_name=task.op_name.replace(str(action), str(named), 1), turn=0, turns=1)
 
@@ -70,6 +65,23 @@ def name_turns(replay: Replay, schedule: Schedule) -> Replay:
         compute=tuple(map(rename, replay.compute)),
         collectives=tuple(map(rename, replay.collectives)),
     )
+
+
+def turn_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
+    """A function from an action inside loops over blocks, its turn and their number to the schedule's name for it.
+
+    It knows none for actions of other loops. `inside` are all actions in loops.
+    """
+    known = set(schedule.actions)
+    size = len({action.block for action in inside if action.direction == "F" and action.block != NO_BLOCK})
+
+    def name_of(action: Action, turn: int, turns: int) -> Action | None:
+        if action.block == NO_BLOCK:
+            return None
+        named = action._replace(block=action.block + size * (turn if action.direction == "F" else turns - 1 - turn))
+        return named if named in known else None
+
+    return name_of
 
 
 def match(schedule: Schedule, program: Program, replay: Replay) -> Match:
@@ -115,7 +127,7 @@ def _parts_of(program: Program) -> dict[str, list[Action]]:
             name, own = origin
             if (action := action_of(program.op_name(line))) and action != own:
                 parts[name].append(action)
-        elif line.opcode not in _CONTROL and (collective := collective_of(line, program)):
+        elif not line.is_control and (collective := collective_of(line, program)):
             source[line.name] = collective.name, action_of(program.op_name(collective) or program.op_name(line))
     return parts
 
@@ -124,9 +136,6 @@ def _is_cut(line: Instruction, program: Program) -> bool:
     """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
     last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
     return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")
-
-
-_CONTROL = ("while", "conditional", "call")
 
 
 def _moved(planned: Sequence[Action], issued: Iterable[Action]) -> list[Action]:

@@ -1,20 +1,28 @@
-"""What ran when on a CPU, read from a trace of jax.profiler: operations with their threads and times."""
+"""What ran when, read from a trace of jax.profiler: operations with their tasks, devices, threads and times."""
 
 import gzip
 import json
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import math
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.measure.tasks import action_of
-from moe_jax.parallel.background import FINISH_SCOPE, START_NAME, START_SCOPE
-from moe_jax.parallel.post import TRACE_NAME
+from moe_jax.errors import UserError
+from moe_jax.measure.costs import collective_of
+from moe_jax.measure.hlo import Instruction, Program, parse
+from moe_jax.measure.tasks import action_of, turn_names
+from moe_jax.parallel.trace_names import ARRIVING, FINISH_SCOPE, START_SCOPE, STARTED
+from moe_jax.schedule.schedule import Schedule
 
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)")  # a definition in HLO text
-_COLLECTIVE = re.compile(r" (all-to-all|all-reduce|reduce-scatter|all-gather|collective-permute)\(")
-_NAME_STACK = re.compile(r"op_name=\"([^\"]*)")
+FOLDER, PROGRAM = "trace", "step.hlo"  # of a run that traces a step, and the program in it
+FILES = "*.trace.json.gz"
+Event = dict[str, Any]  # of Chrome's trace format
+
+
+class TraceError(UserError):
+    """A trace that cannot be read, or of another program than it should be."""
 
 
 class Operation(NamedTuple):
@@ -26,50 +34,63 @@ class Operation(NamedTuple):
     thread: str
     start_s: float  # since the first operation
     end_s: float
+    device: str = ""
+    run: int = 0  # of this instruction on this device
 
 
 def read_trace(folder: Path, program: str) -> list[Operation]:
     """The operations below a folder that `jax.profiler.trace` wrote, by start. `program` is the HLO text that ran.
 
-    A loop or call appears beside the operations inside it.
+    A loop or call appears beside the operations inside it. Raises TraceError or HloError.
     """
-    definitions = {match[1]: match[2] for match in map(_INSTRUCTION.match, program.splitlines()) if match}
-    threads: dict[tuple[int, int], str] = {}
-    spans: list[Any] = []
-    started: list[Any] = []
-    background: list[Any] = []
-    for path in sorted(folder.rglob("*.trace.json.gz")):
-        with gzip.open(path, "rt") as file:
-            events = json.load(file)["traceEvents"]
-        threads |= {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-        spans += [e for e in events if "hlo_op" in e.get("args", {}) and "dur" in e]
-        started += [e for e in events if e.get("name") == START_NAME]
-        background += [e for e in events if e.get("name") == TRACE_NAME and "dur" in e]
-    start = min((e["ts"] for e in spans), default=0)
-    spans.sort(key=lambda event: event["ts"])
-    starts = [e for e in spans if _calls(definitions.get(e["args"]["hlo_op"], ""), START_SCOPE)]
-    # collectives in the background have no instruction of their own: they belong to the ones that started them
-    started.sort(key=lambda event: event["ts"])
-    issues = {event["args"]["collective"]: issue for event, issue in zip(started, starts, strict=True)}
-    for event in background:
-        event["args"] = issues[event["args"]["collective"]]["args"]
-    operations = []
-    for event in spans + background:
+    events = [event for path in sorted(folder.rglob(FILES)) for event in _events(path)]
+    if not events:
+        return []
+    hlo = parse(program)
+    named = {(e["pid"], e.get("tid"), e["name"]): e["args"].get("name") for e in events if e.get("ph") == "M"}
+    spans = sorted((e for e in events if _is_run_of(hlo, e)), key=lambda event: event["ts"])
+    runs: Counter[tuple[str, str]] = Counter()
+    for event in spans:
         name = event["args"]["hlo_op"]
-        definition = definitions.get(name, "")
-        if _calls(definition, FINISH_SCOPE):  # only waits
-            continue
-        operations.append(
-            Operation(
-                name=name,
-                task=_task(definition),
-                communicates=event["name"] == TRACE_NAME or _COLLECTIVE.search(definition) is not None,
-                thread=threads.get((event["pid"], event["tid"]), str(event["tid"])),
-                start_s=(event["ts"] - start) * 1e-6,
-                end_s=(event["ts"] + event["dur"] - start) * 1e-6,
-            )
+        device = event["args"].get("device_ordinal") or named.get((event["pid"], None, "process_name"), "")
+        event["args"] |= {"line": hlo.by_name.get(name), "device": device, "run": runs[device, name]}
+        runs[device, name] += 1
+    first = min((event["ts"] for event in spans), default=0)
+    operations = [
+        Operation(
+            name=event["args"]["hlo_op"],
+            task=_task(line, hlo) if line else "",
+            communicates=event["name"] == ARRIVING or (line is not None and _communicates(line, hlo)),
+            thread=named.get((event["pid"], event["tid"], "thread_name"), str(event["tid"])),
+            start_s=(event["ts"] - first) * 1e-6,
+            end_s=(event["ts"] + event["dur"] - first) * 1e-6,
+            device=event["args"]["device"],
+            run=event["args"]["run"],
         )
+        for event in [*spans, *_in_background(events, spans)]
+        if not _calls(line := event["args"]["line"], FINISH_SCOPE)  # which only waits
+    ]
     return sorted(operations, key=lambda operation: operation.start_s)
+
+
+def of_one_device(operations: Sequence[Operation], program: Program, schedule: Schedule) -> list[Operation]:
+    """Those of the first device, without loops and calls themselves; loops over blocks have the schedule's names."""
+    device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
+    own = [operation for operation in operations if operation.device == device]
+    turns_of = dict(_turns(program, program.computations[program.entry], ()))
+    inside = (action_of(operation.task) for operation in own if turns_of.get(operation.name))
+    name_of = turn_names(schedule, filter(None, inside))
+    runs = {operation.name: operation.run + 1 for operation in sorted(own, key=lambda operation: operation.run)}
+
+    def rename(operation: Operation) -> Operation:
+        turns, action = turns_of.get(operation.name), action_of(operation.task)
+        if not turns or action is None:
+            return operation
+        turn = operation.run * math.prod(turns) // runs[operation.name] % turns[-1]
+        return operation._replace(task=str(name_of(action, turn, turns[-1]) or action))
+
+    lines = program.by_name
+    return [rename(each) for each in own if not (each.name in lines and lines[each.name].is_control)]
 
 
 def seconds_by_op(operations: Iterable[Operation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -104,14 +125,57 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return result
 
 
-def _calls(definition: str, scope: str) -> bool:
-    return " custom-call(" in definition and scope in definition
+def _events(path: Path) -> list[Event]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events: list[Event] = json.load(file)["traceEvents"]
+            return events
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path} is no trace of jax.profiler ({error}): trace the program again") from None
 
 
-def _task(definition: str) -> str:
-    stack = _NAME_STACK.search(definition)
-    if stack is None:
-        return ""
-    if action := action_of(stack[1]):
+def _is_run_of(program: Program, event: Event) -> bool:
+    arguments = event.get("args", {})
+    return "dur" in event and "hlo_op" in arguments and arguments.get("hlo_module") == program.name
+
+
+def _in_background(events: Iterable[Event], spans: Iterable[Event]) -> Iterator[Event]:
+    """Collectives in the background have no instruction of their own: they belong to the ones that started them."""
+    starts = [event for event in spans if _calls(event["args"]["line"], START_SCOPE)]
+    started = sorted((event for event in events if event.get("name") == STARTED), key=lambda event: event["ts"])
+    issues = {event["args"]["collective"]: issue for event, issue in zip(started, starts, strict=True)}
+    for event in events:
+        if event.get("name") == ARRIVING and "dur" in event:
+            yield event | {"args": issues[event["args"]["collective"]]["args"]}
+
+
+def _calls(line: Instruction | None, scope: str) -> bool:
+    return line is not None and line.opcode == "custom-call" and scope in line.op_name
+
+
+def _communicates(line: Instruction, program: Program) -> bool:
+    return not line.is_control and collective_of(line, program) is not None
+
+
+def _task(line: Instruction, program: Program) -> str:
+    stack = line.op_name if line.is_control else program.op_name(line)
+    if action := action_of(stack):
         return str(action)
-    return "B" if "transpose(" in stack[1] else "F" if "jvp(" in stack[1] else ""
+    return "B" if "transpose(" in stack else "F" if "jvp(" in stack else ""
+
+
+def _turns(
+    program: Program, lines: Iterable[Instruction], around: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of each instruction in them, however deep: the turns of the loops over several tasks around it, from outside."""
+    for line in lines:
+        yield line.name, around
+        within = (*around, program.trip_count(line) or 1) if _is_loop_over_tasks(line, program) else around
+        for name in line.called:
+            yield from _turns(program, program.computations[name], within)
+
+
+def _is_loop_over_tasks(line: Instruction, program: Program) -> bool:
+    if line.opcode != "while":
+        return False
+    return len({action_of(each.op_name) for each in program.inside(line)} - {None}) > 1

@@ -25,10 +25,9 @@ from jaxtyping import Array, Int32, Shaped
 from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.post import Key, Post
+from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 
 Kind = Literal["exchange", "sum"]
-START_SCOPE, FINISH_SCOPE = "background_start", "background_finish"
-START_NAME = "started in the background"  # in traces
 
 
 class Member(NamedTuple):
@@ -91,7 +90,7 @@ class Engine:
         """Start a collective of `x`, which may change later; returns its ticket."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
         member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
-        with jax.profiler.TraceAnnotation(START_NAME, collective=_key(member, "block", device, device).trace):
+        with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
             self._results[ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
         return ticket
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.errors import MeshError
+from moe_jax.parallel.trace_names import ARRIVING
 
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
 _PATIENCE_S = 60  # for other processes to connect
-TRACE_NAME = "arriving in the background"
 
 
 class Key(NamedTuple):
@@ -54,7 +54,7 @@ class Post:
         content = _bytes_of(x)
         if process == jax.process_index():
             target = self._target(key, content.size)
-            with jax.profiler.TraceAnnotation(TRACE_NAME, collective=key.trace):
+            with jax.profiler.TraceAnnotation(ARRIVING, collective=key.trace):
                 target[:] = content
             self._put(key, target)
             return
@@ -109,7 +109,7 @@ class Post:
             while True:
                 *parts, size = _HEADER.unpack(_exactly(connection, np.empty(_HEADER.size, np.uint8)).tobytes())
                 key = Key(*parts)
-                with jax.profiler.TraceAnnotation(TRACE_NAME, collective=key.trace):
+                with jax.profiler.TraceAnnotation(ARRIVING, collective=key.trace):
                     content = _exactly(connection, self._target(key, size))
                 self._put(key, content)
         except OSError as error:

@@ -9,8 +9,9 @@ from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
 from moe_jax.report.compiled_text import assumptions, compare, describe
+from moe_jax.report.measured import Measured, describe_measured, measure, read_traced, variant_of
 from moe_jax.report.plots import PlotError
-from moe_jax.report.timeline import compiled_bars, draw, predicted_bars, write_trace
+from moe_jax.report.timeline import compiled_bars, draw, measured_bars, predicted_bars, write_trace
 from moe_jax.schedule.xla_flags import Value
 
 
@@ -43,6 +44,9 @@ def main() -> None:
     compiled.add_argument(
         "--option", metavar="NAME=VALUE", action="append", default=[], help="one more compiler option"
     )
+    compiled.add_argument(
+        "--trace", metavar="DIR", type=Path, help="what log.trace_step left of a run: measured lanes in the timeline"
+    )
     arguments = parser.parse_intermixed_args()
     if arguments.compile is None:
         _page(arguments)
@@ -51,6 +55,8 @@ def main() -> None:
 
 
 def _page(arguments: argparse.Namespace) -> None:
+    if arguments.trace:
+        raise UsageError(f"--trace {arguments.trace} goes with --compile TARGET --config FILE: name both")
     if arguments.run is None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
@@ -65,11 +71,15 @@ def _compiled(arguments: argparse.Namespace) -> None:
     overrides = [arguments.run, *arguments.overrides] if arguments.run else []
     options = dict(map(_option, arguments.option))
     variants = variants_of(arguments.policies, overrides)
+    traced = read_traced(arguments.trace) if arguments.trace else None
+    chosen = variant_of(arguments.config, overrides, variants) if traced else None
     compiled = compile_variants(target, arguments.config, variants, options, arguments.save_hlo)
-    text = "\n".join([*map(describe, compiled), compare(compiled), "", assumptions(target)])
+    measured = measure(traced, next(each for each in compiled if each.variant == chosen)) if traced else None
+    parts = [describe_measured(measured)] if measured else []
+    text = "\n".join([*map(describe, compiled), *parts, compare(compiled), "", assumptions(target)])
     print(text)
     if arguments.out:
-        _write(arguments.out, text, compiled)
+        _write(arguments.out, text, f"One training step, estimated for {target.name}", compiled, measured)
 
 
 def _option(text: str) -> tuple[str, Value]:
@@ -79,18 +89,22 @@ def _option(text: str) -> tuple[str, Value]:
     return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.isdecimal() else value)
 
 
-def _write(folder: Path, text: str, variants: list[Compiled]) -> None:
-    timelines = {}
+def _write(folder: Path, text: str, title: str, variants: list[Compiled], measured: Measured | None) -> None:
+    timelines, scales = {}, {}
     for each in variants:
         if each.predicted:
             timelines[f"{each.variant}, predicted"] = predicted_bars(each.predicted)
         timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
+        if measured and measured.compiled is each:
+            timelines[name := f"{each.variant}, measured"] = measured_bars(measured.operations)
+            if not 0.5 < measured.ratio < 2:  # another machine's: on one axis one of them could not be read
+                scales[name] = measured.ratio
     folder.mkdir(parents=True, exist_ok=True)
     facts = "".join(f"\n{name}: {value}" for name, value in origin().items())
     (folder / "report.txt").write_text(f"{text}\n{facts}\n", encoding="utf-8")
     write_trace(timelines, folder / "trace.json")
     try:
-        draw(timelines, folder / "timeline.png", "One training step, estimated")
+        draw(timelines, folder / "timeline.png", title + " and measured" * (measured is not None), scales)
     except PlotError as error:
         print(f"no timeline.png: {error}")
     print(f"wrote {folder}")

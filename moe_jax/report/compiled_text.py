@@ -21,10 +21,10 @@ def describe(compiled: Compiled) -> str:
         ("compiled", f"in {outcome.compile_s:.0f} s, {', '.join(f'{k} {v}' for k, v in outcome.versions.items())}"),
         (
             "estimated step",
-            f"{_ms(result.step_s)} ms = compute {_ms(result.compute_s)} + exposed {_ms(result.exposed_s)}",
+            f"{ms(result.step_s)} ms = compute {ms(result.compute_s)} + exposed {ms(result.exposed_s)}",
         ),
-        ("communication", f"{_ms(result.communication_s)} ms, of which hidden {_ms(result.hidden_s)}"),
-        ("compute, ms", ", ".join(f"{name} {_ms(seconds)}" for name, seconds in _by_op(result).items())),
+        ("communication", f"{ms(result.communication_s)} ms, of which hidden {ms(result.hidden_s)}"),
+        ("compute, ms", ", ".join(f"{name} {ms(seconds)}" for name, seconds in _by_op(result).items())),
     ]
     if result.unknown_loops:
         facts.append(("loops taken once", f"{len(result.unknown_loops)} (nothing tells how often they turn)"))
@@ -43,11 +43,11 @@ def compare(variants: Sequence[Compiled]) -> str:
         rows.append(
             (
                 each.variant,
-                _ms(result.step_s),
+                ms(result.step_s),
                 f"{result.step_s / variants[0].replay.step_s:.3f}",
-                _ms(result.compute_s),
-                _ms(result.communication_s),
-                _ms(result.exposed_s),
+                ms(result.compute_s),
+                ms(result.communication_s),
+                ms(result.exposed_s),
                 _gb(each.outcome.temporary_bytes),
                 f"{each.outcome.compile_s:.0f} s",
             )
@@ -98,10 +98,10 @@ def _collective_rows(result: Replay) -> Iterator[Row]:
             *names,
             str(len(tasks)),
             f"{sum(task.num_bytes for task in tasks) / 1e6:.1f}",
-            _ms(sum(task.seconds for task in tasks)),
-            _ms(sum(task.exposed_s for task in tasks)),
+            ms(sum(task.seconds for task in tasks)),
+            ms(sum(task.exposed_s for task in tasks)),
             str(sum(task.inside_products for task in tasks)),
-            _ms(sum(task.inside_s for task in tasks)),
+            ms(sum(task.inside_s for task in tasks)),
         )
 
 
@@ -151,7 +151,8 @@ def _scope(op_name: str) -> str:
     return "/".join(op_name.split("/")[-2:]) or "compiler"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Milliseconds, without their unit."""
     return f"{seconds * 1e3:.{1 if abs(seconds) >= 0.1 else 2 if abs(seconds) >= 1e-3 else 3}f}" if seconds else "0"
 
 

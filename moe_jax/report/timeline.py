@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.measure.overlap import Replay
 from moe_jax.measure.tasks import action_of
+from moe_jax.measure.trace import Operation
 from moe_jax.plan.simulate import Timeline
 from moe_jax.report.plots import PlotError
 from moe_jax.schedule.actions import Stream
@@ -46,19 +49,40 @@ def predicted_bars(timeline: Timeline) -> list[Bar]:
 
 
 def compiled_bars(replay: Replay) -> list[Bar]:
-    """A replayed program; neighbouring instructions of one task are one bar."""
-    bars: list[Bar] = []
+    """A replayed program."""
+    compute = []
     for task in replay.compute:
         action = action_of(task.op_name)
-        name = str(action) if action else _short(task.op_name)
-        if bars and bars[-1].name == name and task.start_s - bars[-1].end_s < 1e-9:
-            bars[-1] = bars[-1]._replace(end_s=task.end_s)
-        else:
-            bars.append(Bar(name, Stream.COMPUTE, task.start_s, task.end_s))
+        compute.append(Bar(str(action or _short(task.op_name)), Stream.COMPUTE, task.start_s, task.end_s))
+    bars = _joined(compute, 1e-9)
     for transfer in replay.collectives:
         name = str(action_of(transfer.op_name) or _exchange(transfer.op_name) or transfer.kind)
         bars.append(Bar(name, Stream.COMMUNICATION, transfer.start_s, transfer.end_s))
     return bars
+
+
+def measured_bars(operations: Sequence[Operation]) -> list[Bar]:
+    """What one device ran."""
+    start_s = min(operation.start_s for operation in operations)
+    invisible_s = (max(operation.end_s for operation in operations) - start_s) / 2000
+    bars: dict[bool, list[Bar]] = {False: [], True: []}
+    for each in sorted(operations, key=lambda operation: operation.start_s):
+        stream = Stream.COMMUNICATION if each.communicates else Stream.COMPUTE
+        rest = each.name.rstrip(".0123456789") if each.communicates else "other"
+        name = {"F": "forward", "B": "backward"}.get(each.task, each.task or rest)
+        bars[each.communicates].append(Bar(name, stream, each.start_s - start_s, each.end_s - start_s))
+    return _joined(bars[False], invisible_s) + _joined(bars[True], invisible_s)
+
+
+def _joined(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
+    """The bars of a stream by start; neighbours of one name with no more than a gap between them are one."""
+    result: list[Bar] = []
+    for bar in bars:
+        if result and bar.name == result[-1].name and bar.start_s - result[-1].end_s < gap_s:
+            result[-1] = bar._replace(start_s=result[-1].start_s, end_s=max(bar.end_s, result[-1].end_s))
+        else:
+            result.append(bar)
+    return result
 
 
 def _short(op_name: str) -> str:
@@ -73,24 +97,42 @@ def _exchange(op_name: str) -> str:
 
 
 def write_trace(timelines: Timelines, path: Path) -> None:
-    """As JSON that chrome://tracing and ui.perfetto.dev open: one process per timeline, one thread per stream."""
+    """As JSON that chrome://tracing and ui.perfetto.dev open: a process per timeline, a thread per stream.
+
+    Bars of a stream that overlap get threads of their own: a thread may only hold nested ones.
+    """
     events: list[dict[str, Any]] = []
     for process, (title, bars) in enumerate(timelines.items()):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})
-        streams = list(dict.fromkeys(bar.stream for bar in bars))
-        for thread, stream in enumerate(streams):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": str(stream)}}
-            )
-        for bar in bars:
-            start_us, end_us = bar.start_s * 1e6, bar.end_s * 1e6
-            place = {"pid": process, "tid": streams.index(bar.stream)}
-            events.append({"ph": "X", "name": bar.name, "ts": start_us, "dur": end_us - start_us, **place})
+        streams = dict.fromkeys(bar.stream for bar in bars)
+        threads = [(stream, row) for stream in streams for row in _rows([bar for bar in bars if bar.stream == stream])]
+        for thread, (stream, row) in enumerate(threads):
+            place = {"pid": process, "tid": thread}
+            events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": str(stream)}})
+            for bar in row:
+                start_us, end_us = bar.start_s * 1e6, bar.end_s * 1e6
+                events.append({"ph": "X", "name": bar.name, "ts": start_us, "dur": end_us - start_us, **place})
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
 
 
-def draw(timelines: Timelines, path: Path, title: str) -> None:
-    """As a picture, all on one time axis. Raises PlotError if matplotlib is not installed."""
+def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """Bars in as few rows as need be for none to overlap in its row."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        free = next((row for row in rows if row[-1].end_s <= bar.start_s + 1e-9), None)
+        if free is None:
+            rows.append([bar])
+        else:
+            free.append(bar)
+    return rows
+
+
+def draw(timelines: Timelines, path: Path, title: str, scales: Mapping[str, float] | None = None) -> None:
+    """As a picture, all on one time axis but those of `scales`, which divides their times and gives them an axis above.
+
+    Raises PlotError if matplotlib is not installed.
+    """
+    scales = scales or {}
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -99,12 +141,15 @@ def draw(timelines: Timelines, path: Path, title: str) -> None:
     rows = [(name, stream) for name, bars in timelines.items() for stream in dict.fromkeys(bar.stream for bar in bars)]
     figure = Figure(figsize=(14, 0.8 + 0.5 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="ms")
+    length_ms = max(bar.end_s * 1e3 / scales.get(name, 1.0) for name, bars in timelines.items() for bar in bars)
+    narrow_ms = length_ms / 500  # bars that an edge would hide
+    # backward and weight gradients: hatched, so that black and white shows them
+    hatches = {"B": "///", "W": "...", "G": "", "F": ""}
     for y, (name, stream) in enumerate(rows):
         bars = [bar for bar in timelines[name] if bar.stream == stream]
-        spans = [(bar.start_s * 1e3, (bar.end_s - bar.start_s) * 1e3) for bar in bars]
+        ms = 1e3 / scales.get(name, 1.0)
+        spans = [(bar.start_s * ms, (bar.end_s - bar.start_s) * ms) for bar in bars]
         colors = [_COLORS.get(_op(bar.name), _OTHER) for bar in bars]
-        # backward and weight gradients: hatched, so that black and white shows them
-        hatches = {"B": "///", "W": "...", "G": "", "F": ""}
         for direction, hatch in [*hatches.items(), ("", "")]:
             chosen = [i for i, bar in enumerate(bars) if _direction(bar.name) == direction]
             axes.broken_barh(
@@ -112,17 +157,26 @@ def draw(timelines: Timelines, path: Path, title: str) -> None:
                 (y - 0.4, 0.8),
                 facecolors=[colors[i] for i in chosen],
                 edgecolor="white",
-                linewidth=0.2,
+                linewidth=[0.2 if spans[i][1] > narrow_ms else 0 for i in chosen],
                 hatch=hatch,
             )
-    axes.set_yticks(range(len(rows)), [f"{name}: {stream}" for name, stream in rows])
+        if y and name != rows[y - 1][0]:
+            axes.axhline(y - 0.5, color="lightgrey", linewidth=0.6)
+    labels = [f"{name} (axis above)" if name in scales else name for name, _ in rows]
+    axes.set_yticks(range(len(rows)), [f"{label}: {stream}" for label, (_, stream) in zip(labels, rows, strict=True)])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, max(bar.end_s for bars in timelines.values() for bar in bars) * 1e3)
+    axes.set_xlim(0, length_ms)
     axes.spines[["top", "right"]].set_visible(False)
+    for name, scale in scales.items():
+        above = axes.secondary_xaxis("top", functions=(partial(mul, scale), partial(mul, 1 / scale)))
+        above.set_xlabel(f"ms of {name}: {scale:.3g} × the axis below")
     seen = {_op(bar.name) for bars in timelines.values() for bar in bars}
     patches = [Patch(facecolor=color, label=op) for op, color in _COLORS.items() if op in seen]
     patches += [Patch(facecolor=_OTHER, label="other")] if seen - set(_COLORS) else []
-    patches += [Patch(facecolor="white", edgecolor="grey", hatch="///", label="B tasks")]
+    patches += [
+        Patch(facecolor="white", edgecolor="grey", hatch=hatches[direction], label=f"{direction} tasks")
+        for direction in "BW"
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=7)
     figure.savefig(path)
 

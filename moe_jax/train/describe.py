@@ -4,8 +4,10 @@ import jax
 
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.measure.trace import FOLDER
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
+from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.setup import Run, compile_programs, open_run
 
 _MIB = 2**20
@@ -26,7 +28,7 @@ def describe(run: Run) -> dict[str, str]:
         "their memory": f"{state / _MIB:,.1f} MiB per device, with the optimiser's moments",
         "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
         "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
-    }
+    } | _trace(run)
 
 
 def dry_run(config: Config) -> dict[str, str]:
@@ -41,6 +43,13 @@ def dry_run(config: Config) -> dict[str, str]:
         "temporaries": f"{memory.temp_size_in_bytes / _MIB:,.1f} MiB per device, as compiled",
         "step time": f"at least {floor_s:.3g} s: {flops:.3g} FLOP at the matrix rate measured here",
     }
+
+
+def _trace(run: Run) -> dict[str, str]:
+    wanted, step = run.config.log.trace_step, step_to_trace(run.config, run.first_step)
+    if wanted is None:
+        return {}
+    return {"trace": f"step {step}, to {run.folder / FOLDER}" if step else f"none: step {wanted} is not left to do"}
 
 
 def table(rows: dict[str, str]) -> str:

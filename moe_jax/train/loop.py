@@ -13,6 +13,7 @@ from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.processes import is_main_process
+from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.setup import Run, compile_programs, open_run, write_start
 from moe_jax.train.step import State
 
@@ -20,8 +21,8 @@ from moe_jax.train.step import State
 def train(config: Config) -> State:
     """Train as the config says, going on from the newest checkpoint in `log.dir`; returns the last state.
 
-    Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/ and checkpoints/ there. SIGINT or SIGTERM ends
-    the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
+    Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
+    ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
     checkpoints that do not fit each other, and CheckpointError for one that cannot be restored.
     """
     with stop_on_signals() as stop:
@@ -38,11 +39,16 @@ def train(config: Config) -> State:
                 _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
             else:
                 state = programs.init.result()()
-            meter = Meter(config, step, log, peak)
+            meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
             while step < last and not stop.reached(step):
-                state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
+                batch = run.on_mesh(next(run.batches))
                 step += 1
-                meter.add(step, metrics)
+                if step == trace_step:
+                    with meter.paused():
+                        state, metrics = traced(programs.step, state, batch, run.folder)
+                else:
+                    state, metrics = programs.step(state, batch)
+                meter.add(step, metrics, timed=step != trace_step)
                 if _is_due(step, config.train.eval_every, last):
                     with meter.paused():
                         loss = _validate(programs.evaluate.result(), state, run)

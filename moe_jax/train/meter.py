@@ -18,19 +18,23 @@ Metrics = dict[str, jax.Array]
 class Meter:
     """Reads each step's metrics while the next step runs, so that the devices never wait for the host."""
 
-    def __init__(self, config: Config, first_step: int, log: RunLog, peak_flops_per_s: float):
+    def __init__(self, config: Config, log: RunLog, peak_flops_per_s: float):
         self._config, self._log, self._peak = config, log, peak_flops_per_s
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._waiting: tuple[int, Metrics] | None = None
-        self._since, self._step = time.perf_counter(), first_step
+        self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
 
-    def add(self, step: int, metrics: Metrics) -> None:
-        """Hand over the metrics of a step just started; records the step before, if it is due."""
+    def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
+        """Hand over the metrics of a step just started; records the step before, if it is due.
+
+        A step that ran while the meter was `paused` is not timed.
+        """
         self.finish()
         self._waiting = step, metrics
+        self._timed_steps += timed
 
     def finish(self, stopping: bool = False) -> None:
         """Wait for the last step handed over and record it, if it is due or the run ends with it."""
@@ -64,11 +68,16 @@ class Meter:
 
     def _record(self, step: int, metrics: Metrics) -> None:
         now = time.perf_counter()
-        step_s = (now - self._since) / (step - self._step)
-        self._since, self._step = now, step
         values = {name: _rounded(value) for name, value in jax.device_get(metrics).items()}
-        speed = {"step_s": step_s, "tokens_per_s": self._tokens / step_s, "mfu": self._flops / step_s / self._peak}
-        self._log.write({"step": step} | values | speed)
+        if self._timed_steps:
+            step_s = (now - self._since) / self._timed_steps
+            values |= {
+                "step_s": step_s,
+                "tokens_per_s": self._tokens / step_s,
+                "mfu": self._flops / step_s / self._peak,
+            }
+        self._since, self._timed_steps = now, 0
+        self._log.write({"step": step} | values)
 
 
 def _rounded(value: NDArray[np.float32]) -> float | list[float]:

@@ -76,7 +76,8 @@ class RunLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a training record (`step, loss, step_s, …`) or an evaluation (`step, validation_loss`) and show it.
 
-        Values are numbers (NaN and infinities too) or, not for TensorBoard, lists of them.
+        Only a record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, not for
+        TensorBoard, lists of them.
         """
         if self._file is None:
             return
@@ -101,7 +102,7 @@ class RunLog:
             self._print(f"warning: {text}", in_place=False)
 
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
-        self._recent_step_s.append(record["step_s"])
+        self._recent_step_s += [record["step_s"]] if "step_s" in record else []
         eta_s = (self._total_steps - step) * fmean(self._recent_step_s)
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns - 1 if terminal else None

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from moe_jax.config import Config, Schedule
+from moe_jax.config import Config
 from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
@@ -62,7 +62,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
-    plan = None if is_plain(config) else make_plan(config, mesh)
+    plan = None if config.is_plain else make_plan(config, mesh)
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)
 
@@ -102,14 +102,6 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         ),
         evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )
-
-
-def is_plain(config: Config) -> bool:
-    """Whether nothing is scheduled: autodiff and the compiler choose the order."""
-    settings, unscheduled = config.schedule, Schedule()
-    names = ("policy", "weight_grad", "grad_reduce")
-    same = all(getattr(settings, name) == getattr(unscheduled, name) for name in names)
-    return same and config.exchange.reduction == "all_reduce"
 
 
 def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:

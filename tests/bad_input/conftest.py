@@ -4,6 +4,8 @@ Each case is a command line, run in a folder that has the files of `INPUTS`, the
 where a case needs it, a trained run in `run/`. All files of this folder share what is compiled and trained once.
 """
 
+import gzip
+import json
 import shlex
 import shutil
 import sys
@@ -18,6 +20,21 @@ from moe_jax.train import loop
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.setup import Programs, Run, compile_programs
 from tests.bad_input.cases import COMMANDS, Command, Refusal, Said, tree
+
+PLAIN_HLO = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main () -> f32[] {
+  ROOT %zero = f32[] constant(0), metadata={op_name="jit(step)/jvp(mul)"}
+}
+"""
+
+
+def traced(module: str) -> bytes:
+    """A trace of `PLAIN_HLO`, or of another module."""
+    event = {"ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": 1.0, "name": "zero"}
+    event["args"] = {"hlo_module": module, "hlo_op": "zero", "device_ordinal": "0"}
+    return gzip.compress(json.dumps({"traceEvents": [event]}).encode())
+
 
 INPUTS: dict[str, str | bytes] = {
     "tiny.yaml": """
@@ -41,6 +58,15 @@ log: {dir: run, sample_tokens: 0, tensorboard: false}
     "list.yaml": "- train\n",
     "binary.yaml": bytes(range(128, 256)),
     "file": "in the way",
+    "run_traced/trace/0/step.hlo": PLAIN_HLO,
+    "run_traced/trace/0/vm.trace.json.gz": traced("jit_step"),
+    "untraced/step.hlo": PLAIN_HLO,
+    "other_program/step.hlo": PLAIN_HLO,
+    "other_program/vm.trace.json.gz": traced("jit_init"),
+    "no_hlo/step.hlo": "HloModule\n",
+    "no_hlo/vm.trace.json.gz": traced("jit_step"),
+    "cut_trace/step.hlo": PLAIN_HLO,
+    "cut_trace/vm.trace.json.gz": traced("jit_step")[:30],
 }
 
 
@@ -49,7 +75,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the inputs."""
     folder = tmp_path_factory.mktemp("inputs")
     for name, content in INPUTS.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     prepare_text(folder / "text.txt", folder / "tokens")
     prepare_text(folder / "text.txt", folder / "bpe", tokenizer="bpe", vocab_size=260)

@@ -42,6 +42,53 @@ def test_what_is_no_run_is_neither_sampled_nor_reported(line: str, message: str,
     assert_refused(line, message)
 
 
+SCHEDULED = "report --compile cpu:8 --config tiny.yaml schedule.policy=unified"
+WANTED = "name the folder that log.trace_step filled, e.g. RUN/trace/0"
+
+TRACES = [
+    ("alone", "report --trace full", "--trace full goes with --compile TARGET --config FILE: name both"),
+    ("missing", f"{SCHEDULED} --trace runn", f"--trace runn is no folder: {WANTED}"),
+    ("something else", f"{SCHEDULED} --trace full", f"--trace full has no step.hlo: {WANTED}"),
+    (
+        "of a whole run",
+        f"{SCHEDULED} --trace run_traced",
+        "--trace run_traced has no step.hlo: did you mean run_traced/trace/0?",
+    ),
+    (
+        "a program alone",
+        f"{SCHEDULED} --trace untraced",
+        "--trace untraced has no *.trace.json.gz in it: let log.trace_step fill it again",
+    ),
+    (
+        "another program",
+        f"{SCHEDULED} --trace other_program",
+        "--trace other_program: its trace holds nothing of step.hlo: let log.trace_step fill it again",
+    ),
+    (
+        "no program",
+        f"{SCHEDULED} --trace no_hlo",
+        "no_hlo/step.hlo is not scheduled HLO: let log.trace_step write it again",
+    ),
+    (
+        "cut short",
+        f"{SCHEDULED} --trace cut_trace",
+        "cut_trace/vm.trace.json.gz is no trace of jax.profiler "
+        "(Compressed file ended before the end-of-stream marker was reached): trace the program again",
+    ),
+    (
+        "a plain step",
+        f"{SCHEDULED} --trace run_traced/trace/0",
+        "--trace run_traced/trace/0 is of a plain step, whose operations belong to no tasks: "
+        "trace a run with schedule.policy=unified or expert_pipeline",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(TRACES))
+def test_what_is_no_trace_of_a_scheduled_step_is_not_drawn(line: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(f"{line} --out out", message)
+
+
 REPORTED = [
     (
         "no records yet",

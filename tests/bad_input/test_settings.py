@@ -17,6 +17,12 @@ CONFIG = [
     ),
     ("out of range", "train.batch_size=0", "train.batch_size=0 must be at least 1"),
     ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
+    ("a trace of the start-up", "log.trace_step=1", "log.trace_step=1 must be at least 2 (or null)"),
+    (
+        "a trace behind the end",
+        "log.trace_step=5",
+        "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null",
+    ),
     ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
     (
         "several lines",

@@ -48,6 +48,19 @@ def test_every_device_ran_its_tasks_in_order(operations):
     assert min(operation.start_s for operation in behind) >= min(operation.end_s for operation in sums)
 
 
+def test_operations_know_their_device_and_how_often_it_ran_them(operations):
+    sums = [operation for operation in operations if operation.communicates]
+    assert sorted((operation.device, operation.run) for operation in sums) == [(str(device), 0) for device in range(8)]
+
+
+def test_other_programs_in_a_trace_are_left_out(tmp_path):
+    one, other = (jax.jit(function).lower(1.0).compile() for function in (jnp.sin, jnp.cos))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready([one(1.0), other(1.0), other(2.0)])
+    assert len(read_trace(tmp_path, one.as_text())) == 1
+    assert [operation.run for operation in read_trace(tmp_path, other.as_text())] == [0, 1]
+
+
 def test_times_are_seconds_since_the_first_operation(operations):
     assert operations[0].start_s == 0
     assert all(0 <= operation.start_s <= operation.end_s < 10 for operation in operations)

@@ -5,16 +5,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import Target, check_compiler, find_target
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.task_times import nominal
 from moe_jax.report.compiled import Outcome, analyse, file_name, variants_of
 from moe_jax.report.compiled_text import assumptions, columns, compare, describe
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.xla_flags import FLAGS, compiler_options
+from moe_jax.train.profiled import traced
+from moe_jax.train.step import make_trainer
+from tests.small import tokens_of
 
 MEASURE = Path(__file__).parent.parent / "measure"
 SMALL = [
@@ -142,16 +152,25 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def trace_a_step(config: Config, run: Path) -> None:
+    trainer = make_trainer(config, make_mesh(config.mesh))
+    batch = jax.device_put(tokens_of(config), NamedSharding(trainer.mesh, BATCH_SPEC))
+    state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), trainer.state_shapes)
+    traced(trainer.step.lower(state, batch).compile(), state, batch, run)
+
+
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moe_jax.report", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
+    """The measured lanes of a step that was traced here have the same tasks as the compiled ones."""
     config = tmp_path / "small.yaml"
-    config.write_text("mesh: {data: 1, expert: 8}\n")
+    config.write_text("mesh: {data: 1, expert: 8}\nschedule: {policy: unified, microbatches: 2}\n")
+    trace_a_step(load_config(config, SMALL), tmp_path / "run")
     run = report(
-        *("--compile", "cpu:8", "--config", str(config), *SMALL, "schedule.microbatches=2"),
+        *("--compile", "cpu:8", "--config", str(config), *SMALL, "--trace", str(tmp_path / "run" / "trace" / "0")),
         *("--policies", "vanilla,unified", "--save-hlo", str(tmp_path / "hlo"), "--out", str(tmp_path / "out")),
     )
     assert run.returncode == 0, run.stderr
@@ -163,12 +182,15 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
     assert "\ncommand: python -m moe_jax.report --compile cpu:8" in origin
     assert "not issued         none" in said
     assert "F.dispatch.0.1  all-to-all" in said
-    processes = {
-        event["args"]["name"]
-        for event in json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
-        if event["name"] == "process_name"
+    assert "── unified, measured: device 0 of " in said
+    events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert list(processes) == ["vanilla, compiled", "unified, predicted", "unified, compiled", "unified, measured"]
+    tasks = {
+        name: {event["name"] for event in events if event["pid"] == pid and event["ph"] == "X" and "." in event["name"]}
+        for name, pid in processes.items()
     }
-    assert processes == {"vanilla, compiled", "unified, predicted", "unified, compiled"}
+    assert tasks["unified, measured"] == tasks["unified, compiled"]
 
 
 @pytest.mark.parametrize(

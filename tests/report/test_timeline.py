@@ -46,8 +46,17 @@ def test_a_trace_has_a_process_per_timeline_and_a_thread_per_stream_in_microseco
     assert spans[-1] == {"ph": "X", "name": "profiler step", "ts": 0.0, "dur": pytest.approx(200), "pid": 1, "tid": 1}
 
 
-def test_a_picture_of_any_lanes_is_written(tmp_path: Path) -> None:
-    draw({"compiled": bars(), "measured": MEASURED}, tmp_path / "timeline.png", "a step")
+def test_bars_that_overlap_have_threads_of_their_own_in_a_trace(tmp_path: Path) -> None:
+    spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)]
+    write_trace({"measured": [Bar("B.expert.0.0", "compute", *span) for span in spans]}, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = [[e["ts"] * 1e-6 for e in events if e["ph"] == "X" and e["tid"] == thread] for thread in range(3)]
+    assert rows == [[0.0, 2.0], [1.0], [2.5]]
+
+
+@pytest.mark.parametrize("scales", [{}, {"measured": 1000.0}])
+def test_a_picture_of_any_lanes_is_written(tmp_path: Path, scales: dict[str, float]) -> None:
+    draw({"compiled": bars(), "measured": MEASURED}, tmp_path / "timeline.png", "a step", scales)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

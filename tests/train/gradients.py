@@ -18,7 +18,6 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.emit import make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
-from moe_jax.train.step import is_plain
 from tests import references
 from tests.small import first_params, small_config, tokens_of
 
@@ -43,7 +42,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Res
     mesh = mesh_of(config)
     specs = partitions(param_dims(config.model))
     how = Computation.of(config, mesh)
-    plan = None if is_plain(config) else make_plan(config, mesh)
+    plan = None if config.is_plain else make_plan(config, mesh)
     tokens = token_BN1[:, 1:].size
 
     def body(params: Any, token_bN1: jax.Array) -> Result:

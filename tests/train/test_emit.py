@@ -13,7 +13,7 @@ from moe_jax.config import Config, Exchange, Schedule
 from moe_jax.models.orders.protocol import Room
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.all_to_all import ragged
-from moe_jax.train.step import is_plain, make_trainer
+from moe_jax.train.step import make_trainer
 from moe_jax.train.tasks import Tasks
 from tests.pairwise import Case, all_pairs
 from tests.small import first_params, small_config, tokens_of
@@ -182,8 +182,8 @@ def test_a_scheduled_run_learns_what_a_plain_one_learns():
     plain = small_config(2, 4, batch_size=64, seq_len=6, every=1, model=ONE_BLOCK)
     plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, grad_accumulation=2))
     scheduled = dataclasses.replace(plain, schedule=Schedule(**UNIFIED))
-    assert is_plain(plain)
-    assert not is_plain(scheduled)
+    assert plain.is_plain
+    assert not scheduled.is_plain
     (state, records), (expected, expected_records) = (run_steps(each, steps=2) for each in (scheduled, plain))
     chex.assert_trees_all_close(records, expected_records, rtol=1e-5, atol=1e-7)
     chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)

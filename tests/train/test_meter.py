@@ -42,7 +42,7 @@ class Records(list):
         self.warnings.append(text)
 
 
-def metered(every: int, steps: int = 12, first_step: int = 0, **moe: object) -> tuple[Meter, Records]:
+def metered(every: int, steps: int = 12, **moe: object) -> tuple[Meter, Records]:
     config = Config(
         model=Model(moe=MoE(**moe)),
         data=Data(seq_len=LENGTH),
@@ -50,12 +50,12 @@ def metered(every: int, steps: int = 12, first_step: int = 0, **moe: object) -> 
         log=Log(every=every, tensorboard=False),
     )
     records = Records()
-    return Meter(config, first_step, records, MATRIX_RATE), records
+    return Meter(config, records, MATRIX_RATE), records
 
 
 @pytest.mark.parametrize(("first_step", "recorded"), [(0, [1, 5, 10, 12]), (7, [10, 12]), (11, [12])])
 def test_the_first_the_last_and_every_nth_step_are_recorded(first_step, recorded, clock):
-    reader, records = metered(every=5, first_step=first_step)
+    reader, records = metered(every=5)
     for step in range(first_step + 1, 13):
         clock.now_s += 1
         reader.add(step, {"loss": jnp.float32(step / 8)})
@@ -98,6 +98,18 @@ def test_a_pause_begins_when_the_step_under_way_is_recorded(clock):
     reader.add(1, {})
     with reader.paused():
         assert [record["step_s"] for record in records] == [3]
+
+
+def test_a_step_that_is_not_timed_counts_for_no_time_and_no_step(clock):
+    """As a step under the profiler: the step that is recorded alone has no speed at all."""
+    reader, records = metered(every=3)
+    for step in range(1, 8):
+        with reader.paused():
+            clock.now_s += 1000 if step in (5, 7) else 0
+        clock.now_s += 0 if step in (5, 7) else step
+        reader.add(step, {}, timed=step not in (5, 7))
+    reader.finish(stopping=True)
+    assert [(record["step"], record.get("step_s")) for record in records] == [(1, 1), (3, 2.5), (6, 5), (7, None)]
 
 
 def test_speeds_follow_from_the_step_time(clock):

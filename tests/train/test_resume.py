@@ -157,6 +157,14 @@ def test_resumed_on_another_mesh_goes_on_to_round_off(uninterrupted, restored, t
     np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)
 
 
+def test_a_traced_step_counts_for_no_time_and_changes_nothing(uninterrupted, tmp_path):
+    train(config_in(tmp_path, "train.steps=5", "log.trace_step=3"))
+    assert losses_of(tmp_path) == losses_of(uninterrupted[0], last=5)
+    records = [json.loads(line) for line in lines_of(tmp_path, last=5)]
+    assert [record["step"] for record in records if "loss" in record and "step_s" not in record] == [3]
+    assert (tmp_path / "trace" / "0" / "step.hlo").read_text().startswith("HloModule")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits_0(number, tmp_path):
     with started(tmp_path) as process:

@@ -1,0 +1,5 @@
+"""What collectives in the background are called in programs and in traces of them. Imports no jax."""
+
+START_SCOPE, FINISH_SCOPE = "background_start", "background_finish"
+STARTED = "started in the background"
+ARRIVING = "arriving in the background"

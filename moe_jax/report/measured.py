@@ -1,0 +1,109 @@
+"""What a traced step of a run did, to stand under what was predicted and what was compiled."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_jax.config_files import load_config
+from moe_jax.measure.hlo import HloError, Program, parse
+from moe_jax.measure.tasks import action_of
+from moe_jax.measure.trace import FILES, FOLDER, PROGRAM, Operation, TraceError, joined, of_one_device, read_trace
+from moe_jax.report.compiled import Compiled
+from moe_jax.report.compiled_text import columns, ms
+from moe_jax.schedule.schedule import Schedule
+
+_WANTED = f"name the folder that log.trace_step filled, e.g. RUN/{FOLDER}/0"
+
+
+class Traced(NamedTuple):
+    """What `log.trace_step` left of one process."""
+
+    folder: Path
+    program: Program
+    operations: list[Operation]
+
+
+class Measured(NamedTuple):
+    """One device's part of a traced step, beside the compiled step of the same config."""
+
+    folder: Path
+    compiled: Compiled
+    operations: list[Operation]
+
+    @property
+    def step_s(self) -> float:
+        return max(each.end_s for each in self.operations) - min(each.start_s for each in self.operations)
+
+    @property
+    def ratio(self) -> float:
+        """To the estimated step."""
+        return self.step_s / self.compiled.replay.step_s
+
+
+def read_traced(folder: Path) -> Traced:
+    """Raises TraceError for a folder without the trace of a scheduled step and its program."""
+    if not folder.is_dir():
+        raise TraceError(f"--trace {folder} is no folder: {_WANTED}")
+    if not (folder / PROGRAM).is_file():
+        inner = sorted(folder.glob(f"**/{PROGRAM}"))
+        cure = f"did you mean {inner[0].parent}?" if inner else _WANTED
+        raise TraceError(f"--trace {folder} has no {PROGRAM}: {cure}")
+    if not any(folder.rglob(FILES)):
+        raise TraceError(f"--trace {folder} has no {FILES} in it: let log.trace_step fill it again")
+    text = (folder / PROGRAM).read_text(encoding="utf-8", errors="replace")
+    try:
+        program, operations = parse(text), read_trace(folder, text)
+    except HloError:
+        raise TraceError(f"{folder / PROGRAM} is not scheduled HLO: let log.trace_step write it again") from None
+    if not operations:
+        raise TraceError(f"--trace {folder}: its trace holds nothing of {PROGRAM}: let log.trace_step fill it again")
+    if not any(action_of(operation.task) for operation in operations):
+        raise TraceError(
+            f"--trace {folder} is of a plain step, whose operations belong to no tasks: "
+            "trace a run with schedule.policy=unified or expert_pipeline"
+        )
+    return Traced(folder, program, operations)
+
+
+def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:
+    """The variant that is the config itself, or else the first scheduled one of its policy. Raises TraceError."""
+    own = load_config(config, overrides)
+    if own.is_plain:
+        raise TraceError(
+            f"--trace is of a scheduled step, and --config {config} schedules nothing "
+            f"(schedule.policy={own.schedule.policy}): name the config of the run that was traced"
+        )
+    others = {name: load_config(config, settings) for name, settings in variants.items()}
+    alike = [name for name, each in others.items() if not each.is_plain and each.schedule.policy == own.schedule.policy]
+    if not alike:
+        raise TraceError(
+            f"--policies {','.join(variants)} lacks schedule.policy={own.schedule.policy} of the traced run: add it"
+        )
+    return min(alike, key=lambda name: others[name] != own)
+
+
+def measure(traced: Traced, compiled: Compiled) -> Measured:
+    """What the first device ran, under the names of the schedule of the compiled step."""
+    assert compiled.outcome.schedule is not None
+    schedule = Schedule.parse(compiled.outcome.schedule)
+    return Measured(traced.folder, compiled, of_one_device(traced.operations, traced.program, schedule))
+
+
+def describe_measured(measured: Measured) -> str:
+    """The numbers of a measured step."""
+    compute, communication = (
+        [(each.start_s, each.end_s) for each in measured.operations if each.communicates == communicates]
+        for communicates in (False, True)
+    )
+    hidden_s = _seconds(compute) + _seconds(communication) - _seconds(compute + communication)
+    facts = [
+        ("measured step", f"{ms(measured.step_s)} ms, {measured.ratio:.3g} × the estimated one"),
+        ("compute", f"{ms(_seconds(compute))} ms"),
+        ("communication", f"{ms(_seconds(communication))} ms, of which hidden {ms(hidden_s)}"),
+    ]
+    title = f"── {measured.compiled.variant}, measured: device {measured.operations[0].device} of {measured.folder}"
+    return f"{title}\n{columns(facts)}\n"
+
+
+def _seconds(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in joined(spans))

@@ -1,0 +1,107 @@
+"""Measured lanes: one device's operations under the names of the schedule, and the variant that they are of."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.measure.overlap import replay
+from moe_jax.measure.trace import Operation, of_one_device
+from moe_jax.report.compiled import Compiled, variants_of
+from moe_jax.report.measured import Measured, describe_measured, variant_of
+from moe_jax.report.timeline import Bar, measured_bars
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.shape import Parts, Shape
+from tests.measure.programs import BODY, TOY, program, work
+from tests.report.test_compiled import outcome
+
+
+def ran(task: str, start_s: float, end_s: float, name: str = "fusion.1", device: str = "0", run: int = 0) -> Operation:
+    return Operation(name, task, name.startswith("all-"), "thread", start_s, end_s, device, run)
+
+
+STEP = [
+    ran("F.attend.0.0", 1.0, 2.0),
+    ran("F.attend.0.0", 2.0005, 3.0),
+    ran("F.dispatch.0.0", 3.0, 5.0, "all-to-all.3"),
+    ran("F.attend.0.0", 4.0, 4.5),
+    ran("", 4.5, 5.0),
+    ran("", 5.0, 6.0, "all-reduce.12"),
+]
+
+
+def test_operations_of_a_task_are_one_bar_unless_a_picture_shows_their_gap() -> None:
+    assert measured_bars(STEP) == [
+        Bar("F.attend.0.0", "compute", 0.0, 2.0),
+        Bar("F.attend.0.0", "compute", 3.0, 3.5),
+        Bar("other", "compute", 3.5, 4.0),
+        Bar("F.dispatch.0.0", "communication", 2.0, 4.0),
+        Bar("all-reduce", "communication", 4.0, 5.0),
+    ]
+
+
+def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
+    estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
+    compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
+    assert describe_measured(Measured(Path("trace/0"), compiled, STEP)).splitlines() == [
+        "── unified, measured: device 0 of trace/0",
+        "measured step  5000.0 ms, 2 × the estimated one",
+        "compute        2999.5 ms",
+        "communication  3000.0 ms, of which hidden 1000.0",
+    ]
+
+
+def loop(name: str, scopes: list[str]) -> tuple[str, str]:
+    """A loop of three turns, and its body of an instruction in each scope."""
+    lines = [f'  %{name}.{i} = f32[] constant(0), metadata={{op_name="{scope}"}}' for i, scope in enumerate(scopes)]
+    trips = 'backend_config={"known_trip_count":{"n":"3"}}'
+    body = f"%{name}.body () -> f32[] {{\n{chr(10).join(lines)}\n}}\n"
+    return f"%{name} = f32[] while(), condition=%more, body=%{name}.body, {trips}", body
+
+
+def test_turns_of_loops_have_the_names_of_their_blocks_and_other_devices_are_left_out() -> None:
+    """Two blocks in each turn; the loop inside a task has turns of its own."""
+    up, up_body = loop("up", ["F.attend.0.0", "F.attend.1.0"])
+    down, down_body = loop("down", ["B.attend.1.0", "B.attend.0.0"])
+    names = [f"F.attend.{block}.0" for block in range(6)] + [f"B.attend.{block}.0" for block in reversed(range(6))]
+    schedule = Schedule("unified", Shape(kinds=("moe",) * 6, forward=Parts(1, 1)), tuple(map(Action.parse, names)))
+    turns = [("up", turn, i, f"F.attend.{i}.0") for turn in range(3) for i in (0, 1)]
+    turns += [("down", turn, i, f"B.attend.{1 - i}.0") for turn in range(3) for i in (0, 1)]
+    operations = [
+        ran(task, at, at + 1, f"{name}.{i}", device, run)
+        for device in "01"
+        for at, (name, run, i, task) in enumerate(turns)
+    ]
+    operations = sorted([ran("", 0, 6, "up"), *operations], key=lambda operation: operation.start_s)
+    named = of_one_device(operations, program(f"{up}\n{down}", up_body + down_body), schedule)
+    assert [operation.task for operation in named] == names
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text("schedule: {policy: unified, microbatches: 2}\n")
+    return str(path)
+
+
+def chosen(config: str, policies: str | None, *overrides: str) -> str:
+    return variant_of(config, overrides, variants_of(policies, overrides))
+
+
+def test_a_trace_is_of_the_variant_that_the_config_itself_is(config: str) -> None:
+    assert chosen(config, None) == "step"
+    assert chosen(config, "vanilla,unified") == "unified"
+    ring = "unified+exchange.algorithm=ring"
+    assert chosen(config, f"unified,{ring}", "exchange.algorithm=ring") == "unified"
+    assert chosen(config, f"{ring},unified") == "unified"
+    assert chosen(config, ring) == ring
+
+
+def test_a_trace_of_none_of_the_variants_is_refused(config: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^--policies vanilla lacks schedule.policy=unified of the traced run: add it$"
+    ):
+        chosen(config, "vanilla")
+    with pytest.raises(UserError, match=r"schedules nothing \(schedule.policy=vanilla\): name the config of the run"):
+        chosen(config, None, "schedule.policy=vanilla", "schedule.microbatches=1")
