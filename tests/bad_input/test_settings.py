@@ -243,7 +243,12 @@ MESH = [
     (
         "an axis that is not there yet",
         "mesh.pipeline=2",
-        "mesh.pipeline=2 is not supported: only data and expert may exceed 1, so set mesh.pipeline=1",
+        "mesh.pipeline=2 is not supported: only data, expert and tensor may exceed 1, so set mesh.pipeline=1",
+    ),
+    (
+        "tensor ranks that do not divide the heads",
+        "mesh.tensor=8",
+        "model.num_heads=2 is not divisible by mesh.tensor=8: use 8, or mesh.tensor=1 or 2",
     ),
     (
         "a batch that does not divide",
