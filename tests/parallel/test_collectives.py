@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.config import Mesh
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.grad_sync import global_norm, sync_gradients
-from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
+from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import partition, sharded_axes
+from tests.parallel.per_device import on_mesh
 
 
 def per_device(function, out_specs, *arguments, data=2, expert=4, in_specs=None):
-    mesh = make_mesh(Mesh(data=data, expert=expert))
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs or P(), out_specs=out_specs, check_vma=False))(
-        *arguments
-    )
+    return on_mesh(function, in_specs or P(), out_specs, data=data, expert=expert)(*arguments)
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
