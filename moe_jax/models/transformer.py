@@ -42,8 +42,8 @@ class Computation:
     exchange: str  # the all-to-all's algorithm, never auto
     ranks_per_node: int  # of the expert axis
     buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
-    tensor_form: str  # how tensor ranks share an exchange
-    tensor_chunks: int
+    tensor_form: str = "o1"  # how tensor ranks share an exchange
+    tensor_chunks: int = 1
 
     @property
     def route(self) -> Route:

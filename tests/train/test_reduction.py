@@ -22,7 +22,11 @@ SPECS = {
     "out": PartitionSpec(),
     "scale": PartitionSpec(),
 }
-MESHES = {"data 8": {"data": 8, "expert": 1}, "2 × 4": {"data": 2, "expert": 4}, "expert 8": {"data": 1, "expert": 8}}
+MESHES = {
+    "data 8": {"data": 8, "expert": 1},
+    "2 × 4": {"data": 2, "expert": 4},
+    "expert 8": {"data": 1, "expert": 8},
+}
 
 
 def is_shape(leaf: object) -> bool:
@@ -31,7 +35,7 @@ def is_shape(leaf: object) -> bool:
 
 def reduction_of(mesh: dict[str, int], chunk_mb: float | None) -> Reduction:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape)
-    return Reduction.of(shapes, SPECS, {"data": 1, "expert": 1} | mesh, chunk_mb)
+    return Reduction.of(shapes, SPECS, {"data": 1, "expert": 1, "tensor": 1} | mesh, chunk_mb)
 
 
 def gradients() -> dict:
