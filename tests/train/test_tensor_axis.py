@@ -5,7 +5,9 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
+from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.over_tensor import FORMS
+from moe_jax.train.emit import make_plan
 from moe_jax.train.step import make_trainer
 from tests.small import small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of
@@ -65,6 +67,27 @@ def test_scheduled_steps_equal_the_reference(schedule, form):
         every=1,
         capacity_factor=capacity,
     )
+    assert_equals_reference(config)
+
+
+@pytest.mark.parametrize("schedule", [None, "unified"])
+@pytest.mark.parametrize("algorithm", sorted(EXCHANGES.keys() - {"flat", "ragged"}))
+def test_every_exchange_carries_the_rows_of_tensor_ranks(algorithm, schedule):
+    config = tensor_config(
+        *(1, 4, 2),
+        schedule=SCHEDULES.get(schedule),
+        exchange={"algorithm": algorithm, "ranks_per_node": 2},
+        every=1,
+        model={"num_layers": 1},
+    )
+    assert_equals_reference(config)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_turns_of_a_loop_make_heads_and_hidden_widths_again(schedule, remat):
+    config = tensor_config(2, 2, 2, schedule=SCHEDULES[schedule] | {"remat": remat}, every=1, model={"num_layers": 4})
+    assert make_plan(config, mesh_of(config)).looped
     assert_equals_reference(config)
 
 
