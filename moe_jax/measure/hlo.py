@@ -136,6 +136,8 @@ def parse(text: str) -> Program:
         elif found := _HEADER.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
+    if entry not in computations:
+        raise HloError("the text of the program ends too early: take it from `compiled.as_text()` again")
     return Program(module[1], computations, entry)
 
 

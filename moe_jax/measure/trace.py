@@ -128,8 +128,7 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def _events(path: Path) -> list[Event]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            events: list[Event] = json.load(file)["traceEvents"]
-            return events
+            return [dict(event) for event in json.load(file)["traceEvents"]]
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path} is no trace of jax.profiler ({error}): trace the program again") from None
 

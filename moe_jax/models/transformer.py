@@ -75,7 +75,7 @@ class Computation:
             exchange=exchange,
             ranks_per_node=per_node,
             buffer_factor=config.exchange.buffer_factor,
-            tensor_form=config.exchange.tensor_form,
+            tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
         )
 

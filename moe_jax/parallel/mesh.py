@@ -46,6 +46,10 @@ def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
 
 
 def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
+    tensor = math.gcd(max(sizes[Axis.TENSOR], 1), num_devices)  # divides what the one asked for does
+    if tensor != sizes[Axis.TENSOR]:
+        rest = _cure({**sizes, Axis.TENSOR: tensor}, num_devices).removeprefix("use ")
+        return f"use mesh.tensor={tensor} and {rest}"
     others = math.prod(size for axis, size in sizes.items() if axis not in BATCH_AXES and size != -1)
     expert = sizes[Axis.EXPERT]
     if expert > 0 and num_devices % (expert * others) == 0:

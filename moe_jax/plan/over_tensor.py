@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> tuple[float, ...]:
-    """Of one chunk: the all-to-all of I/(n·t), the gather of I/n of which 1/t is there, the copy of I/n."""
+    """Of one of c chunks: the all-to-all of I/(c·t), the gather of I/c of which 1/t is there, the copy of I/c."""
     part = num_bytes / chunks
     return (
         stages.exchange(part / tensor * (experts - 1) / experts),

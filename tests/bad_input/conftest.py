@@ -65,6 +65,10 @@ log: {dir: run, sample_tokens: 0, tensorboard: false}
     "other_program/vm.trace.json.gz": traced("jit_init"),
     "no_hlo/step.hlo": "HloModule\n",
     "no_hlo/vm.trace.json.gz": traced("jit_step"),
+    "cut_hlo/step.hlo": PLAIN_HLO[:-2],
+    "cut_hlo/vm.trace.json.gz": traced("jit_step"),
+    "odd_trace/step.hlo": PLAIN_HLO,
+    "odd_trace/vm.trace.json.gz": gzip.compress(b'{"traceEvents": [1]}'),
     "cut_trace/step.hlo": PLAIN_HLO,
     "cut_trace/vm.trace.json.gz": traced("jit_step")[:30],
 }

@@ -70,6 +70,17 @@ TRACES = [
         "no_hlo/step.hlo is not scheduled HLO: let log.trace_step write it again",
     ),
     (
+        "a program cut short",
+        f"{SCHEDULED} --trace cut_hlo",
+        "cut_hlo/step.hlo is not scheduled HLO: let log.trace_step write it again",
+    ),
+    (
+        "no events",
+        f"{SCHEDULED} --trace odd_trace",
+        "odd_trace/vm.trace.json.gz is no trace of jax.profiler ('int' object is not iterable): "
+        "trace the program again",
+    ),
+    (
         "cut short",
         f"{SCHEDULED} --trace cut_trace",
         "cut_trace/vm.trace.json.gz is no trace of jax.profiler "

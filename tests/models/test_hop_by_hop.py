@@ -1,5 +1,6 @@
 """Experts that compute hop by hop against those that wait for the whole exchange."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +35,10 @@ def test_hooks_round_what_travels_as_they_do_around_the_whole_exchange(hooks):
         config = small_config(1, 4, exchange={"algorithm": algorithm}, every=1, hooks=hooks)
         return sharded_gradients(config, first_params(config.model), tokens_of(config))
 
-    # rows that stay at their rank do not travel, and are not rounded
-    np.testing.assert_allclose(grads("ring").loss, grads("flat").loss, rtol=1e-3)
+    found, expected = grads("ring"), grads("flat")
+    # measured with fp8, which rounds the loss by 1.3e-3: 3e-8
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    chex.assert_trees_all_close(found.grads, expected.grads, rtol=1e-4, atol=1e-6)
 
 
 def test_no_product_waits_for_another_hop():

@@ -23,12 +23,18 @@ def test_every_axis_has_a_setting():
     assert set(Mesh().sizes) == set(Axis)
 
 
-@pytest.mark.parametrize("settings", [Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)])
+WRONG = [
+    *(Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)),
+    *(Mesh(tensor=3), Mesh(tensor=16), Mesh(expert=4, tensor=6), Mesh(expert=8, tensor=2), Mesh(data=3, tensor=-1)),
+]
+
+
+@pytest.mark.parametrize("settings", WRONG)
 def test_wrong_products_name_a_cure_that_works(settings):
     with pytest.raises(MeshError) as error:
         mesh_sizes(settings, 8)
     changes = dict(re.findall(r"mesh\.(\w+)=(-?\d+)", str(error.value).split("use ")[1]))
-    cured = {"data": settings.data, "expert": settings.expert} | {name: int(size) for name, size in changes.items()}
+    cured = settings.sizes | {name: int(size) for name, size in changes.items()}
     assert mesh_sizes(Mesh(**cured), 8)
 
 

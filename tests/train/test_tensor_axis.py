@@ -1,15 +1,16 @@
 """The training step over tensor ranks: heads and hidden widths cut, tokens shared, the function stays the same."""
 
-import dataclasses
-
 import chex
 import pytest
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
+from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.over_tensor import FORMS
-from tests.small import first_params, small_config, tokens_of
-from tests.train.gradients import assert_equals_reference, sharded_gradients
+from moe_jax.train.emit import make_plan
+from moe_jax.train.step import make_trainer
+from tests.small import small_config, tokens_of
+from tests.train.gradients import assert_equals_reference, mesh_of
 from tests.train.test_step import run_steps
 
 MESHES = [(1, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4)]
@@ -69,6 +70,27 @@ def test_scheduled_steps_equal_the_reference(schedule, form):
     assert_equals_reference(config)
 
 
+@pytest.mark.parametrize("schedule", [None, "unified"])
+@pytest.mark.parametrize("algorithm", sorted(EXCHANGES.keys() - {"flat", "ragged"}))
+def test_every_exchange_carries_the_rows_of_tensor_ranks(algorithm, schedule):
+    config = tensor_config(
+        *(1, 4, 2),
+        schedule=SCHEDULES.get(schedule),
+        exchange={"algorithm": algorithm, "ranks_per_node": 2},
+        every=1,
+        model={"num_layers": 1},
+    )
+    assert_equals_reference(config)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_turns_of_a_loop_make_heads_and_hidden_widths_again(schedule, remat):
+    config = tensor_config(2, 2, 2, schedule=SCHEDULES[schedule] | {"remat": remat}, every=1, model={"num_layers": 4})
+    assert make_plan(config, mesh_of(config)).looped
+    assert_equals_reference(config)
+
+
 @pytest.mark.parametrize(("schedule", "hooks"), [("plain", "none"), ("unified", "fp8")])
 def test_all_forms_train_to_the_same_bits(schedule, hooks):
     finals = {}
@@ -108,7 +130,14 @@ def test_what_does_not_divide_is_refused(settings, message):
 
 
 def test_one_rank_compiles_to_the_program_without_tensor_ranks():
-    config = tensor_config(1, 2, 1)
-    grads = sharded_gradients(config, first_params(config.model), tokens_of(config)).grads
-    other = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, tensor_form="o3"))
-    chex.assert_trees_all_equal(sharded_gradients(other, first_params(config.model), tokens_of(config)).grads, grads)
+    """Whatever the form: it is about several."""
+
+    def program(**exchange) -> str:
+        config = tensor_config(1, 2, 1, exchange=exchange)
+        trainer = make_trainer(config, mesh_of(config))
+        return trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text()
+
+    expected = program()
+    assert "reduce_scatter" not in expected
+    for form in FORMS:
+        assert program(tensor_form=form, tensor_chunks=3) == expected, form

@@ -1,4 +1,4 @@
-"""Ways for t tensor ranks, each with an n-th part of every expert's width, to share an exchange: one file each.
+"""Ways for t tensor ranks, each with a t-th part of every expert's width, to share an exchange: one file each.
 
 `to_experts` brings the own rows [P, …] of each of P expert ranks to all tensor ranks of the rank they are for, and
 returns what all sources sent there [t·P, …]; `from_experts` brings back the sum of what the tensor ranks made of them,
