@@ -57,12 +57,12 @@ class Ranks(NamedTuple):
 def ranks_per_node(devices: np.ndarray, dim: int) -> int:
     """Into how large groups of neighbours, each in one node, a dimension of a mesh's devices divides at most.
 
-    A node is what fast links join, as far as devices tell: a slice if there are several; where they have coordinates a
-    line of their torus, on which neighbours differ in one; else a process.
+    A node is what fast links join, as far as devices tell: a slice if there are several; in one slice of TPUs a line
+    of its torus, on which neighbours differ in one coordinate; else a process.
     """
     lines = np.moveaxis(devices, dim, -1).reshape(-1, devices.shape[dim])
     changes = _changes(lines, lambda device: getattr(device, "slice_index", 0))
-    if not changes and all(getattr(device, "coords", None) for device in lines.flat):
+    if not changes and all(device.platform == "tpu" for device in lines.flat):
         return _line_of_torus(lines)
     return math.gcd(lines.shape[1], *(changes or _changes(lines, lambda device: device.process_index)))
 

@@ -12,7 +12,9 @@ def devices_of(shape: tuple[int, int], processes: list[int], slices: list[int] |
     """Stand for the devices of a mesh, data × expert: no test machine has several nodes."""
     slices = [0] * len(processes) if slices is None else slices
     devices = np.empty(len(processes), object)
-    devices[:] = [SimpleNamespace(process_index=p, slice_index=s) for p, s in zip(processes, slices, strict=True)]
+    devices[:] = [
+        SimpleNamespace(platform="gpu", process_index=p, slice_index=s) for p, s in zip(processes, slices, strict=True)
+    ]
     return devices.reshape(shape)
 
 
@@ -52,7 +54,9 @@ def torus(shape: tuple[int, int], *sizes: int, cores: int = 1) -> np.ndarray:
     """The chips of a torus, its first coordinate fastest; four to a process."""
     devices = np.empty(shape[0] * shape[1], object)
     coords = [tuple(reversed(place)) for place in np.ndindex(*reversed(sizes)) for _ in range(cores)]
-    devices[:] = [SimpleNamespace(process_index=i // 4, slice_index=0, coords=c) for i, c in enumerate(coords)]
+    devices[:] = [
+        SimpleNamespace(platform="tpu", process_index=i // 4, slice_index=0, coords=c) for i, c in enumerate(coords)
+    ]
     return devices.reshape(shape)
 
 
@@ -71,6 +75,13 @@ def torus(shape: tuple[int, int], *sizes: int, cores: int = 1) -> np.ndarray:
 )
 def test_in_one_slice_of_a_torus_a_node_is_one_of_its_lines(devices, expected):
     assert ranks_per_node(devices, dim=1) == expected
+
+
+def test_coordinates_of_other_devices_tell_nothing():
+    devices = torus((1, 8), 2, 2, 2)
+    for device in devices.flat:
+        device.platform = "gpu"
+    assert ranks_per_node(devices, dim=1) == 4
 
 
 def test_several_slices_come_before_coordinates():
