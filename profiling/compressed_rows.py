@@ -5,20 +5,16 @@ compression (`model.moe.hooks`). All see the same tokens in the same order, with
 run without compression and with another seed shows how much chance alone does.
 """
 
-import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from count_argument import count_argument
 from results_file import write_result
+from training_run import losses_of
 
-from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
-from moe_jax.train.loop import train
-from moe_jax.train.metrics import read_metrics
 from moe_jax.train.processes import Processes, initialize
 
-CONFIG = "configs/shakespeare_cpu.yaml"
 RANKS = 4
 RUNS = {
     "none": [],
@@ -33,14 +29,8 @@ def main() -> None:
     """Train all and write results/compressed_rows.json and .png."""
     steps = count_argument("STEPS", 600, __doc__)
     initialize(Processes(mode="off"), cpu_devices=RANKS)
-    losses: dict[str, dict[int, float]] = {}
-    for name, settings in RUNS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            common = ["mesh.data=1", f"mesh.expert={RANKS}", f"train.steps={steps}"]
-            common += [f"train.eval_every={max(steps // 6, 1)}", "checkpoint.every=0", "log.sample_tokens=0"]
-            train(load_config(CONFIG, [*settings, *common, "log.tensorboard=false", f"log.dir={folder}"]))
-            records = read_metrics(Path(folder))
-            losses[name] = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+    common = ["mesh.data=1", f"mesh.expert={RANKS}", f"train.eval_every={max(steps // 6, 1)}"]
+    losses = {name: losses_of([*settings, *common], steps, "validation_loss") for name, settings in RUNS.items()}
     values = {"steps": steps, "expert_ranks": RANKS, "validation_losses": losses}
     path = write_result("compressed_rows", values)
     _draw(losses, path.with_suffix(".png"))

@@ -6,25 +6,19 @@ tokens in the same order, with the same seed, optimiser and number of steps.
 """
 
 import math
-import tempfile
-from pathlib import Path
 
 from count_argument import count_argument
 from results_file import write_result
+from training_run import losses_of, train_config
 
-from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
 from moe_jax.plan.resources import count_parameters
-from moe_jax.train.loop import train
-from moe_jax.train.metrics import read_metrics
-
-CONFIG = "configs/shakespeare_cpu.yaml"
 
 
 def main() -> None:
     """Train both and write results/moe_vs_dense.json."""
     steps = count_argument("STEPS", 600, __doc__)
-    model = load_config(CONFIG).model
+    model = train_config([], steps).model
     moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
     width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
     variants = {
@@ -33,11 +27,7 @@ def main() -> None:
     }
     values: dict[str, object] = {"steps": steps}
     for name, settings in variants.items():
-        with tempfile.TemporaryDirectory() as folder:
-            common = [f"train.steps={steps}", "checkpoint.every=0", "log.tensorboard=false", f"log.dir={folder}"]
-            config = load_config(CONFIG, [*settings, *common])
-            train(config)
-            losses = {r["step"]: r["validation_loss"] for r in read_metrics(Path(folder)) if "validation_loss" in r}
+        config, losses = train_config(settings, steps), losses_of(settings, steps, "validation_loss")
         counts = count_parameters(config.model)
         values[name] = {
             "validation_loss": losses[steps],

@@ -6,7 +6,6 @@ counts, in the compiled training step, the bytes that leave a device in all-to-a
 and .png; exit code 1 if losses differ.
 """
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,26 @@ import numpy as np
 from count_argument import count_argument
 from jax.sharding import NamedSharding
 from results_file import write_result
+from training_run import losses_of, train_config
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.over_tensor import FORMS
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.train.loop import train
-from moe_jax.train.metrics import read_metrics
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import make_trainer
 
-CONFIG = "configs/shakespeare_cpu.yaml"
 EXPERT_RANKS, TENSOR_RANKS = 2, (2, 4)
 _STYLES = ("k-", "C0--", "C1-.", "C2:")
 
 
-def config_of(form: str, tensor: int, steps: int, folder: str) -> Config:
+def settings_of(form: str, tensor: int) -> list[str]:
     """On a data axis that fills all devices."""
     mesh = ["mesh.data=-1", f"mesh.expert={EXPERT_RANKS}", f"mesh.tensor={tensor}"]
-    run = [f"train.steps={steps}", "checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false", "log.every=1"]
-    return load_config(CONFIG, [*mesh, *run, f"exchange.tensor_form={form}", f"log.dir={folder}"])
+    return [*mesh, f"exchange.tensor_form={form}", "log.every=1"]
 
 
 def exchanged_bytes(config: Config) -> float:
@@ -62,11 +57,9 @@ def main() -> None:
         name = f"{tensor} tensor ranks"
         losses[name], sent[name] = {}, {}
         for form in FORMS:
-            with tempfile.TemporaryDirectory() as folder:
-                config = config_of(form, tensor, steps, folder)
-                sent[name][form] = exchanged_bytes(config)
-                train(config)
-                losses[name][form] = [r["loss"] for r in read_metrics(Path(folder)) if "loss" in r]
+            settings = settings_of(form, tensor)
+            sent[name][form] = exchanged_bytes(train_config(settings, steps))
+            losses[name][form] = list(losses_of(settings, steps, "loss").values())
     same = {name: all(curve == of["replicated"] for curve in of.values()) for name, of in losses.items()}
     values: dict[str, Any] = {
         "steps": steps,

@@ -1,0 +1,34 @@
+"""A whole training run of a benchmark: its losses."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import UserError
+from moe_jax.train.loop import train
+from moe_jax.train.metrics import read_metrics
+
+CONFIG = "configs/shakespeare_cpu.yaml"
+_QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")
+
+
+class StoppedError(UserError):
+    """A training that a signal ended before its last step."""
+
+
+def train_config(settings: Sequence[str], steps: int) -> Config:
+    """The small model, to be trained from its start in a folder that `losses_of` makes."""
+    return load_config(CONFIG, [*settings, f"train.steps={steps}", *_QUIET])
+
+
+def losses_of(settings: Sequence[str], steps: int, name: str) -> dict[int, float]:
+    """By step, of the metric `name` (`loss`, `validation_loss`), wherever it was logged. Raises StoppedError."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(train_config([*settings, f"log.dir={folder}"], steps))
+        records = read_metrics(Path(folder))
+    losses = {record["step"]: record[name] for record in records if name in record}
+    if not losses or max(losses) < steps:
+        raise StoppedError(f"stopped before step {steps}: nothing written, start the benchmark again")
+    return losses
