@@ -8,37 +8,27 @@ results/exchange_hlo_TARGET.json; exit code 1 if anything differs.
 
 import argparse
 import itertools
-import os
-import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from real_compiler import compile_on, read_command, row_dtype
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import ConfigError, UserError, run_command
-from moe_jax.measure.hlo import Program, parse
-from moe_jax.measure.targets import ENVIRONMENT, check_compiler, child_environment, find_target, target_devices
+from moe_jax.errors import UserError, run_command
+from moe_jax.measure.hlo import Program
+from moe_jax.measure.targets import target_devices
 from moe_jax.measure.traffic import Exchange, by_phase, exchanges, side_by_side, traffic_of
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.exchange import ALGORITHMS, Links, Phase, Traffic, exchange_seconds, steps_of, traffic
-from moe_jax.schedule.xla_flags import compiler_options
 
 
 class NodeError(UserError):
     """Ranks that do not divide into nodes."""
-
-
-def shape_of(ranks: Ranks, mesh: jax.sharding.Mesh, arguments: argparse.Namespace) -> jax.ShapeDtypeStruct:
-    """All ranks' rows for all ranks. XLA:CPU would send bfloat16 as float32."""
-    dtype = jnp.float32 if ranks.platform == "cpu" else jnp.bfloat16
-    shape = (mesh.size**2, arguments.rows, arguments.width)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
 
 
 def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> Program:
@@ -47,10 +37,7 @@ def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.Sh
     def body(x: jax.Array) -> jax.Array:
         return EXCHANGES[name](2 * x, ranks) + 1
 
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=BATCH_SPEC, out_specs=BATCH_SPEC, check_vma=False)
-    platform = {"gpu": "cuda"}.get(ranks.platform, ranks.platform)
-    lowered = jax.jit(on_mesh).trace(x).lower(lowering_platforms=(platform,))
-    return parse(lowered.compile(compiler_options=compiler_options(ranks.platform)).as_text())
+    return compile_on(mesh, ranks.platform, body, BATCH_SPEC, x)
 
 
 def describe(found: list[Exchange], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
@@ -96,18 +83,10 @@ def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStr
 def main() -> None:
     """Read the command line, study every algorithm, write the result."""
     parser = argparse.ArgumentParser(prog="python profiling/exchange_hlo.py", description=__doc__)
-    parser.add_argument("target")
     parser.add_argument("--per-node", type=int, help="ranks of a node (default: as the devices tell)")
     parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
-    arguments = parser.parse_args()
-    for name in ("per_node", "rows", "width"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1")
-    target = find_target(arguments.target)
-    check_compiler(target)
-    if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
+    arguments, target = read_command(parser, ("per_node", "rows", "width"))
     devices = target_devices(target)
     mesh = make_mesh(config.Mesh(data=1, expert=len(devices)), devices)
     per_node = arguments.per_node or ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
@@ -115,7 +94,8 @@ def main() -> None:
         raise NodeError(f"--per-node={per_node} does not divide {mesh.size} devices: use a divisor")
     ranks = Ranks(Axis.EXPERT, target.platform, per_node)
     links = Links(inside=target.link, between=target.network)  # by published rates
-    x = shape_of(ranks, mesh, arguments)
+    shape, sharding = (mesh.size**2, arguments.rows, arguments.width), NamedSharding(mesh, BATCH_SPEC)
+    x = jax.ShapeDtypeStruct(shape, row_dtype(target.platform), sharding=sharding)
     algorithms = {name: study(name, ranks, mesh, x, links) for name in ALGORITHMS}
     values = {
         "nodes": mesh.size // per_node,

@@ -7,27 +7,24 @@ results/tensor_hlo_TARGET_tT.json; exit code 1 if bytes are not those of plan/ov
 """
 
 import argparse
-import os
-import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from real_compiler import compile_on, read_command, row_dtype
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import run_command
 from moe_jax.measure.costs import sent_bytes
-from moe_jax.measure.hlo import Program, parse
-from moe_jax.measure.targets import ENVIRONMENT, check_compiler, child_environment, find_target, target_devices
+from moe_jax.measure.hlo import Program
+from moe_jax.measure.targets import target_devices
 from moe_jax.measure.traffic import Exchange, exchanges, side_by_side
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.over_tensor import FORMS, Route
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.plan.over_tensor import Stages, stage_seconds
-from moe_jax.schedule.xla_flags import compiler_options
 
 _SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
 
@@ -39,13 +36,9 @@ def compile_form(route: Route, mesh: jax.sharding.Mesh, rows: int, width: int) -
         send = EXCHANGES[route.algorithm].between(route.ranks)
         return route.carry(2 * x, send, to_experts=True) + 1
 
-    dtype = jnp.float32 if route.ranks.platform == "cpu" else jnp.bfloat16
-    shape = (mesh.size * mesh.shape[Axis.EXPERT], rows, width)
+    shape, dtype = (mesh.size * mesh.shape[Axis.EXPERT], rows, width), row_dtype(route.ranks.platform)
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _SPEC))
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=_SPEC, out_specs=_SPEC, check_vma=False)
-    platform = {"gpu": "cuda"}.get(route.ranks.platform, route.ranks.platform)
-    lowered = jax.jit(on_mesh).trace(x).lower(lowering_platforms=(platform,))
-    return parse(lowered.compile(compiler_options=compiler_options(route.ranks.platform)).as_text() or "")
+    return compile_on(mesh, route.ranks.platform, body, _SPEC, x)
 
 
 def of_kind(found: list[Exchange], kind: str) -> list[Exchange]:
@@ -73,22 +66,14 @@ def study(form: str, program: Program, num_bytes: float, tensor: int, experts: i
 def main() -> None:
     """Read the command line, study every form, write the result."""
     parser = argparse.ArgumentParser(prog="python profiling/tensor_hlo.py", description=__doc__)
-    parser.add_argument("target")
     parser.add_argument("--tensor", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--chunks", type=int, default=4, help="of o2 and o3 (default 4)")
     parser.add_argument("--rows", type=int, default=4096, help="of a device for each expert rank (default 4096)")
     parser.add_argument("--width", type=int, default=2048, help="of a row (default 2048)")
-    arguments = parser.parse_args()
-    target = find_target(arguments.target)
-    check_compiler(target)
-    for name in ("tensor", "chunks", "rows", "width"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
-    if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
+    arguments, target = read_command(parser, ("tensor", "chunks", "rows", "width"))
     devices = target_devices(target)
     mesh = make_mesh(config.Mesh(data=1, expert=-1, tensor=arguments.tensor), devices)
-    experts, itemsize = mesh.shape[Axis.EXPERT], 4 if target.platform == "cpu" else 2
+    experts, itemsize = mesh.shape[Axis.EXPERT], row_dtype(target.platform).itemsize
     num_bytes = arguments.tensor * experts * arguments.rows * arguments.width * itemsize
     forms = {}
     for name in FORMS:

@@ -61,6 +61,7 @@ def test_every_program_makes_one_line_of_a_users_mistake(name: str) -> None:
         ("overhead 0", "ROUNDS=0 must be at least 1"),
         ("moe_vs_dense -3", "STEPS=-3 must be at least 1"),
         ("bench_step train.stepz=3", "stepz"),
+        ("ring_hlo cpu:8 --slots -1", "--slots=-1 must be at least 1"),
         ("exchange_hlo cpu:8 --rows 0", "--rows=0 must be at least 1"),
         ("exchange_hlo cpu:8 --per-node 0", "--per-node=0 must be at least 1"),
         ("overlap_probe --megabytes 4 0", "--megabytes=0 must be at least 1"),

@@ -1,0 +1,45 @@
+"""Programs of benchmarks, compiled for hardware that need not be there."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from moe_jax.errors import ConfigError
+from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
+from moe_jax.schedule.xla_flags import compiler_options
+
+
+def read_command(parser: argparse.ArgumentParser, counts: Sequence[str]) -> tuple[argparse.Namespace, Target]:
+    """The command line and its target; starts again in the environment that the target's compiler wants.
+
+    Options named in `counts` are whole numbers from 1 up. Raises UserError.
+    """
+    parser.add_argument("target")
+    arguments = parser.parse_args()
+    for name in counts:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1")
+    target = find_target(arguments.target)
+    check_compiler(target)
+    if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
+    return arguments, target
+
+
+def row_dtype(platform: str) -> jnp.dtype[Any]:
+    """What rows are computed in. XLA:CPU would send bfloat16 as float32."""
+    return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+
+
+def compile_on(mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any) -> Program:
+    """A function of each device's part of arrays, all of them cut as `spec` says, as the training step is compiled."""
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+    return parse(lowered.compile(compiler_options=compiler_options(platform)).as_text() or "")
