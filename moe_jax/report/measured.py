@@ -83,10 +83,20 @@ def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Seq
 
 
 def measure(traced: Traced, compiled: Compiled) -> Measured:
-    """What the first device ran, under the names of the schedule of the compiled step."""
+    """What the first device ran, under the names of the schedule of the compiled step.
+
+    Raises TraceError for tasks that this schedule does not have.
+    """
     assert compiled.outcome.schedule is not None
     schedule = Schedule.parse(compiled.outcome.schedule)
-    return Measured(traced.folder, compiled, of_one_device(traced.operations, traced.program, schedule))
+    operations = of_one_device(traced.operations, traced.program, schedule)
+    strange = {action for each in operations if (action := action_of(each.task))} - set(schedule.actions)
+    if strange:
+        raise TraceError(
+            f"--trace {traced.folder} has tasks that the schedule of --config lacks, such as {min(map(str, strange))}: "
+            "name the config and the overrides of the run that was traced"
+        )
+    return Measured(traced.folder, compiled, operations)
 
 
 def describe_measured(measured: Measured) -> str:

@@ -1,14 +1,15 @@
 """Measured lanes: one device's operations under the names of the schedule, and the variant that they are of."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.measure.overlap import replay
-from moe_jax.measure.trace import Operation, of_one_device
+from moe_jax.measure.trace import Operation, TraceError, of_one_device
 from moe_jax.report.compiled import Compiled, variants_of
-from moe_jax.report.measured import Measured, describe_measured, variant_of
+from moe_jax.report.measured import Measured, Traced, describe_measured, measure, variant_of
 from moe_jax.report.timeline import Bar, measured_bars
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
@@ -76,6 +77,19 @@ def test_turns_of_loops_have_the_names_of_their_blocks_and_other_devices_are_lef
     operations = sorted([ran("", 0, 6, "up"), *operations], key=lambda operation: operation.start_s)
     named = of_one_device(operations, program(f"{up}\n{down}", up_body + down_body), schedule)
     assert [operation.task for operation in named] == names
+
+
+def test_a_trace_of_another_schedule_is_refused() -> None:
+    strange = [*STEP, ran("F.attend.7.0", 6.0, 7.0)]
+    estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
+    names = tuple(map(Action.parse, ("F.attend.0.0", "F.dispatch.0.0")))
+    schedule = Schedule("unified", Shape(kinds=("moe",), forward=Parts(1, 1)), names)
+    done = dataclasses.replace(outcome(), schedule=str(schedule))
+    compiled = Compiled(variant="unified", outcome=done, replay=estimated, match=None, predicted=None)
+    line = program(work("a", 2_500_000), BODY)
+    assert len(measure(Traced(Path("trace/0"), line, STEP), compiled).operations) == len(STEP)
+    with pytest.raises(TraceError, match=r"^--trace trace/0 has tasks that .* lacks, such as F\.attend\.7\.0: name"):
+        measure(Traced(Path("trace/0"), line, strange), compiled)
 
 
 @pytest.fixture
