@@ -59,6 +59,16 @@ def test_collectives_in_the_background_train_the_same(expected, tmp_path):
     assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
 
 
+def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
+    tensor = ["mesh.data=1", "mesh.expert=1", "mesh.tensor=8", "model.num_heads=8", "model.moe.hidden_dim=16"]
+    tensor += ["exchange.tensor_form=o1", "train.steps=4"]
+    (tmp_path / "one").mkdir()
+    train(config_in(tmp_path / "one", *SETTINGS, *tensor))
+    with launched(tmp_path, 2, *tensor) as process:
+        assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
+    assert_equal(losses_of(tmp_path), losses_of(tmp_path / "one"))
+
+
 def test_two_processes_stopped_by_sigterm_go_on_as_one(expected, tmp_path):
     """The launcher gets the signal, and one process goes on with the devices of both."""
     with launched(tmp_path, 2, "train.steps=10000") as process:

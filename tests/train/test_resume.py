@@ -143,6 +143,13 @@ def test_killed_and_resumed_run_is_bit_identical(uninterrupted, restored, tmp_pa
     assert len(lines_of(tmp_path, last=100)) == len(lines_of(folder, last=100)) == 100 + 2
 
 
+def assert_equal_to_round_off(folder: Path, expected: Path) -> None:
+    losses, wanted = losses_of(folder), losses_of(expected)
+    assert losses.keys() == wanted.keys()
+    # measured over the 50 steps behind the restore: 1.3e-7
+    np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=1e-6)
+
+
 def test_resumed_on_another_mesh_goes_on_to_round_off(uninterrupted, restored, tmp_path):
     folder, _ = uninterrupted
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -151,10 +158,16 @@ def test_resumed_on_another_mesh_goes_on_to_round_off(uninterrupted, restored, t
     train(config_in(tmp_path, "mesh.data=2", "mesh.expert=4"))
     assert restored == [50]
     assert lines_of(tmp_path, last=50) == before
-    losses, expected = losses_of(tmp_path), losses_of(folder)
-    assert losses.keys() == expected.keys()
-    # measured over the 50 steps behind the restore: 1.3e-7
-    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)
+    assert_equal_to_round_off(tmp_path, folder)
+
+
+def test_heads_and_hidden_widths_are_cut_and_joined_again_between_two_starts(uninterrupted, restored, tmp_path):
+    cut = ["mesh.expert=2", "mesh.tensor=4"]
+    train(config_in(tmp_path, "train.steps=50", *cut))
+    train(config_in(tmp_path, "train.steps=75"))
+    train(config_in(tmp_path, *cut))
+    assert restored == [50, 75]
+    assert_equal_to_round_off(tmp_path, uninterrupted[0])
 
 
 def test_a_traced_step_counts_for_no_time_and_changes_nothing(uninterrupted, tmp_path):

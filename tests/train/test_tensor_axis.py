@@ -1,6 +1,9 @@
 """The training step over tensor ranks: heads and hidden widths cut, tokens shared, the function stays the same."""
 
+import dataclasses
+
 import chex
+import numpy as np
 import pytest
 
 from moe_jax.config import Config
@@ -89,6 +92,19 @@ def test_turns_of_a_loop_make_heads_and_hidden_widths_again(schedule, remat):
     config = tensor_config(2, 2, 2, schedule=SCHEDULES[schedule] | {"remat": remat}, every=1, model={"num_layers": 4})
     assert make_plan(config, mesh_of(config)).looped
     assert_equals_reference(config)
+
+
+def test_a_batch_in_parts_and_bfloat16_train_as_without_tensor_ranks():
+    moe = {"capacity_factor": None, "load_balance_weight": 0.0}  # whose counts are those of a part
+    whole, exact = run_steps(tensor_config(2, 2, 1, **moe))
+    config = tensor_config(2, 2, 2, **moe)
+    cut = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accumulation=2))
+    parts, records = run_steps(cut)
+    chex.assert_trees_all_close(parts["params"], whole["params"], rtol=1e-4, atol=1e-6)
+    half = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
+    expected = [record["loss"] for record in exact]
+    np.testing.assert_allclose([record["loss"] for record in records], expected, rtol=1e-5)
+    np.testing.assert_allclose([record["loss"] for record in run_steps(half)[1]], expected, rtol=0.02)
 
 
 @pytest.mark.parametrize(("schedule", "hooks"), [("plain", "none"), ("unified", "fp8")])
