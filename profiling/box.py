@@ -136,10 +136,10 @@ def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms"
     _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
 
 
-def limit_buffers(kilobytes: int) -> None:
+def set_buffers(num_bytes: int) -> None:
     """Of the sockets that this process makes from now on. Only inside a box, as it holds for the whole namespace."""
     for direction in ("rmem", "wmem"):
-        Path(f"/proc/sys/net/ipv4/tcp_{direction}").write_text(f"4096 16384 {1024 * kilobytes}")
+        Path(f"/proc/sys/net/ipv4/tcp_{direction}").write_text(f"4096 {num_bytes} {num_bytes}")
 
 
 def hand_back(values: Any) -> None:

@@ -27,14 +27,14 @@ from moe_jax.plan.curves import Curve
 GROUPS = (Group(RANKS_PER_NODE, 1), Group(NODES, RANKS_PER_NODE), Group(NODES * RANKS_PER_NODE, 1))
 _LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
 _LOCAL_QUEUE = "limit 64mb"  # no loss
-_BUFFER_KB = 64  # of sockets: messages that fit would travel both ways at once, and longer ones would not
+_BUFFER_BYTES = 2**25  # of a socket: any message fits
 _SMALLEST = 16
 _ROUND_S = 0.2  # of small messages so many that what a link sends for free after a pause is little
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """All rounds, in one process of the box."""
-    box.limit_buffers(_BUFFER_KB)
+    box.set_buffers(_BUFFER_BYTES)
     box.join()
     box.set_rate(box.parse_rate(arguments.local_rate), _LOCAL_BURST_KB, _LOCAL_QUEUE)
     dtype = jnp.dtype(jnp.float32)
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python profiling/exchange_box.py", description=__doc__)
     parser.add_argument("--rate", default="100mbit", help="out of each node (default: %(default)s)")
     parser.add_argument("--local-rate", default="400mbit", help="out of each process (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--largest", type=int, default=22, metavar="N", help="size, 2^N bytes (default: %(default)s)")
     parser.add_argument("--name", default="exchange_box", help="of the files in results/")
     box.add_arguments(parser)

@@ -1,5 +1,6 @@
 """What a box says of ways to exchange: measured times, those that lines fitted inside and between nodes predict."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def summary(curves: Sequence[Curve]) -> dict[str, Any]:
                 "where": _where(curve),
                 "alpha_s": float(f"{curve.alpha_s:.4g}"),
                 "beta_s_per_byte": float(f"{curve.beta_s:.4g}"),
-                "r_squared": round(curve.r_squared, 5),
+                "r_squared": round(statistics.correlation(curve.amounts, curve.median_s) ** 2, 5),
+                "r_squared_of_relative_errors": round(curve.r_squared, 5),
                 "median_s": _rounded(curve.median_s),
             }
             for curve in curves
@@ -133,7 +135,8 @@ def table(result: dict[str, Any]) -> str:
     for fit in result["fits"]:
         rate = 1e-6 / fit["beta_s_per_byte"] if fit["beta_s_per_byte"] else float("inf")
         what = f"{fit['collective']} {_PLACES[fit['where']]}"
-        lines.append(f"{what:40} {1e3 * fit['alpha_s']:7.2f} ms + bytes / {rate:6.1f} MB/s   r² {fit['r_squared']:.4f}")
+        fits = f"r² {fit['r_squared']:.4f}, of relative errors {fit['r_squared_of_relative_errors']:.4f}"
+        lines.append(f"{what:40} {1e3 * fit['alpha_s']:7.2f} ms + bytes / {rate:6.1f} MB/s   {fits}")
     for name in ("ahead_of_flat_by_closed_forms", "ahead_of_flat_as_measured"):
         lines.append(f"{name.replace('_', ' ')}: {', '.join(result[name]) or 'none'}")
     return "\n".join(lines)
