@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
-from results_file import write_result
+from results_file import quartiles, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
@@ -93,14 +93,12 @@ def summary(found: list[Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for (tensor, form), (seconds, num_bytes, losses) in rows.items():
         base_s, base_bytes, base_losses = rows[tensor, BASE]
-        ratios = sorted(own / base for own, base in zip(seconds, base_s, strict=True))
-        low, median, high = statistics.quantiles(ratios, n=4)
+        ratios = [own / base for own, base in zip(seconds, base_s, strict=True)]
         result.setdefault(f"{tensor} tensor ranks", {})[form] = {
             "all_to_all_bytes_of_a_device": num_bytes,
             "bytes_over_replicated": num_bytes / base_bytes,
             "step_s": round(statistics.median(seconds), 3),
-            "time_over_replicated": round(median, 3),
-            "quartiles": [round(low, 3), round(high, 3)],
+            "time_over_replicated": quartiles(ratios),
             "same_losses": losses == base_losses,
         }
     return result

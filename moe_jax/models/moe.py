@@ -54,15 +54,15 @@ def route(
     return sent, ticket, stats
 
 
-def exchange(rows: Any, name: str, route: Route, moe: MoE) -> Any:
+def exchange(rows: Any, name: str, way: Route, moe: MoE) -> Any:
     """All-to-all `name`, dispatch or combine, of every array of a tree: block p goes to rank p."""
-    hooks, own = hooks_of(moe), EXCHANGES[route.algorithm].between(route.ranks)
+    hooks, own = hooks_of(moe), EXCHANGES[way.algorithm].between(way.ranks)
     around, backward = hooks.around(name, backward=False), hooks.around(name, backward=True)
 
     def sent(x: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         send = partial(sent_by, own, own, around, backward) if is_float else own
-        return route.carry(x, send, to_experts=name == "dispatch")
+        return way.carry(x, send, to_experts=name == "dispatch")
 
     with jax.named_scope(name):
         return jax.tree.map(sent, rows)

@@ -25,9 +25,9 @@ def step_to_trace(config: Config, first_step: int) -> int | None:
     return step if step <= config.train.steps else None
 
 
-def traced(program: Compiled, state: State, batch: jax.Array, run: Path) -> tuple[State, Metrics]:
+def traced(program: Compiled, state: State, batch: jax.Array, run_folder: Path) -> tuple[State, Metrics]:
     """Run one step alone; leaves its trace and its program's HLO text in RUN/trace/PROCESS, whole or not at all."""
-    folder = run / FOLDER / str(jax.process_index())
+    folder = run_folder / FOLDER / str(jax.process_index())
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
