@@ -20,6 +20,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import Axis
 
 SOURCES = Path(moe_jax.__file__).parent
+CHECKS = sorted(Path(config_checks.__file__).parent.glob("*.py"))
 SECTIONS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 NAMES = list(setting_names(Config))
 LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for other in NAMES)]
@@ -178,9 +179,9 @@ def test_every_refusal_of_the_config_is_in_the_table() -> None:
         with pytest.raises(ConfigError) as refusal:
             made(changes)
         raised.add((str(refusal.traceback[-1].path), refusal.traceback[-1].lineno + 1))
-    for source in (config_module.__file__, config_checks.__file__):
-        raises = [node for node in ast.walk(ast.parse(Path(source).read_text())) if isinstance(node, ast.Raise)]
-        lines = {line for file, line in raised if file == source}
+    for source in (Path(config_module.__file__), *CHECKS):
+        raises = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)]
+        lines = {line for file, line in raised if file == str(source)}
         missed = [node.lineno for node in raises if not lines & {*range(node.lineno, (node.end_lineno or 0) + 1)}]
         assert not missed, f"{source} raises in lines {missed} what the table does not have"
 
@@ -265,7 +266,7 @@ def settings_read() -> set[str]:
     is `self`.
     """
     read = set()
-    for file in set(SOURCES.rglob("*.py")) - {Path(config_checks.__file__)}:
+    for file in set(SOURCES.rglob("*.py")) - set(CHECKS):
         tree = ast.parse(file.read_text())
         parts: list[tuple[ast.AST, str]] = [(tree, "")]
         if file == SOURCES / "config.py":
