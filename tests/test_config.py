@@ -58,6 +58,24 @@ REFUSED = {
     "model.d_model=36 model.num_heads=4": (
         "a head width of 9 is odd, and rotary embedding turns pairs: set an even model.head_dim"
     ),
+    "model.latent.q_lora_rank=8": (
+        "model.latent.q_lora_rank=8 without model.latent.kv_lora_rank: set both, or model.latent.q_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.latent.qk_rope_head_dim=3": (
+        "model.latent.qk_rope_head_dim=3 is odd, and rotary embedding turns pairs: use an even number"
+    ),
+    "model.latent.kv_lora_rank=8 model.qk_norm=true": (
+        "model.qk_norm=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.qk_norm=false, or model.latent.kv_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.head_dim=4": (
+        "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.head_dim=null, or model.latent.kv_lora_rank=null"
+    ),
+    "model.attention.full_every=2": (
+        "model.attention.full_every=2 excepts blocks from a window that there is not: "
+        "set model.attention.window, or model.attention.full_every=null"
+    ),
     "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
     "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
     "model.num_layers=4 model.moe.first_dense_blocks=4": (

@@ -11,6 +11,20 @@ if TYPE_CHECKING:
 
 def check_model(model: "Model") -> None:
     """Raise ConfigError for heads that do not divide, and for experts in no block."""
+    if model.has_latents:
+        _check_latents(model)
+    else:
+        _check_heads(model)
+    _check_views(model)
+    _check_experts(model)
+
+
+def _check_heads(model: "Model") -> None:
+    if model.latent.q_lora_rank is not None:
+        raise ConfigError(
+            f"model.latent.q_lora_rank={model.latent.q_lora_rank} without model.latent.kv_lora_rank: "
+            "set both, or model.latent.q_lora_rank=null"
+        )
     if model.head_dim is None and model.d_model % model.num_heads:
         raise ConfigError(
             f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}: "
@@ -25,6 +39,39 @@ def check_model(model: "Model") -> None:
             f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}: "
             f"use {divisors_text(model.num_heads)}"
         )
+
+
+def _check_latents(model: "Model") -> None:
+    rank = f"model.latent.kv_lora_rank={model.latent.kv_lora_rank}"
+    if model.latent.qk_rope_head_dim % 2:
+        raise ConfigError(
+            f"model.latent.qk_rope_head_dim={model.latent.qk_rope_head_dim} is odd, and rotary embedding turns pairs: "
+            "use an even number"
+        )
+    for name, value, unset in (
+        ("num_kv_heads", model.num_kv_heads, None),
+        ("head_dim", model.head_dim, None),
+        ("qk_norm", model.qk_norm, False),
+        ("attention.bias", model.attention.bias, False),
+    ):
+        if value != unset:
+            cure = "null" if unset is None else "false"
+            raise ConfigError(
+                f"model.{name}={value} is not for latent attention ({rank}): set model.{name}={cure}, "
+                "or model.latent.kv_lora_rank=null"
+            )
+
+
+def _check_views(model: "Model") -> None:
+    attention = model.attention
+    if attention.full_every is not None and attention.window is None:
+        raise ConfigError(
+            f"model.attention.full_every={attention.full_every} excepts blocks from a window that there is not: "
+            "set model.attention.window, or model.attention.full_every=null"
+        )
+
+
+def _check_experts(model: "Model") -> None:
     moe = model.moe
     if moe.num_experts == 0:
         return
