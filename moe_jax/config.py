@@ -5,7 +5,7 @@ Sizes are counted in tokens, sequences, blocks or features as their comments say
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moe_jax.config_checks import check_config
 
@@ -18,6 +18,8 @@ class MoE:
     top_k: int = 2  # experts per token
     hidden_dim: int = 512  # of one expert
     num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
+    dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
+    bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
     gate: str = "softmax"  # or sigmoid, or package.module:function, see docs/parts.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
@@ -45,6 +47,35 @@ class MoE:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): all keys and values are made of one short vector."""
+
+    kv_lora_rank: int | None = None  # width of that latent; null: no latents, grouped-query attention
+    q_lora_rank: int | None = None  # of the queries' latent; null: queries are made of the model width
+    qk_nope_head_dim: int = 128  # of a query and key, the part that is not rotated
+    qk_rope_head_dim: int = 64  # and the part that is; all heads have the same key there
+    v_head_dim: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What a token's attention sees, and what is added to it."""
+
+    bias: bool = False  # vectors added behind the projections
+    sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
+    window: int | None = None  # tokens that a token sees, itself included; null: all before it
+    full_every: int | None = None  # every n-th block has no window
+    nope_every: int | None = None  # every n-th block has no rotary embedding (Llama 4)
+
+
+class View(NamedTuple):
+    """How attention of one block sees tokens."""
+
+    window: int | None
+    rope: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
@@ -56,10 +87,13 @@ class Model:
     head_dim: int | None = None  # null: d_model / num_heads
     hidden_dim: int = 1024  # of the MLP in dense blocks
     activation: Literal["swiglu", "gelu"] = "swiglu"
-    qk_norm: bool = False  # RMSNorm on each query and key head
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
     tie_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+    attention: Attention = field(default_factory=Attention)
+    latent: Latent = field(default_factory=Latent)
     moe: MoE = field(default_factory=MoE)
 
     @property
@@ -69,6 +103,37 @@ class Model:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def has_latents(self) -> bool:
+        return self.latent.kv_lora_rank is not None
+
+    @property
+    def qk_width(self) -> int:
+        """Of a head's query and key."""
+        latent = self.latent
+        return latent.qk_nope_head_dim + latent.qk_rope_head_dim if self.has_latents else self.head_width
+
+    @property
+    def v_width(self) -> int:
+        """Of a head's value."""
+        return self.latent.v_head_dim if self.has_latents else self.head_width
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """How each block's attention sees tokens, from the bottom up."""
+        attention = self.attention
+
+        def is_nth(block: int, every: int | None) -> bool:
+            return every is not None and (block + 1) % every == 0
+
+        return tuple(
+            View(
+                window=None if is_nth(i, attention.full_every) else attention.window,
+                rope=not is_nth(i, attention.nope_every),
+            )
+            for i in range(self.num_layers)
+        )
 
     @property
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:

@@ -20,6 +20,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import Axis
 
 SOURCES = Path(moe_jax.__file__).parent
+CHECKS = sorted(Path(config_checks.__file__).parent.glob("*.py"))
 SECTIONS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 NAMES = list(setting_names(Config))
 LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for other in NAMES)]
@@ -56,6 +57,24 @@ REFUSED = {
     ),
     "model.d_model=36 model.num_heads=4": (
         "a head width of 9 is odd, and rotary embedding turns pairs: set an even model.head_dim"
+    ),
+    "model.latent.q_lora_rank=8": (
+        "model.latent.q_lora_rank=8 without model.latent.kv_lora_rank: set both, or model.latent.q_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.latent.qk_rope_head_dim=3": (
+        "model.latent.qk_rope_head_dim=3 is odd, and rotary embedding turns pairs: use an even number"
+    ),
+    "model.latent.kv_lora_rank=8 model.qk_norm=true": (
+        "model.qk_norm=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.qk_norm=false, or model.latent.kv_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.head_dim=4": (
+        "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.head_dim=null, or model.latent.kv_lora_rank=null"
+    ),
+    "model.attention.full_every=2": (
+        "model.attention.full_every=2 excepts blocks from a window that there is not: "
+        "set model.attention.window, or model.attention.full_every=null"
     ),
     "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
     "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
@@ -178,9 +197,9 @@ def test_every_refusal_of_the_config_is_in_the_table() -> None:
         with pytest.raises(ConfigError) as refusal:
             made(changes)
         raised.add((str(refusal.traceback[-1].path), refusal.traceback[-1].lineno + 1))
-    for source in (config_module.__file__, config_checks.__file__):
-        raises = [node for node in ast.walk(ast.parse(Path(source).read_text())) if isinstance(node, ast.Raise)]
-        lines = {line for file, line in raised if file == source}
+    for source in (Path(config_module.__file__), *CHECKS):
+        raises = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)]
+        lines = {line for file, line in raised if file == str(source)}
         missed = [node.lineno for node in raises if not lines & {*range(node.lineno, (node.end_lineno or 0) + 1)}]
         assert not missed, f"{source} raises in lines {missed} what the table does not have"
 
@@ -265,7 +284,7 @@ def settings_read() -> set[str]:
     is `self`.
     """
     read = set()
-    for file in set(SOURCES.rglob("*.py")) - {Path(config_checks.__file__)}:
+    for file in set(SOURCES.rglob("*.py")) - set(CHECKS):
         tree = ast.parse(file.read_text())
         parts: list[tuple[ast.AST, str]] = [(tree, "")]
         if file == SOURCES / "config.py":

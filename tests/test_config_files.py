@@ -97,7 +97,10 @@ def candidates(name: str) -> Iterator[Any]:
         yield from [2, 1, 8, 32]
 
 
-FIXED = {"schedule.chunk_mb", "schedule.microbatches", "mesh.pipeline", "mesh.context"}
+FIXED = {
+    *("schedule.chunk_mb", "schedule.microbatches", "mesh.pipeline", "mesh.context"),
+    *("model.latent.q_lora_rank", "model.attention.full_every"),
+}
 
 
 def test_every_setting_can_be_overridden_by_name_alone() -> None:

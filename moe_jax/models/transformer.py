@@ -55,6 +55,7 @@ class Computation:
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
+        _check_built(config.model)
         if config.model.moe.num_experts:
             for part_of in (gate_of, order_of, hooks_of):
                 part_of(config.model.moe)  # refused now if it is none
@@ -78,6 +79,23 @@ class Computation:
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
         )
+
+
+def _check_built(model: Model) -> None:
+    """Raise ConfigError for what is only counted so far."""
+    counted = {
+        "latent.kv_lora_rank": model.has_latents,
+        "qk_norm_over": model.qk_norm and model.qk_norm_over == "projection",
+        "attention.bias": model.attention.bias,
+        "attention.sinks": model.attention.sinks,
+        "attention.window": model.attention.window is not None,
+        "attention.nope_every": model.attention.nope_every is not None,
+        "moe.dense_residual": model.moe.dense_residual,
+        "moe.bias": model.moe.bias,
+    }
+    for name, used in counted.items():
+        if used:
+            raise ConfigError(f"model.{name} is counted and planned with, but not trained yet: use its default")
 
 
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:

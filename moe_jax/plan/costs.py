@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_jax.config import Config, Model
+from moe_jax.plan.resources import attention_matrices
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -74,10 +75,11 @@ def task_times(
     model, moe = config.model, config.model.moe
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     matrices = 3 if model.activation == "swiglu" else 2
-    attention = 2 * tokens * model.d_model * (2 * model.num_heads + 2 * model.kv_heads) * model.head_width
-    scores = 4 * tokens * config.data.seq_len * model.num_heads * model.head_width
+    attention = 2 * tokens * attention_matrices(model)
+    scores = 2 * tokens * config.data.seq_len * model.num_heads * (model.qk_width + model.v_width)
     dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
     shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
+    shared += dense if moe.dense_residual else 0
     rows = _expert_rows(model, tokens)
     expert = 2 * rows * matrices * model.d_model * moe.hidden_dim
     head = 2 * tokens * model.d_model * model.vocab_size

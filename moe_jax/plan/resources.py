@@ -1,6 +1,7 @@
 """What a model needs: parameters and floating-point operations, from its config alone."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_jax.config import Model
 
@@ -11,48 +12,109 @@ class Parameters:
 
     total: int
     active: int  # that one token meets: its top_k experts instead of all
-    matrix_active: int  # of those, the ones in matrix products (no embedding lookup, no norms)
+    matrix_active: int  # of those, the ones in matrix products (no embedding lookup, no norms, no biases)
     expert: int  # in routed experts, the part that the expert axis cuts
+    expert_whole: int  # of these, in vectors that every tensor rank has
     heads_and_hidden: int  # in attention and other MLPs: with experts, what the tensor axis cuts
+
+
+class _Count(NamedTuple):
+    """Parameters of a part of a block: in matrices and vectors that the tensor axis cuts, and in those it does not."""
+
+    cut_matrices: int
+    cut_vectors: int = 0
+    whole_matrices: int = 0
+    whole_vectors: int = 0
+
+    @property
+    def cut(self) -> int:
+        return self.cut_matrices + self.cut_vectors
+
+    @property
+    def matrices(self) -> int:
+        return self.cut_matrices + self.whole_matrices
+
+    @property
+    def total(self) -> int:
+        return self.cut + self.whole_matrices + self.whole_vectors
 
 
 def count_parameters(model: Model) -> Parameters:
     """Count every parameter of a model."""
-    moe, d = model.moe, model.d_model
-    heads = 2 * model.num_heads + 2 * model.kv_heads  # query and output, key and value
-    attention = d * heads * model.head_width
-    norms = 2 * d + (2 * model.head_width if model.qk_norm else 0)
-    matrices = 3 if model.activation == "swiglu" else 2
+    moe, d, blocks = model.moe, model.d_model, model.num_layers
     num_moe = model.block_kinds.count("moe")
-    one_expert = matrices * d * moe.hidden_dim
-    dense = matrices * d * model.hidden_dim * (model.num_layers - num_moe)
-    mlps = num_moe * moe.num_shared_experts * one_expert + dense
-    head = d * model.vocab_size
-    router = num_moe * d * moe.num_experts
-    matrix_active = model.num_layers * attention + mlps + router + num_moe * moe.top_k * one_expert + head
-    not_in_products = model.num_layers * norms + d + (0 if model.tie_embeddings else head)
-    inactive = num_moe * (moe.num_experts - moe.top_k) * one_expert
+    attention, expert = _attention(model), _mlp(model, moe.hidden_dim, moe.bias)
+    num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
+    dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
+    mlps = num_moe * shared.total + num_dense * dense.total
+    head, router = d * model.vocab_size, num_moe * d * moe.num_experts
+    chosen = num_moe * moe.top_k
+    matrix_active = blocks * attention.matrices + mlps + router + chosen * expert.matrices + head
+    vectors = 2 * d * blocks + d + blocks * (attention.total - attention.matrices)
+    vectors += chosen * (expert.total - expert.matrices) + (num_moe * moe.num_experts if moe.bias else 0)
+    active = matrix_active + vectors + (0 if model.tie_embeddings else head)
     return Parameters(
-        total=matrix_active + not_in_products + inactive,
-        active=matrix_active + not_in_products,
+        total=active + (num_moe * moe.num_experts - chosen) * expert.total,
+        active=active,
         matrix_active=matrix_active,
-        expert=num_moe * moe.num_experts * one_expert,
-        heads_and_hidden=model.num_layers * attention + mlps,
+        expert=num_moe * moe.num_experts * expert.total,
+        expert_whole=num_moe * moe.num_experts * expert.whole_vectors,
+        heads_and_hidden=blocks * attention.cut + mlps,
     )
+
+
+def attention_matrices(model: Model) -> int:
+    """Parameters in the projections of one block's attention."""
+    return _attention(model).matrices
+
+
+def _attention(model: Model) -> _Count:
+    """Of one block."""
+    d, heads, latent = model.d_model, model.num_heads, model.latent
+    sinks = heads if model.attention.sinks else 0
+    if latent.kv_lora_rank is not None:
+        rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
+        of_heads = rank * (latent.qk_nope_head_dim + model.v_width) + d * model.v_width
+        of_heads += (d if q_rank is None else q_rank) * model.qk_width
+        whole = d * (rank + latent.qk_rope_head_dim + (q_rank or 0))
+        return _Count(heads * of_heads, sinks, whole, rank + (q_rank or 0))
+    queries, keys = heads * model.head_width, model.kv_heads * model.head_width
+    cut, whole = sinks, 0
+    if model.attention.bias:
+        cut, whole = cut + queries + 2 * keys, d
+    if model.qk_norm and model.qk_norm_over == "projection":
+        cut += queries + keys
+    elif model.qk_norm:
+        whole += 2 * model.head_width
+    return _Count(2 * d * (queries + keys), cut, whole_vectors=whole)
+
+
+def _mlp(model: Model, hidden: int, bias: bool = False) -> _Count:
+    """Of one MLP or expert."""
+    inner = 2 if model.activation == "swiglu" else 1
+    return _Count((inner + 1) * model.d_model * hidden, *((inner * hidden, 0, model.d_model) if bias else ()))
 
 
 def train_flops_per_token(model: Model, seq_len: int) -> float:
     """Floating-point operations of one token's forward and backward pass, nothing recomputed or padded.
 
-    6 per matrix parameter it meets, and causal attention over seq_len/2 earlier tokens on average:
-    forward 4·H·K·seq_len/2 per block, backward twice that.
+    6 per matrix parameter it meets, and causal attention over the earlier tokens of its window, seq_len/2 on average
+    without one: forward 2·H·(K+V) for each in a block, backward twice that.
     """
-    attention = 6 * model.num_layers * model.num_heads * model.head_width * seq_len
+    seen = sum(_mean_seen(view.window, seq_len) for view in model.views)
+    attention = 6 * model.num_heads * (model.qk_width + model.v_width) * seen
     return float(6 * count_parameters(model).matrix_active + attention)
+
+
+def _mean_seen(window: int | None, seq_len: int) -> float:
+    """Earlier tokens that a token sees, on average over a sequence."""
+    width = seq_len if window is None else min(window, seq_len)
+    return width - width**2 / (2 * seq_len)
 
 
 def state_bytes_per_device(model: Model, expert_ranks: int, tensor_ranks: int) -> int:
     """Float32 parameters and two AdamW moments on one device, experts cut over `expert_ranks`."""
     counts = count_parameters(model)
     whole = counts.total - counts.expert - counts.heads_and_hidden
-    return 12 * (whole + counts.heads_and_hidden // tensor_ranks + counts.expert // (expert_ranks * tensor_ranks))
+    experts = counts.expert_whole + (counts.expert - counts.expert_whole) // tensor_ranks
+    return 12 * (whole + counts.heads_and_hidden // tensor_ranks + experts // expert_ranks)

@@ -1,0 +1,37 @@
+"""Which values the settings of a config may have, alone and together.
+
+Each refusal gives the setting, its value and the cure.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config_checks.mesh import check_batch_split, check_expert_split, check_mesh, check_tensor_split
+from moe_jax.config_checks.model import check_model
+from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
+from moe_jax.config_checks.schedule import check_exchange, check_node_split, check_schedule
+from moe_jax.config_checks.training import check_training
+from moe_jax.config_checks.words import nearest_multiples
+
+if TYPE_CHECKING:  # a Config checks itself with what stands here
+    from moe_jax.config import Config
+
+__all__ = [
+    "check_batch_split",
+    "check_config",
+    "check_expert_split",
+    "check_node_split",
+    "check_tensor_split",
+    "nearest_multiples",
+    "setting",
+]
+
+
+def check_config(config: "Config") -> None:
+    """Raise ConfigError for a value out of range, and for settings that contradict each other."""
+    check_ranges(config)
+    check_parts(config)
+    check_model(config.model)
+    check_mesh(config)
+    check_schedule(config)
+    check_exchange(config)
+    check_training(config)

@@ -1,0 +1,83 @@
+"""Rules of a mesh: what its axes cut must divide."""
+
+import math
+from typing import TYPE_CHECKING
+
+from moe_jax.config_checks.words import divisors_text, nearest_multiples
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+def check_mesh(config: "Config") -> None:
+    """Raise ConfigError for an axis that does not exist, or that cuts what it does not divide."""
+    sizes = config.mesh.sizes
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
+        if name in ("pipeline", "context") and size != 1:
+            raise ConfigError(
+                f"mesh.{name}={size} is not supported: only data, expert and tensor may exceed 1, so set mesh.{name}=1"
+            )
+    if sizes["tensor"] > 1:
+        check_tensor_split(config, sizes["tensor"])
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(
+            f"mesh.{free[0]} and mesh.{free[1]} are both -1, and only one axis can take the remaining devices: "
+            f"set mesh.{free[0]}=1"
+        )
+    experts, ranks = config.model.moe.num_experts, config.mesh.expert
+    if ranks > 1:
+        check_expert_split(experts, ranks)
+
+
+def check_tensor_split(config: "Config", ranks: int) -> None:
+    """Raise ConfigError unless `ranks` tensor ranks divide heads, hidden widths and sequences."""
+    if ranks == 1:
+        return
+    model = config.model
+    divided = {"model.num_heads": model.num_heads, "data.seq_len": config.data.seq_len}
+    if model.num_kv_heads is not None:
+        divided["model.num_kv_heads"] = model.num_kv_heads
+    if "dense" in model.block_kinds:
+        divided["model.hidden_dim"] = model.hidden_dim
+    if model.moe.num_experts:
+        divided["model.moe.hidden_dim"] = model.moe.hidden_dim
+    for name, size in divided.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
+                f"or mesh.tensor={divisors_text(math.gcd(*divided.values()))}"
+            )
+    if config.exchange.algorithm == "ragged":
+        raise ConfigError(
+            f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
+            "or mesh.tensor=1"
+        )
+
+
+def check_expert_split(num_experts: int, ranks: int) -> None:
+    """Raise ConfigError unless the expert axis divides the experts."""
+    if num_experts == 0 and ranks > 1:
+        raise ConfigError(f"mesh.expert={ranks} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
+    if num_experts % ranks:
+        counts = nearest_multiples(num_experts, ranks)
+        raise ConfigError(
+            f"model.moe.num_experts={num_experts} is not divisible by mesh.expert={ranks}: "
+            f"use {counts} experts, or mesh.expert={divisors_text(num_experts)}"
+        )
+
+
+def check_batch_split(config: "Config", batch_shards: int) -> None:
+    """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
+    size, parts = config.train.batch_size, config.train.grad_accumulation
+    microbatches = config.schedule.microbatches if config.schedule.policy == "unified" else 1
+    unit = parts * batch_shards * microbatches
+    if size % unit:
+        cut = f" × schedule.microbatches={microbatches}" if microbatches > 1 else ""
+        raise ConfigError(
+            f"train.batch_size={size} is not divisible by train.grad_accumulation={parts} × {batch_shards} devices "
+            f"(data × expert){cut} = {unit}: use {nearest_multiples(size, unit)}"
+        )

@@ -1,0 +1,134 @@
+"""Which values each setting may have by itself."""
+
+import difflib
+import math
+import re
+from typing import TYPE_CHECKING
+
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+# Smallest allowed value of each number; everything not listed is checked below or free.
+_AT_LEAST: dict[str, float] = {
+    "model.vocab_size": 2,
+    "model.d_model": 2,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 2,
+    "model.hidden_dim": 1,
+    "model.rope_theta": 1,
+    "model.attention.window": 1,
+    "model.attention.full_every": 1,
+    "model.attention.nope_every": 1,
+    "model.latent.kv_lora_rank": 1,
+    "model.latent.q_lora_rank": 1,
+    "model.latent.qk_nope_head_dim": 1,
+    "model.latent.qk_rope_head_dim": 2,
+    "model.latent.v_head_dim": 1,
+    "model.moe.num_experts": 0,
+    "model.moe.top_k": 1,
+    "model.moe.hidden_dim": 1,
+    "model.moe.num_shared_experts": 0,
+    "model.moe.first_dense_blocks": 0,
+    "model.moe.every": 1,
+    "model.moe.load_balance_weight": 0,
+    "model.moe.router_z_weight": 0,
+    "mesh.cpu_devices": 1,
+    "exchange.ranks_per_node": 1,
+    "exchange.tensor_chunks": 1,
+    "schedule.microbatches": 1,
+    "schedule.backward_microbatches": 1,
+    "schedule.unroll": 1,
+    "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
+    "data.seq_len": 2,
+    "data.prefetch": 0,
+    "optimizer.learning_rate": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "train.steps": 1,
+    "train.seed": 0,
+    "train.batch_size": 1,
+    "train.grad_accumulation": 1,
+    "train.eval_every": 0,
+    "train.eval_batches": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "log.every": 1,
+    "log.trace_step": 2,  # the first step includes the process's start-up
+    "log.sample_tokens": 0,
+}
+_AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits
+# Numbers that must lie above 0.
+_POSITIVE = (
+    "model.norm_eps",
+    "model.moe.capacity_factor",
+    "model.moe.routed_scale",
+    "optimizer.eps",
+    "optimizer.clip_norm",
+    "schedule.chunk_mb",
+    "schedule.device_tflops",
+    "schedule.link_gb_per_s",
+    "schedule.network_gb_per_s",
+)
+_MAY_BE_NULL = (
+    *("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", "log.trace_step", *_POSITIVE[-4:]),
+)
+# Parts of the model with a name of their own; others are named package.module:name.
+_PARTS = {
+    "model.moe.gate": ("softmax", "sigmoid"),
+    "model.moe.order": ("sort", "einsum"),
+    "model.moe.hooks": ("none", "bf16", "fp8"),
+}
+_ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+# Numbers that must lie in [0, 1).
+_FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
+
+
+def setting(config: "Config", name: str) -> object:
+    """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _number(config: "Config", name: str) -> float | None:
+    value = setting(config, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}={value} must be a finite number")
+    return value  # type: ignore[return-value]
+
+
+def check_ranges(config: "Config") -> None:
+    """Raise ConfigError for a number out of its range."""
+    for name, least in _AT_LEAST.items():
+        value = _number(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}{_or_null(name)}")
+        if isinstance(value, int) and value > _AT_MOST:
+            raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
+    for name in _POSITIVE:
+        value = _number(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name}={value} must be above 0{_or_null(name)}")
+    for name in _FRACTIONS:
+        value = _number(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(f"{name}={value} must be at least 0 and below 1")
+
+
+def _or_null(name: str) -> str:
+    return " (or null)" if name in _MAY_BE_NULL else ""
+
+
+def check_parts(config: "Config") -> None:
+    """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
+    for name, own in _PARTS.items():
+        value = str(setting(config, name))
+        if value not in own and not _ELSEWHERE.fullmatch(value):
+            near = difflib.get_close_matches(value, own, n=1)
+            cure = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name}={value} must be {' or '.join(own)} or package.module:name{cure}")

@@ -1,0 +1,82 @@
+"""Rules of schedules and exchanges, and of what they cut."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config_checks.words import divisors_text
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+def check_schedule(config: "Config") -> None:
+    """Raise ConfigError for parts that a policy does not make, or that something must not be cut into."""
+    settings = config.schedule
+    parts, backward = settings.microbatches, settings.backward_microbatches
+    if settings.policy == "vanilla" and (parts, backward or 1) != (1, 1):
+        name = "microbatches" if parts > 1 else "backward_microbatches"
+        raise ConfigError(
+            f"schedule.{name}={parts if parts > 1 else backward} needs a policy that pipelines: "
+            "use schedule.policy=unified or expert_pipeline "
+            "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+        )
+    if settings.policy == "unified" and backward is not None and parts % backward:
+        raise ConfigError(
+            f"schedule.backward_microbatches={backward} cannot be made of schedule.microbatches={parts}: "
+            f"use {divisors_text(parts)}"
+        )
+    if settings.chunk_mb is not None and settings.grad_reduce != "chunked":
+        raise ConfigError(
+            f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
+            "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+        )
+    _check_whole_batch(config)
+
+
+def _check_whole_batch(config: "Config") -> None:
+    """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
+    moe, settings = config.model.moe, config.schedule
+    if moe.slot_priority != "score":
+        return
+    if settings.policy == "unified" and settings.microbatches > 1:
+        raise ConfigError(
+            f"model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches="
+            f"{settings.microbatches} cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind "
+            "the gate, or model.moe.slot_priority=position"
+        )
+    if not moe.sends_capacity_rows:
+        raise ConfigError(
+            "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+            "set them, or model.moe.slot_priority=position"
+        )
+
+
+def check_node_split(ranks_per_node: int, ranks: int) -> None:
+    """Raise ConfigError unless the expert axis divides into nodes."""
+    if ranks % ranks_per_node:
+        raise ConfigError(
+            f"exchange.ranks_per_node={ranks_per_node} does not divide mesh.expert={ranks}: use {divisors_text(ranks)}"
+        )
+
+
+def check_exchange(config: "Config") -> None:
+    """Raise ConfigError for an exchange that does not carry what is sent."""
+    if config.exchange.ranks_per_node is not None and config.mesh.expert > 0:
+        check_node_split(config.exchange.ranks_per_node, config.mesh.expert)
+    if config.exchange.algorithm != "ragged":
+        return
+    if config.schedule.policy != "unified":
+        raise ConfigError(
+            f"exchange.algorithm=ragged sends microbatches, which schedule.policy={config.schedule.policy} does not "
+            "have: use schedule.policy=unified, or exchange.algorithm=auto"
+        )
+    if not config.model.moe.sends_capacity_rows:
+        raise ConfigError(
+            "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+            "set them, or exchange.algorithm=auto"
+        )
+    if config.model.moe.hooks != "none":
+        raise ConfigError(
+            f"exchange.algorithm=ragged does not call model.moe.hooks={config.model.moe.hooks}: "
+            "use exchange.algorithm=flat, or model.moe.hooks=none"
+        )

@@ -1,0 +1,16 @@
+"""Numbers that a refusal suggests."""
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The positive multiples of `unit` next to a number that is none: "6 or 9" for 8 and 3."""
+    lower = number - number % unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)
+
+
+def divisors_text(n: int) -> str:
+    """The divisors of `n`: "1, 2 or 4" for 4."""
+    divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
+    if len(divisors) > 6:
+        divisors = [*divisors[:5], divisors[-1]]
+        return ", ".join(divisors[:-1]) + f" … or {divisors[-1]}"
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + f" or {divisors[-1]}"
