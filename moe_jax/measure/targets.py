@@ -1,16 +1,19 @@
 """Hardware that need not be there: its name, its published rates, and how a compiler for it is reached.
 
-Rates are peaks of one jax device. Links are start-up time and bytes per second out of one device, in one direction.
+Rates are peaks of one jax device, from `plan.clusters`. Links are start-up time and bytes per second out of one
+device, in one direction; a TPU's are half of its published interconnect: without wrap-around a chip of a small slice
+has half of its neighbours.
 """
 
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.errors import UserError
+from moe_jax.plan.clusters import PRESETS
 from moe_jax.plan.task_times import Linear
 
 
@@ -41,37 +44,25 @@ class Target:
         return self.name.partition(":")[2]
 
 
-def _tpu(tflops: float, memory_gb: float, products_per_cycle: int, link_gb: float) -> Callable[[str], Target]:
-    def make(name: str) -> Target:
-        link = Linear(_ALPHA_S, 1 / (link_gb * 1e9))
-        return Target(
-            name=name,
-            platform="tpu",
-            matrix_flops_per_s=tflops * 1e12,
-            memory_bytes_per_s=memory_gb * 1e9,
-            clock_hz=tflops * 1e12 / (2 * products_per_cycle),
-            link=link,
-            network=link,
-            node_devices=None,
-        )
-
-    return make
-
-
-def _gpu(tflops: float, memory_gb: float, link_gb: float) -> Callable[[str], Target]:
-    def make(name: str) -> Target:
-        return Target(
-            name=name,
-            platform="gpu",
-            matrix_flops_per_s=tflops * 1e12,
-            memory_bytes_per_s=memory_gb * 1e9,
-            clock_hz=None,
-            link=Linear(_ALPHA_S, 1 / (link_gb * 1e9)),
-            network=Linear(_ALPHA_S, 1 / 50e9),  # one 400 Gbit/s adapter per GPU
-            node_devices=int(name.rpartition("x")[2]),
-        )
-
-    return make
+def _of_cluster(name: str, platform: str) -> Target:
+    """Published peaks of the devices, and of the links of a small cluster of them."""
+    kind, _, layout = name.partition(":")
+    node = int(layout.rpartition("x")[2]) if platform == "gpu" else None
+    preset = PRESETS[kind]
+    device, (inside, *beyond) = preset.device, preset.levels(2 * preset.unit, preset.unit)
+    link = Linear(_ALPHA_S, 1 / inside.bytes_per_s)
+    network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node else link  # one slice has none
+    products = _PRODUCTS_PER_CYCLE.get(kind)
+    return Target(
+        name=name,
+        platform=platform,
+        matrix_flops_per_s=device.matrix_flops_per_s,
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        clock_hz=device.matrix_flops_per_s / (2 * products) if products else None,
+        link=link,
+        network=network,
+        node_devices=node,
+    )
 
 
 def _cpu(name: str) -> Target:
@@ -91,18 +82,15 @@ def _cpu(name: str) -> Target:
 
 _ALPHA_S = 5e-6  # of any collective
 _MXU_128, _MXU_256 = 128 * 128, 256 * 256
-# Per device, of which tpu7x has two per chip. A TPU's link is half of its published interconnect: without
-# wrap-around a chip of a small slice has half of its neighbours.
-_MAKERS: dict[str, Callable[[str], Target]] = {
-    "v4": _tpu(275, 1228, 8 * _MXU_128, 150),
-    "v5e": _tpu(197, 819, 4 * _MXU_128, 100),
-    "v5p": _tpu(459, 2765, 8 * _MXU_128, 300),
-    "v6e": _tpu(918, 1638, 4 * _MXU_256, 224),
-    "tpu7x": _tpu(1153, 3690, 4 * _MXU_256, 150),
-    "h100": _gpu(989, 3350, 450),
-    "h200": _gpu(989, 4800, 450),
-    "cpu": _cpu,
+# Of a device's matrix units.
+_PRODUCTS_PER_CYCLE = {
+    "v4": 8 * _MXU_128,
+    "v5e": 4 * _MXU_128,
+    "v5p": 8 * _MXU_128,
+    "v6e": 4 * _MXU_256,
+    "tpu7x": 4 * _MXU_256,
 }
+_KINDS = (*_PRODUCTS_PER_CYCLE, "h100", "h200", "cpu")  # that there is a compiler for
 _FORMS = {"tpu": r"\d+(x\d+){1,2}", "gpu": r"\d+x\d+x\d+", "cpu": r"\d+"}
 _EXAMPLES = {"tpu": "2x2x2", "gpu": "1x8x8 (slices × hosts × GPUs per host)", "cpu": "8"}
 
@@ -127,12 +115,12 @@ _COMPILERS = {
 def find_target(name: str) -> Target:
     """The hardware of a name. Raises TargetError."""
     kind, _, layout = name.partition(":")
-    if kind not in _MAKERS:
-        raise TargetError(f"--compile {name}: {kind!r} is unknown: use one of {', '.join(_MAKERS)}, as in v5p:2x2x2")
-    platform = "cpu" if kind == "cpu" else "gpu" if kind.startswith("h") else "tpu"
+    if kind not in _KINDS:
+        raise TargetError(f"--compile {name}: {kind!r} is unknown: use one of {', '.join(_KINDS)}, as in v5p:2x2x2")
+    platform = "cpu" if kind == "cpu" else PRESETS[kind].device.platform
     if not re.fullmatch(_FORMS[platform], layout, re.ASCII):
         raise TargetError(f"--compile {name}: {layout!r} is no layout of {kind}: write {kind}:{_EXAMPLES[platform]}")
-    return _MAKERS[kind](name)
+    return _cpu(name) if platform == "cpu" else _of_cluster(name, platform)
 
 
 def check_compiler(target: Target) -> None:
@@ -168,7 +156,10 @@ def target_devices(target: Target) -> list[Any]:
         return topologies.get_topology_desc(
             topology_name=target.kind,
             platform="cuda",
-            target_config=_GPU_CONFIG.format(**_GPU_MEMORY[target.kind]),
+            target_config=_GPU_CONFIG.format(
+                memory_bandwidth=_GPU_BANDWIDTH[target.kind],
+                device_memory_size=PRESETS[target.kind].device.memory_bytes,
+            ),
             topology=target.layout,
         ).devices
     except jax.errors.JaxRuntimeError as error:
@@ -176,10 +167,7 @@ def target_devices(target: Target) -> list[Any]:
         raise TargetError(f"--compile {target.name}: the compiler refuses it ({reason}): use another layout") from None
 
 
-_GPU_MEMORY = {
-    "h100": {"memory_bandwidth": 3352320000000, "device_memory_size": 84978434048},
-    "h200": {"memory_bandwidth": 4814208000000, "device_memory_size": 151397597184},
-}
+_GPU_BANDWIDTH = {"h100": 3352320000000, "h200": 4814208000000}  # not rounded as in data sheets
 # A Hopper SXM GPU, as XLA's own target descriptions have it.
 _GPU_CONFIG = """
 gpu_device_info {{

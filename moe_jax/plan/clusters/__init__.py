@@ -1,0 +1,76 @@
+"""Clusters by name: presets of any size (`h100x64`, `v5p-6144`, `4xv5e-256`), or the file of a measured profile."""
+
+import difflib
+import re
+from pathlib import Path
+
+from moe_jax.errors import UserError
+from moe_jax.plan.clusters.gpu import GPUS
+from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
+from moe_jax.plan.clusters.measured import measured_cluster
+from moe_jax.plan.clusters.tpu import TPUS
+
+__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "find_cluster"]
+
+PRESETS = {**TPUS, **GPUS}
+
+
+class ClusterError(UserError):
+    """A cluster that nobody knows, or that does not come in this size."""
+
+
+def find_cluster(name: str) -> Cluster:
+    """A preset with a number of devices, or a profile's path. Raises ClusterError or ProfileError.
+
+    `4xv5e-256` are four slices; more devices than the largest slice has are as few slices as they fill.
+    """
+    if name.endswith(".json"):
+        return measured_cluster(Path(name))
+    parts = None if name in PRESETS else re.fullmatch(r"(?:(\d+)x)?(.+?)(?:[x-](\d+))?", name, re.ASCII)
+    slices, kind, size = parts.groups() if parts else (None, name, None)
+    if kind not in PRESETS:
+        near = difflib.get_close_matches(kind, PRESETS, n=1)
+        cure = f"did you mean {near[0]}-{size or 64}?" if near else f"use one of {', '.join(PRESETS)}, as in h100x64"
+        raise ClusterError(f"cluster {name} is unknown: {cure}")
+    if size is None:
+        raise ClusterError(f"cluster {name} wants a number of devices: write {name}-{8 * PRESETS[kind].unit}")
+    return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
+
+
+def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:
+    if count == 0 or slices == 0:
+        raise ClusterError(f"cluster {name} has no devices: use 1 or more")
+    if count > preset.unit and count % preset.unit:
+        lower = count // preset.unit * preset.unit
+        raise ClusterError(
+            f"cluster {name}: {count} devices are no whole {preset.unit_name}s of {preset.unit}: "
+            f"use {lower} or {lower + preset.unit}"
+        )
+    largest = preset.largest_slice
+    if largest is None:
+        if slices is not None:
+            raise ClusterError(
+                f"cluster {name}: {preset.device.name}s come in nodes, not in slices: leave out {slices}x"
+            )
+        devices, per_slice = count, min(count, preset.unit)
+    elif slices is not None:
+        if count > largest:
+            raise ClusterError(
+                f"cluster {name}: the largest slice has {largest} devices: use up to that, and more slices"
+            )
+        devices, per_slice = slices * count, count
+    else:
+        needed = -(-count // largest)
+        if count % (needed * preset.unit if needed > 1 else 1):
+            raise ClusterError(
+                f"cluster {name}: {count} devices are no {needed} equal slices of at most {largest}: "
+                f"use {needed * largest}, or say which, as in {needed}x{name.rstrip('0123456789')}{largest}"
+            )
+        devices, per_slice = count, count // needed
+    return Cluster(
+        name=name,
+        device=preset.device,
+        devices=devices,
+        levels=preset.levels(devices, per_slice),
+        adapters_per_node=preset.adapters_per_unit,
+    )
