@@ -1,10 +1,21 @@
 """Rows under way: an exchange that is put together when the first compute task needs it."""
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from moe_jax.config import MoE
+from moe_jax.models.hooks import hooks_of
+from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.over_tensor import Route
+from moe_jax.schedule.actions import Action
+from moe_jax.train.ties import Ties
+
+UnderWay = tuple[jax.Array, ...]
 
 
 class Arrival(NamedTuple):
@@ -23,8 +34,8 @@ class Moving:
 
     def __init__(
         self,
-        under_way: tuple[jax.Array, ...],
-        finish: Callable[[tuple[jax.Array, ...]], jax.Array],
+        under_way: UnderWay,
+        finish: Callable[[UnderWay], jax.Array],
         bounds: list[int],
         axis: int,
     ):
@@ -36,3 +47,28 @@ class Moving:
             *others, last = self._under_way
             self._pieces = jnp.split(self._finish((*others, tie(last))), self._bounds, axis=self._axis)
         return self._pieces[place]
+
+
+def start(
+    x: jax.Array, action: Action, route: Route, moe: MoE, ties: Ties
+) -> tuple[UnderWay, Callable[[UnderWay], jax.Array]]:
+    """Start an exchange of rows. Returns what is under way, and a function that makes rows of it.
+
+    Over tensor ranks it also ends here, as what it brings is gathered or summed.
+    """
+    exchange, ranks = EXCHANGES[route.algorithm], route.ranks
+    around = hooks_of(moe).around(action.op, backward=action.direction == "B")
+    if jax.lax.axis_size(Axis.TENSOR) > 1:
+
+        def send(x: jax.Array) -> jax.Array:
+            return around.after(exchange(around.before(x), ranks), x.dtype)
+
+        to_experts = (action.op == "dispatch") == (action.direction == "F")
+        arrived = route.carry(ties.in_order(x, exchange.only_starts), send, to_experts=to_experts)
+        if x.size:
+            ties.issued(arrived, exchange.only_starts)
+        return (arrived,), operator.itemgetter(0)
+    under_way = exchange.start(ties.in_order(around.before(x), exchange.only_starts), ranks)
+    if x.size:
+        ties.issued(under_way[-1], exchange.only_starts)
+    return under_way, lambda under_way: around.after(exchange.finish(under_way, ranks), x.dtype)

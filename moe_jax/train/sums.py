@@ -128,15 +128,15 @@ class Sums:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
             # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
             return Started(way, way.start(x_n, axes))
-        under_way = way.start(self.tasks.in_order(x_n, way.only_starts), axes)
-        self.tasks.issued(under_way[-1], way.only_starts)
+        under_way = way.start(self.tasks.ties.in_order(x_n, way.only_starts), axes)
+        self.tasks.ties.issued(under_way[-1], way.only_starts)
         return Started(way, under_way)
 
     def _arrived(self, started: Started) -> jax.Array:
         """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
         *others, last = started.under_way
         if self.tasks.facts.how.platform == "cpu":
-            last = self.tasks.in_turn(last)
+            last = self.tasks.ties.in_turn(last)
         return started.way.finish((*others, last))
 
 

@@ -3,7 +3,6 @@
 B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
@@ -28,13 +26,13 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
 from moe_jax.schedule.actions import Action
 from moe_jax.train.expert_weights import ExpertWeights
 from moe_jax.train.facts import Facts
-from moe_jax.train.moving import Arrival, Moving
+from moe_jax.train.moving import Arrival, Moving, start
 from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float, with_floats
 from moe_jax.train.rare_rows import RareRows, lane_widths
+from moe_jax.train.ties import Ties
 
 Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
@@ -72,8 +70,7 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
-        self.last: jax.Array | None = None  # result of the collective before
-        self.computed: jax.Array | None = None  # result of the compute task before
+        self.ties = Ties(facts.how.platform)
 
     # forward
 
@@ -96,7 +93,7 @@ class Tasks:
     def settle(self, r: int, consumer: int) -> None:
         """Join what the experts of the block below returned with the residual stream of microbatch r."""
         if self.ticket.get(r) is None:
-            self.x[r] = self.in_turn(self.x[r])
+            self.x[r] = self.ties.in_turn(self.x[r])
             return
         model, axis = self.facts.config.model, self.facts.order.slot_axis
         pieces = [self._arrived(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
@@ -114,14 +111,15 @@ class Tasks:
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
                 function = self._remat(partial(dense_block, model=model))
-                self.computed = self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                self.ties.computed(self.x[r])
                 continue
             function = self._remat(
                 partial(attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
-            self._computed(floats_of(routed.sent)[0])
+            self.ties.computed(floats_of(routed.sent)[0])
             pieces = facts.pieces_of_microbatch(r)
             cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, cut, strict=True))
@@ -132,7 +130,7 @@ class Tasks:
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
         if r and self.facts.how.platform == "gpu":
             # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
-            used = self.in_turn(used)
+            used = self.ties.in_turn(used)
         return Room(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
 
     def _experts(self, action: Action) -> None:
@@ -145,7 +143,7 @@ class Tasks:
                 weights = self.blocks[block]["moe"]["experts"]
                 function = partial(run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
                 self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
-            self._computed(floats_of(self.flow[p])[0])
+            self.ties.computed(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
@@ -169,7 +167,7 @@ class Tasks:
             self.settle(r, blocks)
             function = partial(share, tokens=self.token[r][:, 1:])
             loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
-            self.computed = loss
+            self.ties.computed(loss)
             self.cross_entropy += loss
 
     # backward
@@ -187,8 +185,8 @@ class Tasks:
 
     def _head_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            (self.dx[r],) = self._pull("head", action.block, r, [self.in_turn(jnp.float32(1))])
-            self.computed = self.dx[r]
+            (self.dx[r],) = self._pull("head", action.block, r, [self.ties.in_turn(jnp.float32(1))])
+            self.ties.computed(self.dx[r])
             self.settle_back(r, len(self.facts.shape.kinds))
 
     def settle_back(self, r: int, consumer: int) -> None:
@@ -208,7 +206,7 @@ class Tasks:
             first, *d_rest = self._arrived(self.dflow, p)
             instead = self.expert_weights.instead(block, first)
             self.dflow[p] = self._pull("expert", block, p, [first], instead)
-            self._computed(self.dflow[p][0])
+            self.ties.computed(self.dflow[p][0])
             self.dflow[p] += [self.rare.backward(block, p, d) for d in d_rest]
         if not split:
             self._add_rare_rows(block)
@@ -225,14 +223,14 @@ class Tasks:
     def _attend_back(self, action: Action) -> None:
         facts, block = self.facts, action.block
         for r in facts.microbatches_of(action):
-            cotangents = [self.in_turn(self.dx[r])]
+            cotangents = [self.ties.in_turn(self.dx[r])]
             if facts.shape.kinds[block] == "moe":
                 axis = facts.order.slot_axis
                 pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 cotangents += [drows, *self._no_cotangents(r), *self.dticket.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
-            self.computed = self.dx[r]
+            self.ties.computed(self.dx[r])
             self.settle_back(r, block)
 
     def _no_cotangents(self, r: int) -> list[jax.Array]:
@@ -248,15 +246,15 @@ class Tasks:
 
     def _embed_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.in_turn(self.dx.pop(r))])
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.ties.in_turn(self.dx.pop(r))])
             self._add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
         """Run a W task."""
         parts = self.facts.pieces_of(action) if action.op == "expert" else self.facts.microbatches_of(action)
         for part in parts:
-            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.in_turn)
-            self.computed = jax.tree.leaves(gradient)[0]
+            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.ties.in_turn)
+            self.ties.computed(jax.tree.leaves(gradient)[0])
             self._add((action.op, action.block), gradient)
         if action.op == "expert":
             self._add_rare_rows(action.block)
@@ -270,51 +268,21 @@ class Tasks:
         rows = [floats_of(flow[p])[0] for p in pieces]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        moving = Moving(*self._start(joined, action), bounds, axis)
-        route = self.facts.how.route
+        route, moe = self.facts.how.route, self.facts.config.model.moe
+        moving = Moving(*start(joined, action, route, moe, self.ties), bounds, axis)
         send = EXCHANGES[route.algorithm].between(route.ranks)
         for place, p in enumerate(pieces):
             sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
             flow[p] = Arrival(moving, place, sizes)
 
-    def _start(
-        self, x: jax.Array, action: Action
-    ) -> tuple[tuple[jax.Array, ...], Callable[[tuple[jax.Array, ...]], jax.Array]]:
-        """Start an exchange of rows. Returns what is under way, and a function that makes rows of it."""
-        route = self.facts.how.route
-        exchange, ranks = EXCHANGES[route.algorithm], route.ranks
-        around = hooks_of(self.facts.config.model.moe).around(action.op, backward=action.direction == "B")
-        if jax.lax.axis_size(Axis.TENSOR) > 1:
-
-            def send(x: jax.Array) -> jax.Array:
-                return around.after(exchange(around.before(x), ranks), x.dtype)
-
-            to_experts = (action.op == "dispatch") == (action.direction == "F")
-            arrived = route.carry(self.in_order(x, exchange.only_starts), send, to_experts=to_experts)
-            if x.size:
-                self.issued(arrived, exchange.only_starts)
-            return (arrived,), operator.itemgetter(0)
-        under_way = exchange.start(self.in_order(around.before(x), exchange.only_starts), ranks)
-        if x.size:
-            self.issued(under_way[-1], exchange.only_starts)
-        return under_way, lambda under_way: around.after(exchange.finish(under_way, ranks), x.dtype)
-
     def _arrived(self, flow: dict[int, Any], p: int) -> Any:
         """A piece that compute goes on with, now."""
         piece = flow.pop(p)
         if isinstance(piece, Arrival):
-            rows = piece.exchange.piece(piece.place, self.in_turn)
+            rows = piece.exchange.piece(piece.place, self.ties.in_turn)
             return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
         first, *others = floats_of(piece)
-        return with_floats(piece, [self.in_turn(first), *others])
-
-    def _computed(self, x: jax.Array) -> None:
-        """Note the result of a compute task; one without elements cannot be waited for."""
-        self.computed = x if x.size else self.computed
-
-    def in_turn(self, x: jax.Array) -> jax.Array:
-        """`x`, tied to the compute task before it: compute tasks run in the order of the schedule."""
-        return x if self.computed is None or not x.size else after(x, self.computed, self.facts.how.platform)
+        return with_floats(piece, [self.ties.in_turn(first), *others])
 
     def _exchange_ragged(self, action: Action) -> None:
         """Sizes, then rows; each microbatch for itself."""
@@ -324,41 +292,25 @@ class Tasks:
             if action.op == "dispatch":
                 rows, count_E, again = self.flow[p]
                 self.rare.sent(p, again)
-                count_E = self.in_order(count_E) if platform == "gpu" else count_E
-                inputs = self.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
+                count_E = self.ties.in_order(count_E) if platform == "gpu" else count_E
+                inputs = self.ties.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
                 function = partial(_to_lanes, widths=lane_widths(facts, count_E), platform=platform)
             else:
                 lanes = self.flow[p]
-                inputs = lanes._replace(main_LbD=self.in_order(lanes.main_LbD))
+                inputs = lanes._replace(main_LbD=self.ties.in_order(lanes.main_LbD))
                 function = partial(_from_lanes, num_rows=num_rows, platform=platform)
             self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
-            self.last = floats_of(self.flow[p])[0]
+            self.ties.issued(floats_of(self.flow[p])[0])
 
     def _exchange_ragged_back(self, action: Action) -> None:
         for p in self.facts.pieces_of(action):
             if action.op == "combine":
-                rows = self.rare.send_again(action.block, p, self.in_order)
-                self.last = self.last if rows is None else rows
+                rows = self.rare.send_again(action.block, p, self.ties.in_order)
+                if rows is not None:
+                    self.ties.issued(rows)
             first, *others = self.dflow[p]
-            _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.in_order(first), *others])
-            self.last = self.dflow[p][0]
-
-    def in_order(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
-        """`x`, tied to the collective before it: collectives are issued in the order of the schedule.
-
-        `only_starts`: the collective only starts here, and its start is a compute task like others.
-        """
-        if not x.size:
-            return x
-        if self.last is not None:
-            x = after(x, self.last, self.facts.how.platform)
-        return self.in_turn(x) if only_starts else x
-
-    def issued(self, result: jax.Array, only_starts: bool = False) -> None:
-        """Note what a collective, or its start, came to."""
-        self.last = result
-        if only_starts:
-            self.computed = result
+            _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.ties.in_order(first), *others])
+            self.ties.issued(self.dflow[p][0])
 
     # pullbacks
 
