@@ -59,7 +59,12 @@ class Compiled:
     predicted: Timeline | None  # of its schedule, tasks as long as in the program
 
 
-_UNMOVED = ["schedule.weight_grad=inline", "schedule.grad_reduce=end", "schedule.chunk_mb=null"]
+_UNMOVED = [
+    "schedule.expert_chunks=1",
+    "schedule.weight_grad=inline",
+    "schedule.grad_reduce=end",
+    "schedule.chunk_mb=null",
+]
 _BASELINES = {
     "vanilla": ["schedule.microbatches=1", "schedule.backward_microbatches=null", *_UNMOVED],
     "expert_pipeline": _UNMOVED,

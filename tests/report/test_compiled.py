@@ -84,6 +84,7 @@ def test_variants_are_policies_with_settings_of_their_own() -> None:
             "schedule.policy=vanilla",
             "schedule.microbatches=1",
             "schedule.backward_microbatches=null",
+            "schedule.expert_chunks=1",
             "schedule.weight_grad=inline",
             "schedule.grad_reduce=end",
             "schedule.chunk_mb=null",
