@@ -229,6 +229,7 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; vectors are not decayed
     clip_norm: float | None = 1.0  # null: no clipping
+    sharded: bool = False  # moments cut over the devices that hold the same parameters (ZeRO, stage 1)
 
 
 @dataclass(frozen=True, kw_only=True)
