@@ -27,18 +27,34 @@ def rope(x_NK, theta):
 
 def attention(p, x_ND, model: Model):
     """One sequence, one head at a time."""
-    n = x_ND.shape[0]
     h = norm(x_ND, p["norm"], model.norm_eps)
+    of_head = latent_head if model.latent.kv_lora_rank else grouped_head
     out = 0.0
     for head in range(model.num_heads):
-        shared = head * model.kv_heads // model.num_heads
-        q, k, v = h @ p["query"][:, head], h @ p["key"][:, shared], h @ p["value"][:, shared]
-        if model.qk_norm:
-            q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
-        q, k = rope(q, model.rope_theta), rope(k, model.rope_theta)
-        score = jnp.where(np.tri(n, dtype=bool), q @ k.T / math.sqrt(model.head_width), -jnp.inf)
+        q, k, v = of_head(p, h, head, model)
+        score = jnp.where(np.tri(len(x_ND), dtype=bool), q @ k.T / math.sqrt(q.shape[-1]), -jnp.inf)
         out += jax.nn.softmax(score) @ v @ p["out"][head]
     return out
+
+
+def grouped_head(p, h, head, model: Model):
+    """Query, key and value of one head."""
+    shared = head * model.kv_heads // model.num_heads
+    q, k, v = h @ p["query"][:, head], h @ p["key"][:, shared], h @ p["value"][:, shared]
+    if model.qk_norm:
+        q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
+    return rope(q, model.rope_theta), rope(k, model.rope_theta), v
+
+
+def latent_head(p, h, head, model: Model):
+    """The same from latents: the last features of a query are rotated, and those of all keys are one vector."""
+    plain = model.latent.qk_nope_head_dim
+    c_q = norm(h @ p["query_latent"], p["query_latent_norm"], model.norm_eps) if model.latent.q_lora_rank else h
+    c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], model.norm_eps)
+    q = c_q @ p["query"][:, head]
+    q = jnp.concatenate([q[:, :plain], rope(q[:, plain:], model.rope_theta)], axis=-1)
+    k = jnp.concatenate([c_kv @ p["key"][:, head], rope(h @ p["rope_key"], model.rope_theta)], axis=-1)
+    return q, k, c_kv @ p["value"][:, head]
 
 
 def mlp(p, x):

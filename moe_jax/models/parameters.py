@@ -65,20 +65,47 @@ class _Declare:
         return (self._repeats, *dims.values()), ("layers", *dims)
 
 
-class Attention(nnx.Module):
+def _output_matrix(model: Model, declare: _Declare) -> nnx.Param:
+    """From values of heads to the model width."""
+    std = (model.num_heads * model.v_width * 2 * model.num_layers) ** -0.5
+    return declare.matrix(std, heads=model.num_heads, head=model.v_width, model=model.d_model)
+
+
+class GroupedAttention(nnx.Module):
     """Projections of grouped-query attention."""
 
     def __init__(self, model: Model, declare: _Declare):
-        width, out_std = model.head_width, (model.num_heads * model.head_width * 2 * model.num_layers) ** -0.5
-        in_std = model.d_model**-0.5
+        width, in_std = model.head_width, model.d_model**-0.5
         self.norm = declare.scale(model=model.d_model)
         self.query = declare.matrix(in_std, model=model.d_model, heads=model.num_heads, head=width)
         self.key = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
         self.value = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
-        self.out = declare.matrix(out_std, heads=model.num_heads, head=width, model=model.d_model)
+        self.out = _output_matrix(model, declare)
         if model.qk_norm:
             self.query_norm = declare.scale(head=width)
             self.key_norm = declare.scale(head=width)
+
+
+class LatentAttention(nnx.Module):
+    """Projections to and from the latents of multi-head latent attention."""
+
+    def __init__(self, model: Model, declare: _Declare):
+        d, heads, latent = model.d_model, model.num_heads, model.latent
+        rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
+        assert rank is not None, "a model with latents"
+        self.norm = declare.scale(model=d)
+        source = {"model": d}
+        if q_rank is not None:
+            self.query_latent = declare.matrix(d**-0.5, model=d, latent=q_rank)
+            self.query_latent_norm = declare.scale(latent=q_rank)
+            source = {"latent": q_rank}
+        self.query = declare.matrix((q_rank or d) ** -0.5, **source, heads=heads, head=model.qk_width)
+        self.kv_latent = declare.matrix(d**-0.5, model=d, latent=rank)
+        self.kv_latent_norm = declare.scale(latent=rank)
+        self.rope_key = declare.matrix(d**-0.5, model=d, head=latent.qk_rope_head_dim)
+        self.key = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=latent.qk_nope_head_dim)
+        self.value = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=model.v_width)
+        self.out = _output_matrix(model, declare)
 
 
 class MLP(nnx.Module):
@@ -108,7 +135,7 @@ class Block(nnx.Module):
     """Attention, then an MLP or an MoE layer."""
 
     def __init__(self, kind: str, model: Model, declare: _Declare):
-        self.attention = Attention(model, declare)
+        self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
         self.norm = declare.scale(model=model.d_model)
         if kind == "moe":
             self.moe = MoELayer(model, declare)

@@ -84,7 +84,6 @@ class Computation:
 def _check_built(model: Model) -> None:
     """Raise ConfigError for what is only counted so far."""
     counted = {
-        "latent.kv_lora_rank": model.has_latents,
         "qk_norm_over": model.qk_norm and model.qk_norm_over == "projection",
         "attention.bias": model.attention.bias,
         "attention.sinks": model.attention.sinks,

@@ -12,6 +12,7 @@ from jax.extend.core import Var
 
 from moe_jax.config import Model
 from moe_jax.models import attention
+from moe_jax.models.attention import grouped
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.train.jaxprs import inlined
 from moe_jax.train.pullback import SplitPullback, differentiate
@@ -116,8 +117,8 @@ def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, leas
 
 
 def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for over_tensor_ranks in ("gathered", "summed"):  # there are none outside `shard_map`
-        monkeypatch.setattr(attention, over_tensor_ranks, lambda x, dim: x)
+    monkeypatch.setattr(grouped, "gathered", lambda x, dim: x)  # there are no tensor ranks outside `shard_map`
+    monkeypatch.setattr(attention, "summed", lambda x, dim: x)
     model = Model(d_model=WIDTH, num_heads=2, num_kv_heads=2)
     tokens, width = 512, WIDTH // 2
     shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, 2, width)) | {"out": (2, width, WIDTH)}
