@@ -63,8 +63,8 @@ def _next_logits(
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
     x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(how.dtype)
     updated: Cache = []
-    for p, of_block in zip(blocks, cache, strict=True):
-        y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model)
+    for p, view, of_block in zip(blocks, model.views, cache, strict=True):
+        y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
         updated.append(of_block)
         x_B1D += y_B1D
         h_BD = rms_norm(x_B1D, p["norm"], model.norm_eps)[:, 0]

@@ -4,7 +4,9 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
 """
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.config import Model
+from moe_jax.config import Model, View
 from moe_jax.parallel.sharding import Dims
 
 Params = dict[Any, Any]
@@ -22,25 +24,33 @@ _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any oth
 
 @dataclass(frozen=True)
 class Segment:
-    """`repeats` periods, each of blocks of these `kinds`."""
+    """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
 
     kinds: tuple[str, ...]
+    views: tuple[View, ...]
     repeats: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[str, View]], repeats: int) -> "Segment":
+        """Of the blocks of one period."""
+        return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
 
 
 def segments(model: Model) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
-    kinds, moe = model.block_kinds, model.moe
-    if moe.num_experts == 0:
-        return (Segment(kinds=("dense",), repeats=model.num_layers),)
-    bottom, period = moe.first_dense_blocks, moe.every
-    repeats, rest = divmod(model.num_layers - bottom, period)
-    runs = (
-        Segment(kinds=("dense",), repeats=bottom),
-        Segment(kinds=kinds[bottom : bottom + period], repeats=repeats),
-        Segment(kinds=("dense",), repeats=rest),
-    )
-    return tuple(run for run in runs if run.repeats)
+    blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
+    of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
+    bottom = moe.first_dense_blocks if moe.num_experts else model.num_layers
+    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.every)))
+
+
+def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
+    """Whole periods, and what is left as runs of equal blocks."""
+    repeats = len(blocks) // period
+    if repeats:
+        yield Segment.of(blocks[:period], repeats)
+    for block, run in itertools.groupby(blocks[repeats * period :]):
+        yield Segment.of([block], len(list(run)))
 
 
 class _Declare:
@@ -58,6 +68,11 @@ class _Declare:
         """Ones, to be multiplied with."""
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.ones(shape), dims=names)
+
+    def offset(self, **dims: int) -> nnx.Param:
+        """Zeros, to be added."""
+        shape, names = self._stacked(dims)
+        return nnx.Param(jnp.zeros(shape), dims=names)
 
     def _stacked(self, dims: dict[str, int]) -> tuple[tuple[int, ...], Dims]:
         if self._repeats is None:
@@ -81,9 +96,18 @@ class GroupedAttention(nnx.Module):
         self.key = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
         self.value = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
         self.out = _output_matrix(model, declare)
+        queries, keys = {"heads": model.num_heads, "head": width}, {"kv_heads": model.kv_heads, "head": width}
+        if model.attention.bias:
+            self.query_bias = declare.offset(**queries)
+            self.key_bias = declare.offset(**keys)
+            self.value_bias = declare.offset(**keys)
+            self.out_bias = declare.offset(model=model.d_model)
         if model.qk_norm:
-            self.query_norm = declare.scale(head=width)
-            self.key_norm = declare.scale(head=width)
+            of_all = model.qk_norm_over == "projection"
+            self.query_norm = declare.scale(**(queries if of_all else {"head": width}))
+            self.key_norm = declare.scale(**(keys if of_all else {"head": width}))
+        if model.attention.sinks:
+            self.sink = declare.offset(heads=model.num_heads)
 
 
 class LatentAttention(nnx.Module):
@@ -106,6 +130,8 @@ class LatentAttention(nnx.Module):
         self.key = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=latent.qk_nope_head_dim)
         self.value = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=model.v_width)
         self.out = _output_matrix(model, declare)
+        if model.attention.sinks:
+            self.sink = declare.offset(heads=heads)
 
 
 class MLP(nnx.Module):

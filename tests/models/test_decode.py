@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Latent, Mesh, Model, MoE
+from moe_jax.config import Attention, Latent, Mesh, Model, MoE
 from moe_jax.models.decode import sample
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.mesh import make_mesh
@@ -54,8 +54,16 @@ LATENT = dataclasses.replace(
 )
 MODELS = {
     "grouped": MODEL,
+    "windows-and-no-rope": dataclasses.replace(
+        MODEL, qk_norm_over="projection", attention=Attention(window=3, full_every=3, nope_every=2)
+    ),
+    "sinks-and-biases": dataclasses.replace(MODEL, qk_norm=False, attention=Attention(bias=True, sinks=True, window=4)),
     "latents": LATENT,
-    "latents-no-query-latent": dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, q_lora_rank=None)),
+    "latents-sinks-window": dataclasses.replace(
+        LATENT,
+        latent=dataclasses.replace(LATENT.latent, q_lora_rank=None),
+        attention=Attention(sinks=True, window=4, nope_every=2),
+    ),
 }
 
 

@@ -1,8 +1,10 @@
 """Forms of attention in a training step: on any mesh and in any order of tasks the same function as their twin."""
 
+import dataclasses
+
 import pytest
 
-from moe_jax.config import Latent
+from moe_jax.config import Attention, Latent
 from tests.small import small_config
 from tests.train.gradients import assert_equals_reference
 from tests.train.test_tensor_axis import SCHEDULES
@@ -10,10 +12,18 @@ from tests.train.test_tensor_axis import SCHEDULES
 LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 FORMS: dict[str, dict] = {
     "latents": {"latent": LATENT, "num_kv_heads": None},
-    "latents-no-query-latent": {
-        "latent": Latent(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=8),
+    "latents-sinks-window": {
+        "latent": dataclasses.replace(LATENT, q_lora_rank=None),
         "num_kv_heads": None,
+        "attention": Attention(sinks=True, window=4, nope_every=2),
     },
+    "windows-and-no-rope-and-norm-over-projections": {
+        "attention": Attention(window=3, full_every=2, nope_every=3),
+        "num_layers": 3,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+    },
+    "sinks-and-biases": {"attention": Attention(bias=True, sinks=True, window=5)},
 }
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Model
+from moe_jax.config import Model, View
 from moe_jax.models.attention.core import seen_before, weighted_values
 from moe_jax.models.layers import matmul, rms_norm, rotate
 from moe_jax.parallel.tensor_axis import gathered
@@ -19,19 +19,20 @@ from moe_jax.parallel.tensor_axis import gathered
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 
 
-def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model) -> Float[Array, "B N H V"]:
+def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B N H V"]:
     """The values that each head saw."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
     # latents are short: they are gathered, not what they are made of
     query_BNQ, latent_BNR, key_BNP = jnp.split(gathered(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
     position_BN = jnp.broadcast_to(jnp.arange(key_BNP.shape[1]), key_BNP.shape[:2])
-    plain, rotated = _queries(params, query_BNQ, position_BN, model)
-    key_BNHP = jnp.broadcast_to(_rotate_key(key_BNP, position_BN, model), rotated.shape)
+    plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
+    key_BNHP = jnp.broadcast_to(_rotated(key_BNP[:, :, None], position_BN, model, view), rotated.shape)
     key = jnp.concatenate([_of_heads(params, "key", latent_BNR), key_BNHP], axis=-1)
     query = jnp.concatenate([plain, rotated], axis=-1)
-    seen = seen_before(position_BN[0], position_BN[0])
-    return weighted_values(query, key, _of_heads(params, "value", latent_BNR), seen, model.qk_width**-0.5)
+    value = _of_heads(params, "value", latent_BNR)
+    seen = seen_before(position_BN[0], position_BN[0], view.window)
+    return weighted_values(query, key, value, seen, model.qk_width**-0.5, params.get("sink"))
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
@@ -42,7 +43,7 @@ def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
 
 
 def next_heads(
-    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model
+    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model, view: View
 ) -> tuple[Float[Array, "B 1 H V"], Cache]:
     """The values that each head of one more token saw.
 
@@ -51,16 +52,17 @@ def next_heads(
     query_B1Q, latent_B1R, key_B1P = _latents(params, h_B1D, model)
     position_B1 = jnp.full(key_B1P.shape[:2], position)
     latents = jax.lax.dynamic_update_slice_in_dim(cache[0], latent_B1R, position, axis=1)
-    key_B1P = _rotate_key(key_B1P, position_B1, model)[:, :, 0]
+    key_B1P = _rotated(key_B1P[:, :, None], position_B1, model, view)[:, :, 0]
     keys = jax.lax.dynamic_update_slice_in_dim(cache[1], key_B1P, position, axis=1)
-    plain, rotated = _queries(params, query_B1Q, position_B1, model)
+    plain, rotated = _queries(params, query_B1Q, position_B1, model, view)
     turned = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
     seen_B1HR = weighted_values(
         jnp.concatenate([turned, rotated], axis=-1),
         jnp.concatenate([latents, keys], axis=-1)[:, :, None],
         latents[:, :, None],
-        seen_before(position[None], jnp.arange(keys.shape[1])),
+        seen_before(position[None], jnp.arange(keys.shape[1]), view.window),
         model.qk_width**-0.5,
+        params.get("sink"),
     )
     return jnp.einsum("bnhr,rhv->bnhv", seen_B1HR, params["value"].astype(seen_B1HR.dtype)), (latents, keys)
 
@@ -77,17 +79,17 @@ def _latents(
 
 
 def _queries(
-    params: Any, query_BNQ: Float[Array, "B N Q"], position_BN: Int[Array, "B N"], model: Model
+    params: Any, query_BNQ: Float[Array, "B N Q"], position_BN: Int[Array, "B N"], model: Model, view: View
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N H P"]]:
     """The part that is not rotated, and the one that is."""
     plain, rotated = jnp.split(_of_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
-    return plain, rotate(rotated, position_BN, model.rope_theta)
+    return plain, _rotated(rotated, position_BN, model, view)
 
 
-def _rotate_key(
-    key_BNP: Float[Array, "B N P"], position_BN: Int[Array, "B N"], model: Model
-) -> Float[Array, "B N 1 P"]:
-    return rotate(key_BNP[:, :, None], position_BN, model.rope_theta)
+def _rotated(
+    x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: Model, view: View
+) -> Float[Array, "B N H P"]:
+    return rotate(x_BNHP, position_BN, model.rope_theta) if view.rope else x_BNHP
 
 
 def _of_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:
