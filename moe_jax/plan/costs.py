@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_jax.config import Config, Model
-from moe_jax.plan.resources import attention_matrices
+from moe_jax.config import Config
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+from moe_jax.plan.work import Work, exchange_bytes, work_of
 
 
 @dataclass(frozen=True)
@@ -72,30 +70,9 @@ def task_times(
     Ops that were `measured` are not estimated. Tensor ranks gather what was exchanged; what they gather and sum in
     attention and MLPs is not counted.
     """
-    model, moe = config.model, config.model.moe
     matmul = Linear(0.0, 1 / rates.flops_per_s)
-    matrices = 3 if model.activation == "swiglu" else 2
-    attention = 2 * tokens * attention_matrices(model)
-    scores = 2 * tokens * config.data.seq_len * model.num_heads * (model.qk_width + model.v_width)
-    dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
-    shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
-    shared += dense if moe.dense_residual else 0
-    rows = _expert_rows(model, tokens)
-    expert = 2 * rows * matrices * model.d_model * moe.hidden_dim
-    head = 2 * tokens * model.d_model * model.vocab_size
-
-    def compute(products: float, rest: float = 0.0) -> Compute:
-        """Of matrix products with weights, and of `rest` without, whose backward pass is twice as long."""
-        return Compute(rate=matmul, forward=products + rest, backward=products + 2 * rest, weight=products)
-
-    estimated = {
-        "embed": Compute(rate=matmul, forward=0.0, backward=0.0),
-        "attend": compute(attention + shared, scores),
-        "dense": compute(attention + dense, scores),
-        "expert": compute(expert),
-        "head": compute(head),
-    }
-    own = _sent_rows(config, tokens, expert_ranks) * model.d_model * _ITEM_BYTES[config.train.compute_dtype]
+    estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens).items()}
+    own = exchange_bytes(config, tokens, expert_ranks)
     copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
     moved = own * copies * (expert_ranks - 1) / expert_ranks
     gathered = own * (tensor_ranks - 1) * rates.gather.beta_s / rates.exchange.beta_s  # as bytes of an exchange
@@ -108,17 +85,6 @@ def task_times(
     )
 
 
-def _sent_rows(config: Config, tokens: int, ranks: int) -> float:
-    """Rows that a device sends, padding included."""
-    moe, factor = config.model.moe, config.exchange.buffer_factor
-    if not moe.sends_sized_rows or moe.num_experts == 0:
-        return _expert_rows(config.model, tokens)
-    worst = ranks * min(moe.top_k, moe.num_experts // ranks)
-    return tokens * (worst if factor is None else min(factor * moe.top_k, worst))
-
-
-def _expert_rows(model: Model, tokens: int) -> float:
-    """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
-    moe = model.moe
-    factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
-    return min(factor * moe.top_k, moe.num_experts) * tokens
+def _compute(rate: Linear, work: Work) -> Compute:
+    products, rest = work
+    return Compute(rate=rate, forward=products + rest, backward=products + 2 * rest, weight=products)

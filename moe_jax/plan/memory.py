@@ -102,7 +102,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=int(4 * count),
-        optimizer=int(8 * count),
+        optimizer=int(8 * _with_moments(config, mesh)),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (sizes.length + 1)),
         **parts,
     )
@@ -116,6 +116,15 @@ def _parameters(config: Config, mesh: Mapping[str, int]) -> tuple[float, float, 
     counts = count_parameters(config.model)
     rest = counts.total - counts.expert - counts.heads_and_hidden
     return counts.heads_and_hidden / mesh["tensor"], counts.expert / (mesh["expert"] * mesh["tensor"]), rest
+
+
+def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
+    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
+    shared, experts, rest = _parameters(config, mesh)
+    if not config.optimizer.sharded:
+        return shared + experts + rest
+    copies = mesh["data"] * mesh["expert"]
+    return shared / copies + experts / mesh["data"] + rest / (copies * mesh["tensor"])
 
 
 def _mode(config: Config, platform: str) -> Mode:

@@ -63,6 +63,35 @@ def count_parameters(model: Model) -> Parameters:
     )
 
 
+class Owned(NamedTuple):
+    """Parameters of one owner of gradients: those that every device has, and those that mesh axes cut."""
+
+    whole: int = 0
+    heads_and_hidden: int = 0  # over tensor ranks
+    expert: int = 0  # over expert and tensor ranks
+    expert_whole: int = 0  # over expert ranks
+
+
+def owned_parameters(model: Model) -> tuple[Owned, ...]:
+    """Of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
+    moe, d = model.moe, model.d_model
+    attention, expert = _attention(model), _mlp(model, moe.hidden_dim, moe.bias)
+    dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
+    experts, table = moe.num_experts, d * model.vocab_size
+    always, cut = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.cut
+    of_kind = {
+        "dense": Owned(always, cut + dense.total),
+        "moe": Owned(
+            always + d * experts + (experts if moe.bias else 0),
+            cut + shared.total + (dense.total if moe.dense_residual else 0),
+            experts * expert.cut + experts * expert.whole_matrices,
+            experts * expert.whole_vectors,
+        ),
+    }
+    head = Owned(d + (0 if model.tie_embeddings else table))
+    return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
+
+
 def attention_matrices(model: Model) -> int:
     """Parameters in the projections of one block's attention."""
     return _attention(model).matrices

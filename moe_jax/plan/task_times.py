@@ -5,9 +5,18 @@ Amounts are those of one device's whole batch; cut into r parts, a part takes al
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from moe_jax.schedule.actions import Action, Seconds
 from moe_jax.schedule.shape import Shape
+
+
+class Cost(Protocol):
+    """Seconds by an amount."""
+
+    def seconds(self, amount: float, parts: int = 1) -> float:
+        """Of one of `parts` equal parts."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Compute:
 class Transfer:
     """Bytes that a communication stage moves, the same in both directions."""
 
-    link: Linear
+    link: Cost
     num_bytes: float
 
 

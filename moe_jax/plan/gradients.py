@@ -1,0 +1,44 @@
+"""Which gradients are summed over which devices, and into how many chunks they are cut."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_jax.config import Model
+from moe_jax.plan.fabric import Group
+from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.schedule.grad_chunks import cut
+
+_ITEM_BYTES = 4
+
+
+class Sum(NamedTuple):
+    """One reduction: a chunk of an owner's gradients."""
+
+    group: Group
+    sent_bytes: float  # that leave a device: twice its share, as each sum goes around once and comes back
+
+
+def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
+    """Of the embedding, each block, and the head; without a limit an owner's gradients of one group are one chunk."""
+    return tuple(_of_owner(owned, mesh, chunk_mb) for owned in owned_parameters(model))
+
+
+def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
+    data, expert, tensor = mesh["data"], mesh["expert"], mesh["tensor"]
+    of_group = {
+        Group(data * expert * tensor, 1): owned.whole,
+        Group(data * expert, tensor): owned.heads_and_hidden // tensor,
+        Group(data, expert * tensor): owned.expert // (expert * tensor) + owned.expert_whole // expert,
+    }
+    if tensor == 1:  # the same devices
+        of_group[Group(data * expert, 1)] = owned.whole + owned.heads_and_hidden
+    shared = {group: count for group, count in of_group.items() if group.ranks > 1 and count}
+    chunks = cut(tuple(shared.values()), chunk_mb)
+    groups = tuple(shared)
+    return tuple(
+        Sum(
+            groups[chunk.group],
+            2 * (1 - 1 / groups[chunk.group].ranks) * (chunk.stop - chunk.start) * _ITEM_BYTES,
+        )
+        for chunk in chunks
+    )

@@ -1,0 +1,126 @@
+"""Plans in words: a table, the best first, and why the others lost."""
+
+from collections.abc import Sequence
+
+from moe_jax.plan.planner import Candidate, Plans
+
+_COLUMNS = (
+    "mesh",
+    "step",
+    "MFU",
+    "tokens/s",
+    "memory",
+    "exposed",
+    "schedule",
+    "exchange",
+    "what binds",
+    "why not first",
+)
+_SHOWN = 8
+
+
+def table(plans: Plans) -> str:
+    """The fastest way on each mesh."""
+    best = plans.best
+    rows = [_COLUMNS, *(_row(each, best) for each in plans.ranked[:_SHOWN])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    left = len(plans.ranked) - _SHOWN
+    return "\n".join([*lines, *([f"{left} more meshes are slower"] if left > 0 else [])])
+
+
+def refusals(plans: Plans, most: int = 4) -> str:
+    """Meshes that cannot work, and why."""
+    lines = [f"not {each.mesh}: {each.reason}" for each in plans.refused[:most]]
+    left = len(plans.refused) - most
+    return "\n".join([*lines, *([f"nor {left} more meshes"] if left > 0 else [])])
+
+
+def facts(plans: Plans) -> str:
+    """What the best plan costs."""
+    found, busy, memory = plans.best.estimate, plans.best.estimate.busy, plans.best.memory
+    device = plans.cluster.device
+    parts = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
+    lines = [
+        f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}",
+        f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
+        f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
+        f"{seconds(busy.exposed)} of communication exposed",
+        f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}",
+    ]
+    if found.joules_per_token is not None:
+        lines.append(f"energy      {found.joules_per_token:.3g} J per token, at full load of all devices")
+    if found.dollars_per_billion_tokens is not None:
+        lines.append(
+            f"cost        {found.dollars_per_billion_tokens:,.0f} $ per billion tokens, "
+            f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
+        )
+    return "\n".join(lines)
+
+
+def _links(plans: Plans) -> Sequence[str]:
+    return [f"{level.name} between {level.devices}" for level in plans.cluster.levels]
+
+
+def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
+    found = candidate.estimate
+    share = found.busy.exposed / max(found.busy.exchange + found.busy.sums, 1e-12)
+    return (
+        candidate.mesh,
+        seconds(found.step_s),
+        f"{found.mfu:.1%}",
+        f"{found.tokens_per_s:,.0f}",
+        gigabytes(candidate.memory.total),
+        f"{share:.0%}",
+        _schedule(candidate),
+        _exchange(candidate),
+        candidate.binds,
+        "" if candidate is best else _why_not(candidate, best),
+    )
+
+
+def _schedule(candidate: Candidate) -> str:
+    settings, parts = candidate.config.schedule, candidate.config.train.grad_accumulation
+    degrees = str(settings.microbatches)
+    if settings.backward_microbatches not in (None, settings.microbatches):
+        degrees += f"/{settings.backward_microbatches}"
+    if settings.expert_chunks > 1:
+        degrees += f" × {settings.expert_chunks}"
+    words = [settings.policy + (f" {degrees}" if settings.policy != "vanilla" else "")]
+    words += [f"chunks {settings.chunk_mb:g} MB"] if settings.chunk_mb else []
+    words += [f"remat {settings.remat}"] if settings.remat != "none" else []
+    words += [f"batch in {parts}"] if parts > 1 else []
+    words += ["sharded moments"] if candidate.config.optimizer.sharded else []
+    return ", ".join(words)
+
+
+def _exchange(candidate: Candidate) -> str:
+    settings, mesh = candidate.config.exchange, candidate.config.mesh
+    words = [candidate.estimate.algorithm if mesh.expert > 1 else "none"]
+    if mesh.tensor > 1:
+        words.append(
+            settings.tensor_form + (f" in {settings.tensor_chunks}" if settings.tensor_form in ("o2", "o3") else "")
+        )
+    return ", ".join(words)
+
+
+def _why_not(candidate: Candidate, best: Candidate) -> str:
+    """What it takes longer for than the best."""
+    own, other = candidate.estimate.busy, best.estimate.busy
+    more = {
+        "compute": own.compute - other.compute,
+        "exposed communication": own.exposed - other.exposed,
+        "optimiser": own.update - other.update,
+    }
+    name = max(more, key=lambda each: more[each])
+    ratio = candidate.estimate.step_s / best.estimate.step_s
+    return f"{ratio:.2f} ×: {seconds(more[name])} more {name}"
+
+
+def seconds(value: float) -> str:
+    """In a unit that fits."""
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

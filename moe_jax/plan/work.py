@@ -1,0 +1,53 @@
+"""What the tasks of a step compute and send: floating-point operations and bytes, from a config alone."""
+
+from typing import NamedTuple
+
+from moe_jax.config import Config, Model
+from moe_jax.plan.resources import attention_matrices
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Work(NamedTuple):
+    """Floating-point operations of one op forward, for one block and a device's tokens."""
+
+    products: float  # of matrix products with weights, whose backward pass has as many for each of two gradients
+    rest: float = 0.0  # of products of activations, whose backward pass has twice as many
+
+
+def work_of(config: Config, tokens: float) -> dict[str, Work]:
+    """Of each compute op, on a device that has `tokens` tokens."""
+    model, moe = config.model, config.model.moe
+    matrices = 3 if model.activation == "swiglu" else 2
+    attention = 2 * tokens * attention_matrices(model)
+    scores = 2 * tokens * config.data.seq_len * model.num_heads * (model.qk_width + model.v_width)
+    dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
+    shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
+    shared += dense if moe.dense_residual else 0
+    return {
+        "embed": Work(0.0),
+        "attend": Work(attention + shared, scores),
+        "dense": Work(attention + dense, scores),
+        "expert": Work(2 * expert_rows(model, tokens) * matrices * model.d_model * moe.hidden_dim),
+        "head": Work(2 * tokens * model.d_model * model.vocab_size),
+    }
+
+
+def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
+    """Rows that a device holds for all ranks, its own included, padding too: of one dispatch, or one combine."""
+    return _sent_rows(config, tokens, ranks) * config.model.d_model * ITEM_BYTES[config.train.compute_dtype]
+
+
+def expert_rows(model: Model, tokens: float) -> float:
+    """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
+    moe = model.moe
+    factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
+    return min(factor * moe.top_k, moe.num_experts) * tokens
+
+
+def _sent_rows(config: Config, tokens: float, ranks: int) -> float:
+    moe, factor = config.model.moe, config.exchange.buffer_factor
+    if not moe.sends_sized_rows or moe.num_experts == 0:
+        return expert_rows(config.model, tokens)
+    worst = ranks * min(moe.top_k, moe.num_experts // ranks)
+    return tokens * (worst if factor is None else min(factor * moe.top_k, worst))
