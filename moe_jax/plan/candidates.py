@@ -35,7 +35,7 @@ def on_meshes(config: Config, cluster: Cluster) -> Iterator[Config | Refused]:
                 continue
             sizes = {"data": cluster.devices // (tensor * expert), "expert": expert, "tensor": tensor}
             try:
-                found = with_settings(_vanilla(config), mesh=sizes)
+                found = with_settings(plain(config), mesh=sizes)
                 check_batch_split(found, sizes["data"] * expert)
             except ConfigError as error:
                 yield Refused(mesh_text(sizes), str(error))
@@ -45,7 +45,7 @@ def on_meshes(config: Config, cluster: Cluster) -> Iterator[Config | Refused]:
 
 def schedules(config: Config) -> Iterator[Config]:
     """Every policy and degree on the mesh of a config, forward and backward apart; with chunks of one size."""
-    yield _vanilla(config)
+    yield plain(config)
     for degree in divisors(MOST_MICROBATCHES)[1:]:
         yield _scheduled(config, "expert_pipeline", degree)
         if sequences(config) % degree == 0:
@@ -62,7 +62,8 @@ def first_schedule(config: Config) -> Config:
     return _scheduled(config, "unified", 2 if sequences(config) % 2 == 0 else 1)
 
 
-def _vanilla(config: Config) -> Config:
+def plain(config: Config) -> Config:
+    """Nothing scheduled."""
     settings = {"weight_grad": "inline", "grad_reduce": "end", "chunk_mb": None}
     uncut = {"microbatches": 1, "backward_microbatches": None, "expert_chunks": 1}
     return with_settings(config, schedule={"policy": "vanilla", **uncut, **settings})

@@ -245,6 +245,10 @@ class _Step:
             for kind, part in of_kind.items()
         }
         experts = of_kind.get("moe", Owned())
+        # autodiff's backward pass exchanges again what it does not keep, with nothing beside it
+        again = self.config.is_plain and self.config.schedule.remat != "none"
+        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
+        exchanged = 2 * self.exchange_seconds(own) if again else 0.0
         logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
         return {
             "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
@@ -255,6 +259,7 @@ class _Step:
                 self._weights(Owned(expert=experts.expert)),
                 [each * self._item * hidden / 3 for each in _ROW_PASSES],
                 op="expert",
+                again_s=exchanged,
             ),
             "head": self._task(work["head"], self._weights(owned[-1]), logits),
         }
@@ -273,15 +278,21 @@ class _Step:
         return times * self.fabric.ring(leaving, Group(self.tensor, 1))
 
     def _task(
-        self, work: Work, weights_s: float, moved: list[float], gathered_s: float = 0.0, op: str = "head"
+        self,
+        work: Work,
+        weights_s: float,
+        moved: list[float],
+        gathered_s: float = 0.0,
+        op: str = "head",
+        again_s: float = 0.0,
     ) -> Compute:
         """Seconds of one op, forward, backward and of weights; backward recomputes what `schedule.remat` says."""
         flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
         products_s, rest_s = work.products / flops, work.rest / flops
         forward_moved, backward_moved = (num_bytes / self.device.memory_bytes_per_s for num_bytes in moved)
-        again = 0.0
+        again = again_s
         if self.config.schedule.remat != "none" and op != "head":
-            again = rest_s + forward_moved
+            again += rest_s + forward_moved
             if self.config.schedule.remat == "full" or op == "expert":
                 again += products_s + gathered_s
         forward = products_s + rest_s + forward_moved + gathered_s

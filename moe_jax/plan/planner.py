@@ -17,6 +17,7 @@ from moe_jax.plan.candidates import (
     first_schedule,
     mesh_text,
     on_meshes,
+    plain,
     schedules,
     with_settings,
 )
@@ -101,20 +102,26 @@ def _fitting(config: Config, cluster: Cluster) -> Iterator[Candidate]:
         for remat in _REMATS:
             settings = with_settings(config, optimizer={"sharded": sharded}, schedule={"remat": remat})
             for parts in accumulations(settings):
-                chosen = first_schedule(parts)
-                memory = _memory(chosen, cluster)
-                if _fits(memory, cluster):
-                    squeezed = sharded or remat != "none" or parts.train.grad_accumulation > 1
-                    yield Candidate(estimate=estimate(chosen, cluster), memory=memory, squeezed=squeezed)
+                fitting = [each for each in _guesses(parts) if _fits(_memory(each, cluster), cluster)]
+                squeezed = sharded or remat != "none" or parts.train.grad_accumulation > 1
+                for each in fitting[:1]:
+                    memory = _memory(each, cluster)
+                    yield Candidate(estimate=estimate(each, cluster), memory=memory, squeezed=squeezed)
                     if not squeezed:
                         return
+                if fitting:
                     break
+
+
+def _guesses(config: Config) -> tuple[Config, Config]:
+    """Scheduled, which keeps what was exchanged, and plain, which exchanges again what it does not keep."""
+    return first_schedule(config), plain(config)
 
 
 def _least(config: Config, cluster: Cluster) -> StepMemory:
     """With all ways to save memory."""
     settings = with_settings(config, optimizer={"sharded": True}, schedule={"remat": "full"})
-    smallest = (_memory(first_schedule(parts), cluster) for parts in accumulations(settings))
+    smallest = (_memory(each, cluster) for parts in accumulations(settings) for each in _guesses(parts))
     return min(smallest, key=lambda memory: memory.total)
 
 
