@@ -176,6 +176,7 @@ class Schedule:
     policy: Literal["vanilla", "expert_pipeline", "unified"] = "vanilla"
     microbatches: int = 1  # unified: parts of a device's sequences; expert_pipeline: of the slots
     backward_microbatches: int | None = None  # null: as many; unified: a divisor
+    expert_chunks: int = 1  # unified: parts of a microbatch's slots, which exchanges and experts see one by one
     weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
     grad_reduce: Literal["end", "block", "chunked"] = "end"  # when gradients are summed over devices
     chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
@@ -228,6 +229,7 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; vectors are not decayed
     clip_norm: float | None = 1.0  # null: no clipping
+    sharded: bool = False  # moments cut over the devices that hold the same parameters (ZeRO, stage 1)
 
 
 @dataclass(frozen=True, kw_only=True)

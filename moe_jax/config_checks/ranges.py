@@ -41,6 +41,7 @@ _AT_LEAST: dict[str, float] = {
     "exchange.tensor_chunks": 1,
     "schedule.microbatches": 1,
     "schedule.backward_microbatches": 1,
+    "schedule.expert_chunks": 1,
     "schedule.unroll": 1,
     "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
     "data.seq_len": 2,

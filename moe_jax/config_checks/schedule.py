@@ -25,6 +25,12 @@ def check_schedule(config: "Config") -> None:
             f"schedule.backward_microbatches={backward} cannot be made of schedule.microbatches={parts}: "
             f"use {divisors_text(parts)}"
         )
+    if settings.policy != "unified" and settings.expert_chunks > 1:
+        cure = ", or schedule.microbatches, which cuts slots here" if settings.policy == "expert_pipeline" else ""
+        raise ConfigError(
+            f"schedule.expert_chunks={settings.expert_chunks} cuts microbatches, which schedule.policy="
+            f"{settings.policy} does not have: use schedule.policy=unified{cure}"
+        )
     if settings.chunk_mb is not None and settings.grad_reduce != "chunked":
         raise ConfigError(
             f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
@@ -69,6 +75,11 @@ def check_exchange(config: "Config") -> None:
         raise ConfigError(
             f"exchange.algorithm=ragged sends microbatches, which schedule.policy={config.schedule.policy} does not "
             "have: use schedule.policy=unified, or exchange.algorithm=auto"
+        )
+    if config.schedule.expert_chunks > 1:
+        raise ConfigError(
+            f"exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks="
+            f"{config.schedule.expert_chunks} cuts their slots: use 1, or exchange.algorithm=auto"
         )
     if not config.model.moe.sends_capacity_rows:
         raise ConfigError(

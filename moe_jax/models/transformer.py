@@ -109,7 +109,9 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     if config.exchange.algorithm != "auto":
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
-    ragged = platform != "cpu" and config.schedule.policy == "unified" and config.schedule.microbatches > 1
+    schedule = config.schedule
+    ragged = platform != "cpu" and schedule.policy == "unified" and schedule.microbatches > 1
+    ragged = ragged and schedule.expert_chunks == 1
     ragged = ragged and tensor_ranks == 1  # its lanes know no others
     moe = config.model.moe
     return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"

@@ -62,6 +62,8 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),
     )
 

@@ -45,6 +45,8 @@ class Outcome:
     compile_s: float
     argument_bytes: int
     temporary_bytes: int
+    result_bytes: int  # that do not take an argument's place
+    peak_bytes: int  # in use at once: less than the others together, which count gaps between buffers
     versions: dict[str, str]
 
 
@@ -59,7 +61,12 @@ class Compiled:
     predicted: Timeline | None  # of its schedule, tasks as long as in the program
 
 
-_UNMOVED = ["schedule.weight_grad=inline", "schedule.grad_reduce=end", "schedule.chunk_mb=null"]
+_UNMOVED = [
+    "schedule.expert_chunks=1",
+    "schedule.weight_grad=inline",
+    "schedule.grad_reduce=end",
+    "schedule.chunk_mb=null",
+]
 _BASELINES = {
     "vanilla": ["schedule.microbatches=1", "schedule.backward_microbatches=null", *_UNMOVED],
     "expert_pipeline": _UNMOVED,
@@ -97,7 +104,9 @@ def compile_variants(
     results = []
     for variant, overrides in variants.items():
         print(f"compiling {variant} for {target.name} …", file=sys.stderr, flush=True)
-        text, outcome = _compile(target, Job(target=target.name, config=config, overrides=overrides, options=options))
+        text, outcome = compile_job(
+            target, Job(target=target.name, config=config, overrides=overrides, options=options)
+        )
         if hlo_folder:
             (hlo_folder / f"{file_name(variant)}.hlo").write_text(text, encoding="utf-8")
             if outcome.schedule:
@@ -111,7 +120,8 @@ def file_name(variant: str) -> str:
     return re.sub(r"[^\w.=+-]", "_", variant)
 
 
-def _compile(target: Target, job: Job) -> tuple[str, Outcome]:
+def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
+    """Scheduled HLO and outcome, compiled in a process of its own. Raises CompileError."""
     with tempfile.TemporaryDirectory() as folder:
         stem = Path(folder) / "step"
         stem.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")

@@ -9,18 +9,28 @@ from moe_jax.schedule.play import interleave, play
 from moe_jax.schedule.policies import POLICIES
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import Parts, Shape
 from moe_jax.schedule.weight_grad import greedy
 
 
 def make_shape(
-    policy: str, kinds: Sequence[str], forward: int = 1, backward: int | None = None, **rest: object
+    policy: str,
+    kinds: Sequence[str],
+    forward: int = 1,
+    backward: int | None = None,
+    expert_chunks: int = 1,
+    **rest: object,
 ) -> Shape:
     """The shape of a policy's step, cut to the degree `forward` and `backward` (None: the same).
 
-    `rest` are other fields of Shape. Raises ScheduleError.
+    Exchanges and experts are cut `expert_chunks` times finer than the policy says. `rest` are other fields of Shape.
+    Raises ScheduleError.
     """
-    parts = _policy(policy).parts
+
+    def parts(degree: int) -> Parts:
+        microbatches, chunks = _policy(policy).parts(degree)
+        return Parts(microbatches, chunks * expert_chunks)
+
     degree = forward if backward is None else backward
     return Shape(kinds=tuple(kinds), forward=parts(forward), backward=parts(degree), **rest)  # type: ignore[arg-type]
 

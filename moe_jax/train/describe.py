@@ -5,8 +5,9 @@ import jax
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
-from moe_jax.parallel.mesh import Axis
-from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
+from moe_jax.models.transformer import Computation
+from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.setup import Run, compile_programs, open_run
 
@@ -18,14 +19,14 @@ def describe(run: Run) -> dict[str, str]:
     config, shape = run.config, run.trainer.mesh.shape
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
-    state = state_bytes_per_device(config.model, shape[Axis.EXPERT], shape[Axis.TENSOR])
+    memory = step_memory(config, Computation.of(config, run.trainer.mesh).platform, shape)
     return {
         "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
         "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
         "blocks": " ".join(config.model.block_kinds),
         "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
-        "their memory": f"{state / _MIB:,.1f} MiB per device, with the optimiser's moments",
+        "memory": _memory(memory),
         "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
         "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
     } | _trace(run)
@@ -43,6 +44,14 @@ def dry_run(config: Config) -> dict[str, str]:
         "temporaries": f"{memory.temp_size_in_bytes / _MIB:,.1f} MiB per device, as compiled",
         "step time": f"at least {floor_s:.3g} s: {flops:.3g} FLOP at the matrix rate measured here",
     }
+
+
+def _memory(memory: StepMemory) -> str:
+    """The largest parts of what is predicted."""
+    parts = {"state": memory.state, "kept activations": memory.activations, "gradients": memory.gradients}
+    parts |= {"head": memory.head, "a block at work": memory.working}
+    told = ", ".join(f"{name} {num_bytes / _MIB:,.1f}" for name, num_bytes in parts.items() if num_bytes)
+    return f"about {memory.total / _MIB:,.1f} MiB per device in a step: {told}"
 
 
 def _trace(run: Run) -> dict[str, str]:

@@ -83,6 +83,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         model.block_kinds,
         settings.microbatches,
         settings.backward_microbatches,
+        settings.expert_chunks,
         weight_grad=settings.weight_grad,
         grad_reduce=settings.grad_reduce,
         reductions=tuple(len(reduction.chunks) for reduction in reductions),

@@ -22,6 +22,7 @@ from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradien
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
 from moe_jax.schedule.xla_flags import compiler_options
+from moe_jax.train import zero
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
@@ -51,7 +52,9 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     """
     dims, shapes = param_dims(config.model), param_shapes(config.model)
     optimizer, specs = make_optimizer(config, dims), partitions(dims)
-    layout = {"step": REPLICATED, "params": specs, "optimizer": state_partitions(optimizer, shapes, specs)}
+    cuts = zero.cuts_of(shapes, specs, mesh.shape if config.optimizer.sharded else dict.fromkeys(mesh.shape, 1))
+    moments = state_partitions(optimizer, shapes, zero.part_specs(cuts, specs))
+    layout = {"step": REPLICATED, "params": specs, "optimizer": moments}
     placed = shardings(mesh, layout)
 
     def init() -> State:
@@ -70,12 +73,12 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
         norm = global_norm(grads, specs)
         factor = clip_factor(norm, config.optimizer.clip_norm)
-        updates, moments = optimizer.update(
-            jax.tree.map(lambda g: g * factor, grads), state["optimizer"], state["params"]
-        )
+        params = zero.own_parts(cuts, state["params"])
+        scaled = jax.tree.map(lambda g: g * factor, zero.own_parts(cuts, grads))
+        updates, moments = optimizer.update(scaled, state["optimizer"], params)
         new_state = {
             "step": state["step"] + 1,
-            "params": optax.apply_updates(state["params"], updates),
+            "params": zero.gathered(cuts, optax.apply_updates(params, updates)),
             "optimizer": moments,
         }
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)

@@ -72,6 +72,12 @@ SCHEDULE = [
         f"schedule.backward_microbatches=2 {PIPELINES}",
     ),
     (
+        "chunks of microbatches that there are not",
+        "schedule.policy=expert_pipeline schedule.expert_chunks=2",
+        "schedule.expert_chunks=2 cuts microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or schedule.microbatches, which cuts slots here",
+    ),
+    (
         "a backward pass cut where the forward pass is not",
         "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3",
         "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4",

@@ -40,6 +40,8 @@ def outcome(schedule: str | None = None) -> Outcome:
         compile_s=12.3,
         argument_bytes=3_100_000_000,
         temporary_bytes=4_600_000_000,
+        result_bytes=1_000,
+        peak_bytes=7_500_000_000,
         versions={"jax": "0.10.2"},
     )
 
@@ -84,6 +86,7 @@ def test_variants_are_policies_with_settings_of_their_own() -> None:
             "schedule.policy=vanilla",
             "schedule.microbatches=1",
             "schedule.backward_microbatches=null",
+            "schedule.expert_chunks=1",
             "schedule.weight_grad=inline",
             "schedule.grad_reduce=end",
             "schedule.chunk_mb=null",

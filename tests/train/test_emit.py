@@ -105,8 +105,23 @@ CASES += [
 ]
 
 
+# microbatches whose slots are cut
+CASES += [
+    {"policy": "unified", "microbatches": forward, "backward_microbatches": backward, "expert_chunks": chunks}
+    | {"mesh": (2, 4), "model": model}
+    | (USUAL if model == "tied" else USUAL | {"exchange": "background", "grad_reduce": "chunks", "remat": "full"})
+    for forward, backward, chunks, model in [
+        (1, None, 3, "slots"),
+        (2, None, 2, "dropless"),
+        (4, 2, 3, "tied"),
+        (2, 1, 2, "buffered"),
+    ]
+]
+
+
 def config_of(case: Case) -> Config:
-    schedule = {name: case[name] for name in (*CUTS[0], "weight_grad", "remat")} | GRAD_REDUCES[case["grad_reduce"]]
+    names = {*CUTS[0], "expert_chunks", "weight_grad", "remat"}
+    schedule = {name: value for name, value in case.items() if name in names} | GRAD_REDUCES[case["grad_reduce"]]
     model = {"exchange": {"buffer_factor": None}} | MODELS[case["model"]]
     exchange = {"algorithm": case["exchange"], "reduction": case["reduction"], **model.pop("exchange")}
     # 32 sequences: 4 for each of 8 devices

@@ -1,0 +1,139 @@
+"""What the blocks of a model keep for their backward pass, in bytes of one device, and what one of them works on.
+
+The values are those that jax stacks up for the backward loop, read off the traced step:
+- *all*: every value that a derivative reads. Plain steps, and scheduled ones on CPUs and GPUs.
+- *least*: a minimum cut of them (`train/residual_cut.py`). Scheduled steps on TPUs.
+- *dots*, *full*: what `schedule.remat` leaves. A plain step keeps the input of a period of blocks, a scheduled one that
+  of every task: rows are not sent again.
+
+T tokens of a device, n of them its tensor rank's own; D model width, H·K and G·K widths of its query and key heads,
+F hidden widths, all as its tensor rank has them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from moe_jax.config import Config, Model
+
+Mode = Literal["all", "least", "dots", "full"]
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_TILES = {"gpu": (64, 512), "tpu": (128, 512), "cpu": (8, 64)}  # of grouped products, see models/grouped_matmul.py
+_LANE_TILE = 8  # rows, see models/orders/irregular.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a block with experts, of all microbatches."""
+
+    sent: float  # to the experts, and back
+    computed: float  # that this rank's experts see, padding included
+    rare: float = 0.0  # room for those beyond the lanes of a ragged exchange
+    ragged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of what one device computes."""
+
+    item: int  # bytes of a number in the compute type
+    sequences: float
+    tokens: float
+    own_tokens: float
+    length: int
+    microbatches: int
+    heads: float
+    kv_heads: float
+    tensor: int
+    rows: Rows
+
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key, masked ones included."""
+        return self.sequences * self.heads * self.length**2
+
+
+def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
+    """For devices along each axis of `mesh`, none of them -1."""
+    model, schedule = config.model, config.schedule
+    tensor = mesh["tensor"]
+    sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
+    parts = schedule.microbatches if schedule.policy == "unified" else 1
+    return Sizes(
+        item=ITEM_BYTES[config.train.compute_dtype],
+        sequences=sequences,
+        tokens=sequences * config.data.seq_len,
+        own_tokens=sequences * config.data.seq_len / tensor,
+        length=config.data.seq_len,
+        microbatches=parts,
+        heads=model.num_heads / tensor,
+        kv_heads=model.kv_heads / tensor,
+        tensor=tensor,
+        rows=_rows(config, platform, mesh, parts, int(sequences * config.data.seq_len / tensor)),
+    )
+
+
+def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> Rows:
+    """Of a device with so many tokens of its own."""
+    moe, ranks, tensor = config.model.moe, mesh["expert"], mesh["tensor"]
+    if not moe.num_experts:
+        return Rows(sent=0, computed=0)
+    held, part = moe.num_experts // ranks, tokens // parts
+    if moe.capacity_factor is None:
+        own = config.data.seq_len // tensor
+        width = own * min(moe.top_k, held)
+        if config.exchange.buffer_factor is not None:
+            width = min(width, math.ceil(Fraction(str(config.exchange.buffer_factor)) * own * moe.top_k / ranks))
+        received = tensor * ranks * width * (part // own)
+        least, most = _TILES[platform]
+        tile = min(max(1 << (max(received // held, 1).bit_length() - 1), least), most)
+        padded = -(-(received + held * (tile - 1)) // tile) * tile
+        return Rows(sent=parts * received / tensor, computed=parts * padded)
+    slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
+    ragged = config.exchange.algorithm == "ragged" or (
+        config.exchange.algorithm == "auto" and platform != "cpu" and parts > 1 and tensor == 1 and moe.hooks == "none"
+    )
+    if not (ragged and moe.sends_capacity_rows):
+        sent = parts * moe.num_experts * min(slots, part)
+        return Rows(sent=sent, computed=tensor * sent)
+    most = ranks * min(slots, part)
+    lane = min(-(-slots * ranks // (parts * _LANE_TILE)) * _LANE_TILE, most)
+    return Rows(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
+
+
+def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: bool) -> float:
+    """By a block of this kind, `dense` or `moe`."""
+    moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
+    stream, stream_32 = own * model.d_model * item, own * model.d_model * 4
+    query, key = (sizes.tokens * heads * model.head_width for heads in (sizes.heads, sizes.kv_heads))
+    statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
+    hidden = (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim) / sizes.tensor
+    hidden_values = sizes.tokens * hidden * item
+    matrices = 2 if model.activation == "swiglu" else 1  # in front of the activation
+    rows, choices = sizes.rows, own * moe.top_k
+    if mode == "all":
+        total = sizes.pairs * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
+        total += 6 * stream_32 + stream + item * 2 * (query + key)
+        total += 12 * (query + key) if model.qk_norm else 0
+        total += 6 * hidden_values + (stream if hidden else 0)
+        total += 2 * gathered * model.d_model * item
+    elif mode == "least":
+        total = sizes.pairs * 4 + 2 * statistics + 2 * stream + item * 2 * (query + key)
+        total += item * (query + key) if model.qk_norm else 0
+        total += matrices * hidden_values + 2 * gathered * model.d_model * item
+    else:
+        total = stream  # a block's input, or what its MLP adds to that: a product
+        if mode == "dots":
+            total += stream + item * (query + 2 * key) + matrices * hidden_values
+    if kind == "dense" or (mode in ("dots", "full") and not scheduled):
+        return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
+    total += item * model.d_model * (rows.computed + rows.sent) + 4 * rows.sent  # received and returned rows, places
+    of_hidden = {"all": 6, "least": matrices}.get(mode, 0)
+    total += of_hidden * rows.computed * moe.hidden_dim / sizes.tensor * item
+    logits = 4 * own * moe.num_experts
+    total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
+    if rows.ragged:
+        total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask
+    return total

@@ -1,0 +1,39 @@
+"""Memory of a device by the formulas of the papers, to be held against what a compiler allocates.
+
+Both count mixed-precision Adam with a copy of the weights, 16 bytes for a parameter, and a head without logits.
+"""
+
+from collections.abc import Mapping
+
+from moe_jax.config import Config
+from moe_jax.plan.resources import count_parameters
+
+_PARAMETER_BYTES = 16  # 2 weight, 2 gradient, 4 master copy, 8 moments
+
+
+def piper_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Piper, equation 2, one stage: 64·M² + 48·E/EP·M·H + b·s·(12·M + 4·heads·s + 2·k·(3·H + M)) of each block.
+
+    b counts a device's sequences: its experts see as many rows of others as others see of its own.
+    """
+    model, moe, length = config.model, config.model.moe, config.data.seq_len
+    tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])
+    width = model.d_model
+    attention = 64 * width**2 + tokens * (12 * width + 4 * model.num_heads * length)
+    num_moe = model.block_kinds.count("moe")
+    experts = 48 * moe.num_experts / mesh["expert"] * width * moe.hidden_dim
+    experts += 2 * tokens * moe.top_k * (3 * moe.hidden_dim + width)
+    dense = 48 * width * model.hidden_dim + 2 * tokens * (3 * model.hidden_dim + width)
+    return model.num_layers * attention + num_moe * experts + (model.num_layers - num_moe) * dense
+
+
+def monta_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """MoNTA, section III: 16 bytes for a parameter, cut over tensor and expert ranks, and b·s·h·l·(13 + 21k + 5·a·s/h).
+
+    Tensor ranks share the activations, too.
+    """
+    model, counts, length = config.model, count_parameters(config.model), config.data.seq_len
+    tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])
+    weights = _PARAMETER_BYTES * (counts.total - counts.expert + counts.expert / mesh["expert"]) / mesh["tensor"]
+    of_token = (13 + 21 * model.moe.top_k) * model.d_model + 5 * model.num_heads * length
+    return weights + tokens * model.num_layers * of_token / mesh["tensor"]

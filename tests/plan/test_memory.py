@@ -1,0 +1,143 @@
+"""Predicted memory against the state's shapes, what traced steps stack, and what compilers allocated."""
+
+import dataclasses
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config_files import load_config
+from moe_jax.errors import ConfigError
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory_published import monta_bytes, piper_bytes
+from moe_jax.plan.resources import count_parameters
+from moe_jax.train.facts import Facts
+from moe_jax.train.step import make_trainer
+from tests.small import small_config
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "profiling" / "results").glob("memory_*.json"))
+SCHEDULED = {"policy": "unified", "weight_grad": "greedy"}
+# sizes of which no two are equal, so that no value passes for another
+MODEL = {"vocab_size": 64, "d_model": 104, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 30}
+
+
+def config_of(mesh: tuple[int, int, int] = (2, 4, 1), schedule: Any = None, **settings: Any) -> Config:
+    model = MODEL | {"hidden_dim": 92} | settings.pop("model", {})
+    moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 68, "every": 1, "capacity_factor": 1.25} | settings
+    data, expert, tensor = mesh
+    config = small_config(
+        data, expert, tensor=tensor, model=model, schedule=schedule, batch_size=2 * data * expert, seq_len=48, **moe
+    )
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
+
+
+def traced(config: Config) -> Any:
+    trainer = make_trainer(config, make_mesh(config.mesh))
+    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), np.int32)
+    return trainer.step.trace(trainer.state_shapes, tokens).jaxpr.jaxpr
+
+
+def stacked_bytes(jaxpr: Any) -> int:
+    """What the forward loop over blocks stacks up: the largest results of a loop that runs upwards."""
+    most = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and not eqn.params["reverse"] and eqn.params["length"] > 1:
+            results = eqn.outvars[eqn.params["num_carry"] :]
+            most = max(most, sum(var.aval.size * var.aval.dtype.itemsize for var in results))
+        for inner in jaxprs_in_params(eqn.params):
+            most = max(most, stacked_bytes(inner))
+    return most
+
+
+_MIXED = {"every": 2, "num_shared_experts": 1, "model": {"num_layers": 6, "qk_norm": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": _MIXED,
+    "plain dots": _MIXED | {"schedule": {"remat": "dots"}},
+    "plain full": {"schedule": {"remat": "full"}, "mesh": (2, 2, 2)},
+    "dense": {"mesh": (8, 1, 1), "num_experts": 0, "model": {"activation": "gelu"}},
+    "dropless": {"capacity_factor": None},
+    "scheduled": {"schedule": SCHEDULED | {"microbatches": 2}, "mesh": (2, 2, 2)},
+    "scheduled full": {"schedule": SCHEDULED | {"remat": "full"}},
+    "least": _MIXED | {"schedule": SCHEDULED},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(**CASES[name])
+    platform = "cpu"
+    if name.startswith("least"):  # as on TPUs
+        monkeypatch.setattr(Facts, "keeps_least", True)
+        platform = "tpu"
+    stacked = stacked_bytes(traced(config))
+    memory = step_memory(config, platform)
+    assert memory.moment != "update", "activations are counted"
+    assert memory.activations == pytest.approx(stacked, rel=0.03)
+
+
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2)])
+def test_the_state_is_exact(mesh: tuple[int, int, int]) -> None:
+    config = config_of(mesh, num_shared_experts=1)
+    state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
+    arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
+    assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
+
+
+def test_what_saves_memory_does_so_in_the_model() -> None:
+    def temporaries(**schedule: Any) -> int:
+        memory = step_memory(config_of(model={"num_layers": 32}, schedule=schedule), "gpu")
+        return memory.total - memory.state
+
+    assert temporaries(remat="full") < temporaries(remat="dots") < temporaries()
+    by_platform = [step_memory(config_of(schedule=SCHEDULED), name).activations for name in ("tpu", "gpu")]
+    assert by_platform[0] < by_platform[1], "the minimum cut keeps less"
+
+
+def test_an_axis_of_open_size_is_told() -> None:
+    config = dataclasses.replace(config_of(), mesh=Mesh(data=-1, expert=4))
+    with pytest.raises(ConfigError, match=r"mesh\.data=-1 leaves memory open: say how many"):
+        step_memory(config, "tpu")
+    assert step_memory(config, "tpu", {**config.mesh.sizes, "data": 2}).total == step_memory(config_of(), "tpu").total
+
+
+def test_published_formulas_are_those_of_the_papers() -> None:
+    """By hand, for one block of width 4 with two experts of width 8 on two ranks, one head, 16 tokens of a device."""
+    model = Model(
+        d_model=4,
+        num_heads=1,
+        num_layers=1,
+        vocab_size=2,
+        moe=MoE(num_experts=2, top_k=2, hidden_dim=8),
+    )
+    config = Config(model=model, mesh=Mesh(data=1, expert=2), data=Data(seq_len=16), train=Train(batch_size=2))
+    sizes = {"data": 1, "expert": 2, "tensor": 1}
+    experts, activations = 48 * 4 * 8, 16 * (12 * 4 + 4 * 16 + 2 * 2 * (3 * 8 + 4))
+    assert piper_bytes(config, sizes) == 64 * 16 + experts + activations
+    counts = count_parameters(model)
+    weights = 16 * (counts.total - 3 * 4 * 8)
+    assert monta_bytes(config, sizes) == weights + 16 * ((13 + 42) * 4 + 5 * 16)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_what_compilers_allocated_is_predicted(path: Path) -> None:
+    """Median error at most 5 %, and never more than 8 % too little."""
+    platform = "gpu" if path.stem.endswith("h100") else "tpu"
+    errors = []
+    for case in json.loads(path.read_text())["cases"].values():
+        config = load_config(str(ROOT / "configs" / "bench" / "fine_grained.yaml"), case["settings"].split())
+        errors.append(
+            step_memory(config, platform).total
+            / sum(case[f"{part}_bytes"] for part in ("argument", "temporary", "result"))
+            - 1
+        )
+    assert statistics.median(map(abs, errors)) <= 0.05
+    assert min(errors) >= -0.08
