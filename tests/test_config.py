@@ -127,6 +127,14 @@ REFUSED = {
         "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
         "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
     ),
+    "schedule.policy=expert_pipeline schedule.expert_chunks=2": (
+        "schedule.expert_chunks=2 cuts microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or schedule.microbatches, which cuts slots here"
+    ),
+    "schedule.policy=unified schedule.expert_chunks=2 exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks=2 cuts their slots: "
+        "use 1, or exchange.algorithm=auto"
+    ),
     "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score": (
         "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
         "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position"
