@@ -25,20 +25,63 @@ def rope(x_NK, theta):
     return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
 
 
-def attention(p, x_ND, model: Model):
+def attention(p, x_ND, model: Model, block: int):
     """One sequence, one head at a time."""
-    n = x_ND.shape[0]
     h = norm(x_ND, p["norm"], model.norm_eps)
-    out = 0.0
+    heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
+    out = p["out_bias"] if model.attention.bias else 0.0
+    for head, (q, k, v) in enumerate(heads):
+        score = jnp.where(visible(len(x_ND), model, block), q @ k.T / math.sqrt(q.shape[-1]), -jnp.inf)
+        if model.attention.sinks:
+            score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
+        out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ p["out"][head]
+    return out
+
+
+def visible(n, model: Model, block: int):
+    """Which tokens (columns) a token (row) sees."""
+    window, full_every = model.attention.window, model.attention.full_every
+    causal = np.tri(n, dtype=bool)
+    if window is None or (full_every and (block + 1) % full_every == 0):
+        return causal
+    return causal & ~np.tri(n, k=-window, dtype=bool)
+
+
+def turned(x_NK, model: Model, block: int):
+    every = model.attention.nope_every
+    return x_NK if every and (block + 1) % every == 0 else rope(x_NK, model.rope_theta)
+
+
+def grouped_heads(p, h, model: Model, block: int):
+    """Query, key and value of each head."""
+    q, k, v = (jnp.einsum("nd,dhk->hnk", h, p[name]) for name in ("query", "key", "value"))
+    if model.attention.bias:
+        q, k, v = (x + p[f"{name}_bias"][:, None] for x, name in ((q, "query"), (k, "key"), (v, "value")))
+    if model.qk_norm and model.qk_norm_over == "projection":
+        q, k = (norm_all(x, p[f"{name}_norm"], model.norm_eps) for x, name in ((q, "query"), (k, "key")))
+    elif model.qk_norm:
+        q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
     for head in range(model.num_heads):
         shared = head * model.kv_heads // model.num_heads
-        q, k, v = h @ p["query"][:, head], h @ p["key"][:, shared], h @ p["value"][:, shared]
-        if model.qk_norm:
-            q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
-        q, k = rope(q, model.rope_theta), rope(k, model.rope_theta)
-        score = jnp.where(np.tri(n, dtype=bool), q @ k.T / math.sqrt(model.head_width), -jnp.inf)
-        out += jax.nn.softmax(score) @ v @ p["out"][head]
-    return out
+        yield turned(q[head], model, block), turned(k[shared], model, block), v[shared]
+
+
+def norm_all(x_HNK, scale_HK, eps):
+    """All heads of a token as one vector."""
+    flat = x_HNK.swapaxes(0, 1).reshape(x_HNK.shape[1], -1)
+    return norm(flat, scale_HK.ravel(), eps).reshape(-1, *scale_HK.shape).swapaxes(0, 1)
+
+
+def latent_heads(p, h, model: Model, block: int):
+    """The same from latents: the last features of a query are rotated, and those of all keys are one vector."""
+    plain = model.latent.qk_nope_head_dim
+    c_q = norm(h @ p["query_latent"], p["query_latent_norm"], model.norm_eps) if model.latent.q_lora_rank else h
+    c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], model.norm_eps)
+    for head in range(model.num_heads):
+        q = c_q @ p["query"][:, head]
+        q = jnp.concatenate([q[:, :plain], turned(q[:, plain:], model, block)], axis=-1)
+        k = jnp.concatenate([c_kv @ p["key"][:, head], turned(h @ p["rope_key"], model, block)], axis=-1)
+        yield q, k, c_kv @ p["value"][:, head]
 
 
 def mlp(p, x):
@@ -141,8 +184,8 @@ def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor
     """The loss of the whole batch, and its parts and what the routers counted by name."""
     x = params["embedding"][token_BN1[:, :-1]]
     balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
-    for p in block_params(params, model):
-        x = x + jax.vmap(lambda sequence, p=p: attention(p["attention"], sequence, model))(x)
+    for block, p in enumerate(block_params(params, model)):
+        x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
         h = norm(x, p["norm"], model.norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)

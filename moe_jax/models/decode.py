@@ -1,6 +1,6 @@
-"""Sampling text, one token at a time, with cached keys and values; runs inside `shard_map` over one device.
+"""Sampling text, one token at a time, with cached keys and values or latents; runs inside `shard_map` over one device.
 
-B sequences, S tokens in the cache, H query heads, G key/value heads, K head width, D model width, V vocabulary.
+B sequences, S tokens in the cache, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.config import Model
 from moe_jax.models import moe as moe_layer
-from moe_jax.models.attention import output, project
+from moe_jax.models.attention import attend_next, form_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.parameters import block_params
 from moe_jax.models.transformer import Computation, unembed
 
-Cache = list[tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]]
+Cache = list[Any]  # of each block
 
 
 def sample(
@@ -35,9 +35,8 @@ def sample(
     """
     model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=None, order="sort"))
     batch, length = prompt_BS.shape
-    shape = (batch, length, model.kv_heads, model.head_width)
     blocks = block_params(params, model)
-    cache: Cache = [(jnp.zeros(shape, how.dtype), jnp.zeros(shape, how.dtype)) for _ in blocks]
+    cache: Cache = [form_of(model).first_cache(model, batch, length, how.dtype) for _ in blocks]
 
     def step(carry: tuple[Cache, jax.Array], position: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
         cache, sampled_B = carry
@@ -63,16 +62,11 @@ def _next_logits(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
     x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(how.dtype)
-    position_B1 = jnp.full((x_B1D.shape[0], 1), position)
-    seen = (jnp.arange(cache[0][0].shape[1]) <= position)[None, None, None, :]
     updated: Cache = []
-    for p, (keys, values) in zip(blocks, cache, strict=True):
-        h_B1D = rms_norm(x_B1D, p["attention"]["norm"], model.norm_eps)
-        query, key, value = project(p["attention"], h_B1D, position_B1, model)
-        keys = jax.lax.dynamic_update_slice_in_dim(keys, key, position, axis=1)
-        values = jax.lax.dynamic_update_slice_in_dim(values, value, position, axis=1)
-        updated.append((keys, values))
-        x_B1D += output(p["attention"], jax.nn.dot_product_attention(query, keys, values, mask=seen))
+    for p, view, of_block in zip(blocks, model.views, cache, strict=True):
+        y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
+        updated.append(of_block)
+        x_B1D += y_B1D
         h_BD = rms_norm(x_B1D, p["norm"], model.norm_eps)[:, 0]
         x_B1D += _feed_forward(p, h_BD, model, how)[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated

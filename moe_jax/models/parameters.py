@@ -4,7 +4,9 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
 """
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.config import Model
+from moe_jax.config import Model, View
 from moe_jax.parallel.sharding import Dims
 
 Params = dict[Any, Any]
@@ -22,25 +24,33 @@ _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any oth
 
 @dataclass(frozen=True)
 class Segment:
-    """`repeats` periods, each of blocks of these `kinds`."""
+    """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
 
     kinds: tuple[str, ...]
+    views: tuple[View, ...]
     repeats: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[str, View]], repeats: int) -> "Segment":
+        """Of the blocks of one period."""
+        return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
 
 
 def segments(model: Model) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
-    kinds, moe = model.block_kinds, model.moe
-    if moe.num_experts == 0:
-        return (Segment(kinds=("dense",), repeats=model.num_layers),)
-    bottom, period = moe.first_dense_blocks, moe.every
-    repeats, rest = divmod(model.num_layers - bottom, period)
-    runs = (
-        Segment(kinds=("dense",), repeats=bottom),
-        Segment(kinds=kinds[bottom : bottom + period], repeats=repeats),
-        Segment(kinds=("dense",), repeats=rest),
-    )
-    return tuple(run for run in runs if run.repeats)
+    blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
+    of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
+    bottom = moe.first_dense_blocks if moe.num_experts else model.num_layers
+    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.every)))
+
+
+def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
+    """Whole periods, and what is left as runs of equal blocks."""
+    repeats = len(blocks) // period
+    if repeats:
+        yield Segment.of(blocks[:period], repeats)
+    for block, run in itertools.groupby(blocks[repeats * period :]):
+        yield Segment.of([block], len(list(run)))
 
 
 class _Declare:
@@ -59,26 +69,69 @@ class _Declare:
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.ones(shape), dims=names)
 
+    def offset(self, **dims: int) -> nnx.Param:
+        """Zeros, to be added."""
+        shape, names = self._stacked(dims)
+        return nnx.Param(jnp.zeros(shape), dims=names)
+
     def _stacked(self, dims: dict[str, int]) -> tuple[tuple[int, ...], Dims]:
         if self._repeats is None:
             return tuple(dims.values()), tuple(dims)
         return (self._repeats, *dims.values()), ("layers", *dims)
 
 
-class Attention(nnx.Module):
+def _output_matrix(model: Model, declare: _Declare) -> nnx.Param:
+    """From values of heads to the model width."""
+    std = (model.num_heads * model.v_width * 2 * model.num_layers) ** -0.5
+    return declare.matrix(std, heads=model.num_heads, head=model.v_width, model=model.d_model)
+
+
+class GroupedAttention(nnx.Module):
     """Projections of grouped-query attention."""
 
     def __init__(self, model: Model, declare: _Declare):
-        width, out_std = model.head_width, (model.num_heads * model.head_width * 2 * model.num_layers) ** -0.5
-        in_std = model.d_model**-0.5
+        width, in_std = model.head_width, model.d_model**-0.5
         self.norm = declare.scale(model=model.d_model)
         self.query = declare.matrix(in_std, model=model.d_model, heads=model.num_heads, head=width)
         self.key = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
         self.value = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
-        self.out = declare.matrix(out_std, heads=model.num_heads, head=width, model=model.d_model)
+        self.out = _output_matrix(model, declare)
+        queries, keys = {"heads": model.num_heads, "head": width}, {"kv_heads": model.kv_heads, "head": width}
+        if model.attention.bias:
+            self.query_bias = declare.offset(**queries)
+            self.key_bias = declare.offset(**keys)
+            self.value_bias = declare.offset(**keys)
+            self.out_bias = declare.offset(model=model.d_model)
         if model.qk_norm:
-            self.query_norm = declare.scale(head=width)
-            self.key_norm = declare.scale(head=width)
+            of_all = model.qk_norm_over == "projection"
+            self.query_norm = declare.scale(**(queries if of_all else {"head": width}))
+            self.key_norm = declare.scale(**(keys if of_all else {"head": width}))
+        if model.attention.sinks:
+            self.sink = declare.offset(heads=model.num_heads)
+
+
+class LatentAttention(nnx.Module):
+    """Projections to and from the latents of multi-head latent attention."""
+
+    def __init__(self, model: Model, declare: _Declare):
+        d, heads, latent = model.d_model, model.num_heads, model.latent
+        rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
+        assert rank is not None, "a model with latents"
+        self.norm = declare.scale(model=d)
+        source = {"model": d}
+        if q_rank is not None:
+            self.query_latent = declare.matrix(d**-0.5, model=d, latent=q_rank)
+            self.query_latent_norm = declare.scale(latent=q_rank)
+            source = {"latent": q_rank}
+        self.query = declare.matrix((q_rank or d) ** -0.5, **source, heads=heads, head=model.qk_width)
+        self.kv_latent = declare.matrix(d**-0.5, model=d, latent=rank)
+        self.kv_latent_norm = declare.scale(latent=rank)
+        self.rope_key = declare.matrix(d**-0.5, model=d, head=latent.qk_rope_head_dim)
+        self.key = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=latent.qk_nope_head_dim)
+        self.value = declare.matrix(rank**-0.5, latent=rank, heads=heads, head=model.v_width)
+        self.out = _output_matrix(model, declare)
+        if model.attention.sinks:
+            self.sink = declare.offset(heads=heads)
 
 
 class MLP(nnx.Module):
@@ -108,7 +161,7 @@ class Block(nnx.Module):
     """Attention, then an MLP or an MoE layer."""
 
     def __init__(self, kind: str, model: Model, declare: _Declare):
-        self.attention = Attention(model, declare)
+        self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
         self.norm = declare.scale(model=model.d_model)
         if kind == "moe":
             self.moe = MoELayer(model, declare)

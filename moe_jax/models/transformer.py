@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Config, Exchange, Model
+from moe_jax.config import Config, Exchange, Model, View
 from moe_jax.config_checks import check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import hop_by_hop
@@ -84,12 +84,6 @@ class Computation:
 def _check_built(model: Model) -> None:
     """Raise ConfigError for what is only counted so far."""
     counted = {
-        "latent.kv_lora_rank": model.has_latents,
-        "qk_norm_over": model.qk_norm and model.qk_norm_over == "projection",
-        "attention.bias": model.attention.bias,
-        "attention.sinks": model.attention.sinks,
-        "attention.window": model.attention.window is not None,
-        "attention.nope_every": model.attention.nope_every is not None,
         "moe.dense_residual": model.moe.dense_residual,
         "moe.bias": model.moe.bias,
     }
@@ -127,13 +121,13 @@ class Routed(NamedTuple):
 
 
 def attend_and_route(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, room: Room | None = None, ragged: bool = False
+    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, room: Room | None = None, ragged: bool = False
 ) -> Routed:
     """Attention, shared experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
 
     `ragged`: the rows are for an irregular exchange.
     """
-    x_BND = x_BND + attend(params["attention"], x_BND, model)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
@@ -149,9 +143,9 @@ def rejoin(
     return x_BND + moe_layer.combine(returned, ticket, model.moe, ragged).reshape(x_BND.shape)
 
 
-def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N D"]:
+def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View) -> Float[Array, "B N D"]:
     """One block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
 
 
@@ -161,15 +155,15 @@ def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N
 
 
 def block(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, how: Computation
+    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, how: Computation
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
-        return dense_block(params, x_BND, model), None
+        return dense_block(params, x_BND, model, view), None
     length, ranks = x_BND.shape[1], jax.lax.axis_size(Axis.EXPERT)
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, room)
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, room)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 
 
@@ -218,8 +212,8 @@ def _run_segment(
 
     def period(x_BND: jax.Array, params: Any) -> tuple[jax.Array, list[RouterStats]]:
         stats = []
-        for place in range(len(segment.kinds)):
-            x_BND, block_stats = block(params[place], x_BND, model, how)
+        for place, view in enumerate(segment.views):
+            x_BND, block_stats = block(params[place], x_BND, model, view, how)
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 

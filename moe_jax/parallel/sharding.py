@@ -21,6 +21,7 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "vocab": (),
     "model": (),
     "head": (),
+    "latent": (),  # every tensor rank makes those of its own tokens
     "choices": (),  # experts as the router's outputs
 }
 

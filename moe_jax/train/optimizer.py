@@ -6,7 +6,7 @@ import jax
 import optax
 
 from moe_jax.config import Config
-from moe_jax.parallel.sharding import REPLICATED, map_dims
+from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -27,7 +27,7 @@ def learning_rate(config: Config) -> optax.Schedule:
 def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
     """AdamW. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not."""
     settings = config.optimizer
-    is_matrix = map_dims(lambda names: len([name for name in names if name != "layers"]) > 1, dims)
+    is_matrix = map_dims(_is_matrix, dims)
     return optax.adamw(
         learning_rate(config),
         b1=settings.beta1,
@@ -36,6 +36,11 @@ def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
         weight_decay=settings.weight_decay,
         mask=is_matrix,
     )
+
+
+def _is_matrix(dims: Dims) -> bool:
+    """Whether an array leads from one space to another; heads with their width are one, layers and experts none."""
+    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
 
 
 def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs: Any) -> Any:

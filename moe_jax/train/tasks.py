@@ -107,15 +107,16 @@ class Tasks:
     def _attend(self, action: Action) -> None:
         facts, block = self.facts, action.block
         model, weights = facts.config.model, self.blocks[block]
+        view = model.views[block]
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model))
+                function = self._remat(partial(dense_block, model=model, view=view))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue
             function = self._remat(
-                partial(attend_and_route, model=model, room=self._room(block, r), ragged=facts.ragged)
+                partial(attend_and_route, model=model, view=view, room=self._room(block, r), ragged=facts.ragged)
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats

@@ -6,9 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Mesh, Model, MoE
+from moe_jax.config import Attention, Latent, Mesh, Model, MoE
 from moe_jax.models.decode import sample
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.mesh import make_mesh
@@ -45,14 +46,37 @@ def logits_of(params, token_BN, model=MODEL):
     return on_one_device(lambda p, t: forward(p, t, model, HOW)[0])(params, token_BN)
 
 
-def test_greedy_decoding_follows_the_forward_pass():
-    params = jax.tree.map(lambda x: 3 * x, first_params(MODEL))  # sharper, so that no two logits tie
+LATENT = dataclasses.replace(
+    MODEL,
+    num_kv_heads=None,
+    qk_norm=False,
+    latent=Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+)
+MODELS = {
+    "grouped": MODEL,
+    "windows-and-no-rope": dataclasses.replace(
+        MODEL, qk_norm_over="projection", attention=Attention(window=3, full_every=3, nope_every=2)
+    ),
+    "sinks-and-biases": dataclasses.replace(MODEL, qk_norm=False, attention=Attention(bias=True, sinks=True, window=4)),
+    "latents": LATENT,
+    "latents-sinks-window": dataclasses.replace(
+        LATENT,
+        latent=dataclasses.replace(LATENT.latent, q_lora_rank=None),
+        attention=Attention(sinks=True, window=4, nope_every=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_decoding_follows_the_forward_pass(name):
+    model = MODELS[name]
+    params = jax.tree.map(lambda x: 3 * x, first_params(model))  # sharper, so that no two logits tie
     prompt = np.zeros((2, 12), np.int32)
     prompt[:, :4] = np.random.default_rng(0).integers(0, 32, (2, 4))
-    run = on_one_device(functools.partial(sample, model=MODEL, how=HOW))
+    run = on_one_device(functools.partial(sample, model=model, how=HOW))
     text = run(params, prompt, np.int32(4), jax.random.key(0), np.float32(0))
     np.testing.assert_array_equal(text[:, :4], prompt[:, :4], err_msg="the prompt is kept")
-    best = logits_of(params, text).argmax(axis=-1)
+    best = logits_of(params, text, model).argmax(axis=-1)
     np.testing.assert_array_equal(text[:, 4:], best[:, 3:-1], err_msg="each token is the likeliest after those before")
 
 
@@ -67,11 +91,13 @@ def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
     assert (texts[0] != texts[2]).any()
 
 
-def test_no_logit_sees_a_later_token():
+@pytest.mark.parametrize("name", MODELS)
+def test_no_logit_sees_a_later_token(name):
     """Causality, with experts: dropless, since later tokens never take an earlier token's slot."""
-    params = first_params(MODEL)
+    model = MODELS[name]
+    params = first_params(model)
     token_BN = jnp.array(np.random.default_rng(0).integers(0, 32, (2, 10)), jnp.int32)
     changed = token_BN.at[:, 6:].set((token_BN[:, 6:] + 1) % 32)
-    before, after = logits_of(params, token_BN), logits_of(params, changed)
+    before, after = (logits_of(params, tokens, model) for tokens in (token_BN, changed))
     np.testing.assert_allclose(before[:, :6], after[:, :6], rtol=1e-5, atol=1e-6)
     assert (jnp.abs(before[:, 6:] - after[:, 6:]).max(axis=-1) > 1e-3).all()

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Mesh, Model, MoE
+from moe_jax.config import Attention, Mesh, Model, MoE
 from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes, segments
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import partitions, shardings
@@ -19,11 +19,20 @@ PATTERNS = [
 ]
 
 
+VIEWS = [Attention(), Attention(window=4, full_every=2), Attention(window=4, full_every=3, nope_every=4)]
+
+
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
-def test_segments_are_the_blocks_in_order(num_layers, moe):
-    model = Model(num_layers=num_layers, moe=moe)
-    kinds = [kind for segment in segments(model) for _ in range(segment.repeats) for kind in segment.kinds]
-    assert tuple(kinds) == model.block_kinds
+@pytest.mark.parametrize("attention", VIEWS)
+def test_segments_are_the_blocks_in_order(num_layers, moe, attention):
+    model = Model(num_layers=num_layers, moe=moe, attention=attention)
+    blocks = [
+        block
+        for segment in segments(model)
+        for _ in range(segment.repeats)
+        for block in zip(segment.kinds, segment.views, strict=True)
+    ]
+    assert blocks == list(zip(model.block_kinds, model.views, strict=True))
 
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)

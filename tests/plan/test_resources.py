@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from moe_jax.config import Mesh, Model, MoE
+from moe_jax.config import Attention, Latent, Mesh, Model, MoE
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
@@ -15,6 +15,9 @@ MODELS = [
     Model(moe=MoE(num_experts=0)),
     Model(tie_embeddings=True, qk_norm=True, activation="gelu"),
     Model(num_kv_heads=2, head_dim=32, num_layers=5, moe=MoE(first_dense_blocks=1, every=2, num_shared_experts=2)),
+    Model(latent=Latent(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
+    Model(latent=Latent(kv_lora_rank=24)),
+    Model(qk_norm=True, qk_norm_over="projection", num_kv_heads=2, attention=Attention(bias=True, sinks=True)),
 ]
 
 
@@ -27,8 +30,16 @@ def test_counts_equal_the_declared_parameters(model):
 
 
 @pytest.mark.parametrize(("data", "expert", "tensor"), [(2, 4, 1), (2, 2, 2)])
-def test_state_bytes_equal_the_real_state(data, expert, tensor):
-    config = small_config(data, expert, tensor=tensor, num_shared_experts=1)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"num_kv_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)},
+        {"qk_norm": True, "qk_norm_over": "projection", "attention": Attention(bias=True, sinks=True)},
+    ],
+)
+def test_state_bytes_equal_the_real_state(data, expert, tensor, model):
+    config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model=model)
     state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).init())
     largest = sum(x.addressable_shards[0].data.nbytes for x in state if x.ndim)
     assert state_bytes_per_device(config.model, expert, tensor) == largest

@@ -1,0 +1,99 @@
+"""Grouped-query attention.
+
+B sequences, N tokens, D model width, H query heads, G key/value heads, K head width; of t tensor ranks each has n = N/t
+tokens of a sequence, and computes with H/t and G/t of the heads. S tokens in the cache.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.config import Model, View
+from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.layers import rms_norm, rotate
+from moe_jax.parallel.tensor_axis import gathered
+
+Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
+
+
+def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B N H K"]:
+    """The values that each head saw."""
+    h_BND = gathered(h_BnD, 1)
+    positions = jnp.broadcast_to(jnp.arange(h_BND.shape[1]), h_BND.shape[:2])
+    query, key, value = _project(params, h_BND, positions, model, view)
+    if view.window is None and "sink" not in params:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))
+
+
+def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
+    """Keys and values."""
+    shape = (batch, length, model.kv_heads, model.head_width)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def next_heads(
+    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model, view: View
+) -> tuple[Float[Array, "B 1 H K"], Cache]:
+    """The values that each head of one more token saw."""
+    query, key, value = _project(params, h_B1D, jnp.full((h_B1D.shape[0], 1), position), model, view)
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
+        for old, new in zip(cache, (key, value), strict=True)
+    )
+    seen = seen_before(position[None], jnp.arange(keys.shape[1]), view.window)
+    return _seen(params, query, keys, values, seen), (keys, values)
+
+
+def _seen(
+    params: Any,
+    query: Float[Array, "B N H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    seen_NS: Bool[Array, "N S"],
+) -> Float[Array, "B N H K"]:
+    if "sink" in params:
+        return weighted_values(query, key, value, seen_NS, query.shape[-1] ** -0.5, params["sink"])
+    return jax.nn.dot_product_attention(query, key, value, mask=seen_NS[None, None])
+
+
+def _project(
+    params: Any, h_BND: Float[Array, "B N D"], position_BN: Int[Array, "B N"], model: Model, view: View
+) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
+    """Normed and rotated queries and keys, and values."""
+
+    def projection(name: str) -> jax.Array:
+        y = jnp.einsum("bnd,dhk->bnhk", h_BND, params[name].astype(h_BND.dtype))
+        return y + params[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in params else y
+
+    query, key, value = map(projection, ("query", "key", "value"))
+    if model.qk_norm:
+        query, key = _NORMS[model.qk_norm_over](query, key, params, model)
+    if view.rope:
+        query, key = (rotate(x, position_BN, model.rope_theta) for x in (query, key))
+    return query, key, value
+
+
+def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: Model) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm of each head."""
+    eps = model.norm_eps
+    return rms_norm(query, params["query_norm"], eps), rms_norm(key, params["key_norm"], eps)
+
+
+def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: Model) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm of all heads together, those of other tensor ranks included."""
+    wide = [x.astype(jnp.float32) for x in (query, key)]
+    own_BN2 = jnp.stack([jnp.square(x).sum(axis=(-2, -1)) for x in wide], axis=-1)
+    square_BN2 = gathered(own_BN2[None], 0).sum(axis=0)
+    width_2 = jnp.array([model.num_heads, model.kv_heads]) * model.head_width
+    inverse_rms = jax.lax.rsqrt(square_BN2 / width_2 + model.norm_eps)
+    query_HK, key_GK = params["query_norm"], params["key_norm"]
+    return (
+        (wide[0] * inverse_rms[..., :1, None] * query_HK).astype(query.dtype),
+        (wide[1] * inverse_rms[..., 1:, None] * key_GK).astype(key.dtype),
+    )
+
+
+_NORMS = {"head": _norm_heads, "projection": _norm_projections}

@@ -1,0 +1,96 @@
+"""Multi-head latent attention (DeepSeek-V2 2024, section 2.1).
+
+B sequences, N tokens, D model width, H heads; R and Q widths of the latents of keys and values and of queries; K width
+of a head's query and key where they are not rotated, P where they are, V of its value. Of t tensor ranks each has
+n = N/t tokens of a sequence, makes their latents, and computes with H/t heads. S tokens in the cache.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import Model, View
+from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.layers import matmul, rms_norm, rotate
+from moe_jax.parallel.tensor_axis import gathered
+
+Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
+
+
+def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B N H V"]:
+    """The values that each head saw."""
+    parts = _latents(params, h_BnD, model)
+    ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
+    # latents are short: they are gathered, not what they are made of
+    query_BNQ, latent_BNR, key_BNP = jnp.split(gathered(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
+    position_BN = jnp.broadcast_to(jnp.arange(key_BNP.shape[1]), key_BNP.shape[:2])
+    plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
+    key_BNHP = jnp.broadcast_to(_rotated(key_BNP[:, :, None], position_BN, model, view), rotated.shape)
+    key = jnp.concatenate([_of_heads(params, "key", latent_BNR), key_BNHP], axis=-1)
+    query = jnp.concatenate([plain, rotated], axis=-1)
+    value = _of_heads(params, "value", latent_BNR)
+    seen = seen_before(position_BN[0], position_BN[0], view.window)
+    return weighted_values(query, key, value, seen, model.qk_width**-0.5, params.get("sink"))
+
+
+def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
+    """Latents and rotated keys, of all heads together."""
+    rank = model.latent.kv_lora_rank
+    assert rank is not None, "a model with latents"
+    return jnp.zeros((batch, length, rank), dtype), jnp.zeros((batch, length, model.latent.qk_rope_head_dim), dtype)
+
+
+def next_heads(
+    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model, view: View
+) -> tuple[Float[Array, "B 1 H V"], Cache]:
+    """The values that each head of one more token saw.
+
+    Keys and values of earlier tokens are not made again: queries go to the latents' side, and what they saw comes back.
+    """
+    query_B1Q, latent_B1R, key_B1P = _latents(params, h_B1D, model)
+    position_B1 = jnp.full(key_B1P.shape[:2], position)
+    latents = jax.lax.dynamic_update_slice_in_dim(cache[0], latent_B1R, position, axis=1)
+    key_B1P = _rotated(key_B1P[:, :, None], position_B1, model, view)[:, :, 0]
+    keys = jax.lax.dynamic_update_slice_in_dim(cache[1], key_B1P, position, axis=1)
+    plain, rotated = _queries(params, query_B1Q, position_B1, model, view)
+    turned = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
+    seen_B1HR = weighted_values(
+        jnp.concatenate([turned, rotated], axis=-1),
+        jnp.concatenate([latents, keys], axis=-1)[:, :, None],
+        latents[:, :, None],
+        seen_before(position[None], jnp.arange(keys.shape[1]), view.window),
+        model.qk_width**-0.5,
+        params.get("sink"),
+    )
+    return jnp.einsum("bnhr,rhv->bnhv", seen_B1HR, params["value"].astype(seen_B1HR.dtype)), (latents, keys)
+
+
+def _latents(
+    params: Any, h_BND: Float[Array, "B N D"], model: Model
+) -> tuple[Float[Array, "B N Q"], Float[Array, "B N R"], Float[Array, "B N P"]]:
+    """Of queries (without one: what they are made of), of keys and values, and the key that is to be rotated."""
+    query = h_BND
+    if "query_latent" in params:
+        query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], model.norm_eps)
+    latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], model.norm_eps)
+    return query, latent, matmul(h_BND, params["rope_key"])
+
+
+def _queries(
+    params: Any, query_BNQ: Float[Array, "B N Q"], position_BN: Int[Array, "B N"], model: Model, view: View
+) -> tuple[Float[Array, "B N H K"], Float[Array, "B N H P"]]:
+    """The part that is not rotated, and the one that is."""
+    plain, rotated = jnp.split(_of_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
+    return plain, _rotated(rotated, position_BN, model, view)
+
+
+def _rotated(
+    x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: Model, view: View
+) -> Float[Array, "B N H P"]:
+    return rotate(x_BNHP, position_BN, model.rope_theta) if view.rope else x_BNHP
+
+
+def _of_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:
+    return jnp.einsum("bnr,rhk->bnhk", latent_BNR, params[name].astype(latent_BNR.dtype))

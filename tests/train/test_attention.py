@@ -1,0 +1,36 @@
+"""Forms of attention in a training step: on any mesh and in any order of tasks the same function as their twin."""
+
+import dataclasses
+
+import pytest
+
+from moe_jax.config import Attention, Latent
+from tests.small import small_config
+from tests.train.gradients import assert_equals_reference
+from tests.train.test_tensor_axis import SCHEDULES
+
+LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+FORMS: dict[str, dict] = {
+    "latents": {"latent": LATENT, "num_kv_heads": None},
+    "latents-sinks-window": {
+        "latent": dataclasses.replace(LATENT, q_lora_rank=None),
+        "num_kv_heads": None,
+        "attention": Attention(sinks=True, window=4, nope_every=2),
+    },
+    "windows-and-no-rope-and-norm-over-projections": {
+        "attention": Attention(window=3, full_every=2, nope_every=3),
+        "num_layers": 3,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+    },
+    "sinks-and-biases": {"attention": Attention(bias=True, sinks=True, window=5)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", [None, "unified"])
+def test_loss_and_gradients_equal_the_reference(form, schedule):
+    """With heads cut over tensor ranks, and all else that a mesh cuts."""
+    model = {"num_heads": 4, "num_kv_heads": 2} | FORMS[form]
+    config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), num_experts=4, batch_size=4)
+    assert_equals_reference(config)
