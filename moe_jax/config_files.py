@@ -63,13 +63,8 @@ def config_from(values: Mapping[str, Any]) -> Config:
     return typing.cast(Config, _build(Config, values, prefix=""))
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
-    path.write_text(to_yaml(config), encoding="utf-8")
-
-
 def to_yaml(config: Config) -> str:
-    """Every setting as YAML text."""
+    """Every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -36,7 +36,8 @@ def made(changes: str) -> Config:
 REFUSED = {
     "train.steps=0": "train.steps=0 must be at least 1",
     "model.moe.top_k=0": "model.moe.top_k=0 must be at least 1",
-    "model.num_kv_heads=0": "model.num_kv_heads=0 must be at least 1",
+    "model.num_kv_heads=0": "model.num_kv_heads=0 must be at least 1 (or null)",
+    "model.attention.window=0": "model.attention.window=0 must be at least 1 (or null)",
     "train.seed=2147483648": "train.seed=2147483648 must be at most 2147483647",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan must be a finite number",
     "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
@@ -126,6 +127,14 @@ REFUSED = {
         "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
         "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
     ),
+    "schedule.policy=expert_pipeline schedule.expert_chunks=2": (
+        "schedule.expert_chunks=2 cuts microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or schedule.microbatches, which cuts slots here"
+    ),
+    "schedule.policy=unified schedule.expert_chunks=2 exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks=2 cuts their slots: "
+        "use 1, or exchange.algorithm=auto"
+    ),
     "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score": (
         "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
         "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position"
@@ -150,7 +159,7 @@ REFUSED = {
     "model.moe.order=einsun": (
         "model.moe.order=einsun must be sort or einsum or package.module:name: did you mean einsum?"
     ),
-    "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1",
+    "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1 (or null)",
     "mesh.expert=4 exchange.ranks_per_node=3": (
         "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4"
     ),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.config_files import save_config, to_yaml
+from moe_jax.config_files import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report import write_report
 from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, load_svg, thin
@@ -78,7 +78,7 @@ def make_run(folder: Path, steps: int = 60, blocks: int = 3, validate: bool = Tr
 
 
 def add_files(run: Path) -> Path:
-    save_config(Config(), run / "config.yaml")
+    (run / "config.yaml").write_text(to_yaml(Config()), encoding="utf-8")
     (run / "sample.txt").write_text('Enter <script src="http://x.example/">ROMEO</script> & \x00JULIET\n')
     (run / "provenance.json").write_text(json.dumps({"versions": {"jax": "0.10.2"}, "command": "train <b>"}))
     return run

@@ -74,9 +74,6 @@ _POSITIVE = (
     "schedule.link_gb_per_s",
     "schedule.network_gb_per_s",
 )
-_MAY_BE_NULL = (
-    *("model.moe.capacity_factor", "exchange.buffer_factor", "optimizer.clip_norm", "log.trace_step", *_POSITIVE[-4:]),
-)
 # Parts of the model with a name of their own; others are named package.module:name.
 _PARTS = {
     "model.moe.gate": ("softmax", "sigmoid"),
@@ -108,21 +105,23 @@ def check_ranges(config: "Config") -> None:
     for name, least in _AT_LEAST.items():
         value = _number(config, name)
         if value is not None and value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}{_or_null(name)}")
+            raise ConfigError(f"{name}={value} must be at least {least}{_or_null(config, name)}")
         if isinstance(value, int) and value > _AT_MOST:
             raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
     for name in _POSITIVE:
         value = _number(config, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{name}={value} must be above 0{_or_null(name)}")
+            raise ConfigError(f"{name}={value} must be above 0{_or_null(config, name)}")
     for name in _FRACTIONS:
         value = _number(config, name)
         if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{name}={value} must be at least 0 and below 1")
 
 
-def _or_null(name: str) -> str:
-    return " (or null)" if name in _MAY_BE_NULL else ""
+def _or_null(config: "Config", name: str) -> str:
+    section, _, own = name.rpartition(".")
+    kind = type(setting(config, section)).__annotations__[own]
+    return " (or null)" if isinstance(None, kind) else ""
 
 
 def check_parts(config: "Config") -> None:

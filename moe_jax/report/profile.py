@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.plan.cluster import ClusterProfile
-from moe_jax.plan.curves import Curve
+from moe_jax.plan.curves import Curve, label
 from moe_jax.report.plots import PlotError
 
 _PER_SECOND = {"bytes": "GB/s", "flops": "Gflop/s"}
+_MARKERS = "osv^D<>pPX*h"
 
 
 def table(profile: ClusterProfile) -> str:
@@ -40,11 +41,22 @@ def draw_profile(profile: ClusterProfile, path: Path) -> None:
     axes = figure.subplots(2, len(columns), sharex="col", squeeze=False)
     for (title, curves), (above, below) in zip(columns.items(), axes.T, strict=True):
         above.set_title(title, loc="left")
-        for i, curve in enumerate(curves):
-            _draw(curve, above, below, color=f"C{i % 10}", marker="osv^D"[i // 10 % 5])
+        names, settings = (list(dict.fromkeys(each)) for each in zip(*map(_kind, curves), strict=True))
+        colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
+        markers = {setting: _MARKERS[i % len(_MARKERS)] for i, setting in enumerate(settings)}
+        for curve in curves:
+            name, setting = _kind(curve)
+            _draw(curve, above, below, color=colors[name], marker=markers[setting])
         above.set(xscale="log", yscale="log", ylabel="seconds (bars: quartiles, dashed: alpha-beta)")
         below.set(xscale="log", ylim=(0, 1.05), xlabel=curves[0].unit, ylabel="efficiency: rate over the best")
-        below.legend(fontsize=6, frameon=False)
+        # each operation and each setting once: all pairs of them would hide the curves
+        entries = [below.plot([], [], color=color, label=name)[0] for name, color in colors.items()]
+        entries += [
+            below.plot([], [], color="0.4", marker=marker, markersize=3, linestyle="none", label=setting)[0]
+            for setting, marker in markers.items()
+            if setting
+        ]
+        below.legend(handles=entries, fontsize=6, frameon=False)
         for axis in (above, below):
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
@@ -62,6 +74,11 @@ def _columns(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     return {title: chosen for title, chosen in found.items() if chosen}
 
 
+def _kind(curve: Curve) -> tuple[str, str]:
+    """Its operation, told by a colour, and its settings, told by a marker."""
+    return curve.name, label("", curve.settings).strip()
+
+
 def _draw(curve: Curve, above: Any, below: Any, **style: str) -> None:
     spread = [
         [m - q for m, q in zip(curve.median_s, curve.first_quartile_s, strict=True)],
@@ -70,4 +87,4 @@ def _draw(curve: Curve, above: Any, below: Any, **style: str) -> None:
     above.errorbar(curve.amounts, curve.median_s, yerr=spread, linestyle="none", markersize=3, **style)
     modelled = [curve.line.seconds(amount) for amount in curve.amounts]
     above.plot(curve.amounts, modelled, "--", linewidth=0.8, color=style["color"])
-    below.plot(curve.amounts, curve.efficiency, linewidth=1, markersize=3, label=curve.label, **style)
+    below.plot(curve.amounts, curve.efficiency, linewidth=1, markersize=3, **style)

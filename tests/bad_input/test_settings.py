@@ -63,7 +63,7 @@ SCHEDULE = [
     (
         "no microbatch backward",
         "schedule.policy=unified schedule.backward_microbatches=0",
-        "schedule.backward_microbatches=0 must be at least 1",
+        "schedule.backward_microbatches=0 must be at least 1 (or null)",
     ),
     ("microbatches without a policy for them", "schedule.microbatches=2", f"schedule.microbatches=2 {PIPELINES}"),
     (
@@ -138,7 +138,7 @@ SCHEDULE = [
         "mesh.data=2 mesh.expert=-1 exchange.ranks_per_node=3",
         "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4",
     ),
-    ("no rank on a node", "exchange.ranks_per_node=0", "exchange.ranks_per_node=0 must be at least 1"),
+    ("no rank on a node", "exchange.ranks_per_node=0", "exchange.ranks_per_node=0 must be at least 1 (or null)"),
     (
         "a buffer below an even share",
         "model.moe.capacity_factor=null exchange.buffer_factor=0.5",

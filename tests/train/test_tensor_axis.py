@@ -1,6 +1,7 @@
 """The training step over tensor ranks: heads and hidden widths cut, tokens shared, the function stays the same."""
 
 import dataclasses
+import itertools
 
 import chex
 import numpy as np
@@ -12,6 +13,7 @@ from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.over_tensor import FORMS
 from moe_jax.train.emit import make_plan
 from moe_jax.train.step import make_trainer
+from moe_jax.train.ties import Ties
 from tests.small import small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of
 from tests.train.test_step import run_steps
@@ -84,6 +86,53 @@ def test_every_exchange_carries_the_rows_of_tensor_ranks(algorithm, schedule):
         model={"num_layers": 1},
     )
     assert_equals_reference(config)
+
+
+@pytest.mark.parametrize(
+    ("form", "schedule", "capacity_factor"),
+    [("replicated", "unified", 1.0), ("o1", "expert_pipeline", None), ("o2", "unified", 1.0)],
+)
+def test_rows_in_the_background_are_those_of_the_reference(form, schedule, capacity_factor):
+    exchange = {"algorithm": "background", "reduction": "background", "tensor_form": form, "tensor_chunks": 2}
+    assert_equals_reference(
+        tensor_config(
+            *(2, 2, 2),
+            schedule=SCHEDULES[schedule],
+            exchange=exchange,
+            every=1,
+            model={"num_layers": 1},
+            capacity_factor=capacity_factor,
+        )
+    )
+
+
+@pytest.mark.parametrize(("form", "under_way"), [("replicated", True), ("o1", True), ("o2", False), ("o3", False)])
+def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, under_way, monkeypatch):
+    """Chunks are gathered, or summed, as soon as each has arrived; what is whole ends where compute needs it."""
+    events: list[str] = []
+
+    def noting(event, function):
+        def noted(*arguments):
+            events.append(event)
+            return function(*arguments)
+
+        return noted
+
+    whole = EXCHANGES["background"]
+    halves = {name: noting(name, getattr(whole, name)) for name in ("start", "finish")}
+    monkeypatch.setitem(EXCHANGES, "background", whole._replace(**halves))
+    monkeypatch.setattr(Ties, "computed", noting("compute", Ties.computed))
+    config = tensor_config(
+        *(1, 2, 2),
+        schedule=UNIFIED,
+        exchange={"algorithm": "background", "tensor_form": form},
+        every=1,
+        model={"num_layers": 1},
+    )
+    trainer = make_trainer(config, mesh_of(config))
+    trainer.step.lower(trainer.state_shapes, tokens_of(config))
+    assert events.count("start") == events.count("finish") >= 8
+    assert (("start", "compute") in itertools.pairwise(events)) == under_way
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

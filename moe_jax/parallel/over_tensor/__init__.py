@@ -3,7 +3,7 @@
 `to_experts` brings the own rows [P, …] of each of P expert ranks to all tensor ranks of the rank they are for, and
 returns what all sources sent there [t·P, …]; `from_experts` brings back the sum of what the tensor ranks made of them,
 and is its transpose. `send` exchanges rows [P, …] between expert ranks that have the same place on the tensor axis.
-All ways return the same bits.
+All ways return the same bits. Those with one exchange are `Whole`.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,14 @@ from moe_jax.parallel.ranks import Ranks
 Send = Callable[[jax.Array], jax.Array]
 
 
+Way = Callable[[jax.Array, Send, Chunking], jax.Array]
+
+
 class Form(NamedTuple):
     """A way to the experts and back."""
 
-    to_experts: Callable[[jax.Array, Send, Chunking], jax.Array]
-    from_experts: Callable[[jax.Array, Send, Chunking], jax.Array]
+    to_experts: Way
+    from_experts: Way
 
 
 FORMS = {
@@ -41,7 +44,11 @@ class Route(NamedTuple):
     form: str = "o1"
     chunks: int = 1
 
+    def way(self, *, to_experts: bool) -> Way:
+        """To the experts, or from them."""
+        form = FORMS[self.form]
+        return form.to_experts if to_experts else form.from_experts
+
     def carry(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:
         """`x` to the experts, or from them, exchanged by `send`."""
-        form, chunking = FORMS[self.form], Chunking(self.chunks, self.ranks.platform)
-        return (form.to_experts if to_experts else form.from_experts)(x, send, chunking)
+        return self.way(to_experts=to_experts)(x, send, Chunking(self.chunks, self.ranks.platform))

@@ -3,29 +3,31 @@
 An all-to-all carries t times the rows that `o1` sends.
 """
 
-from collections.abc import Callable
-
 import jax
-from jaxtyping import Array, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.over_tensor.chunks import Chunking
+from moe_jax.parallel.over_tensor.whole import Whole
 from moe_jax.parallel.tensor_axis import gathered, summed
 
 
-def to_experts(
-    x: Shaped[Array, "P ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
-) -> Shaped[Array, "tP ..."]:
-    """Gather, then exchange."""
-    whole = gathered(x[:, None], 1)
-    received = jax.numpy.swapaxes(send(whole), 0, 1)
-    return received.reshape(received.shape[0] * x.shape[0], *x.shape[1:])
+def _of_all(x: Shaped[Array, "P ..."]) -> Shaped[Array, "P t ..."]:
+    return gathered(x[:, None], 1)
 
 
-def from_experts(
-    x: Shaped[Array, "tP ..."], send: Callable[[jax.Array], jax.Array], chunking: Chunking
-) -> Shaped[Array, "P ..."]:
-    """Exchange, then sum."""
+def _by_source(x: Shaped[Array, "P t ..."]) -> Shaped[Array, "tP ..."]:
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _by_target(x: Shaped[Array, "tP ..."]) -> Shaped[Array, "P t ..."]:
     ranks = jax.lax.axis_size(Axis.TENSOR)
-    by_source = x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
-    return summed(send(jax.numpy.swapaxes(by_source, 0, 1)), 1)[:, 0]
+    return jnp.swapaxes(x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:]), 0, 1)
+
+
+def _sum(x: Float[Array, "P t ..."]) -> Float[Array, "P ..."]:
+    return summed(x, 1)[:, 0]
+
+
+to_experts = Whole(before=_of_all, behind=_by_source)
+from_experts = Whole(before=_by_target, behind=_sum)
