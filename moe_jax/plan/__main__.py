@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config, save_config
+from moe_jax.config_files import load_config, to_yaml
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.plan.candidates import with_settings
 from moe_jax.plan.clusters import PRESETS, find_cluster
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _write(plans: Plans, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_config(planned(plans), path)
+    path.write_text(to_yaml(planned(plans)), encoding="utf-8")
     picture = path.with_suffix(".png")
     try:
         bars = {"predicted": predicted_bars(plans.best.estimate.timeline)}
