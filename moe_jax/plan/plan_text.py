@@ -52,7 +52,7 @@ def facts(plans: Plans) -> str:
         lines.append(f"energy      {found.joules_per_token:.3g} J per token, at full load of all devices")
     if found.dollars_per_billion_tokens is not None:
         lines.append(
-            f"cost        {found.dollars_per_billion_tokens:,.0f} $ per billion tokens, "
+            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, "
             f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
         )
     return "\n".join(lines)
@@ -120,6 +120,11 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
 def seconds(value: float) -> str:
     """In a unit that fits."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def dollars(value: float) -> str:
+    """Whole ones, if there are many."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def gigabytes(num_bytes: float) -> str:

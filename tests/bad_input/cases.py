@@ -10,6 +10,7 @@ import pytest
 
 from moe_jax import generate, launch
 from moe_jax.measure import __main__ as measure
+from moe_jax.plan import __main__ as plan
 from moe_jax.report import __main__ as report
 from moe_jax.train import __main__ as train
 
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "report": report.main,
     "launch": launch.main,
     "measure": measure.main,
+    "plan": plan.main,
     "prepare_text": _script_main,
 }
 

@@ -46,6 +46,41 @@ def test_what_cannot_be_measured(line: str, message: str, assert_refused: Refusa
     assert_refused(line, message)
 
 
+PLANNED = [
+    (
+        "plan: an unknown cluster",
+        "plan --model tiny.yaml --cluster h10x8",
+        "cluster h10x8 is unknown: did you mean h100-8?",
+    ),
+    (
+        "plan: half a node",
+        "plan --model tiny.yaml --cluster h100x12",
+        "cluster h100x12: 12 devices are no whole nodes of 8: use 8 or 16",
+    ),
+    (
+        "plan: no such profile",
+        "plan --model tiny.yaml --cluster no.json",
+        "cluster profile no.json cannot be read (No such file or directory): make one with python -m moe_jax.measure",
+    ),
+    (
+        "plan: no config",
+        "plan --model tiny.yaml --cluster h100x8 --out plan.txt",
+        "--out plan.txt is to be a config: name a .yaml file",
+    ),
+    (
+        "plan: a batch that feeds no mesh",
+        "plan --model tiny.yaml --cluster h100x8 train.batch_size=3 data.seq_len=15",
+        "nothing trains on h100x8 (data=8: train.batch_size=3 is not divisible by train.grad_accumulation=1 × "
+        "8 devices (data × expert) = 8: use 8)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(PLANNED))
+def test_what_cannot_be_planned(line: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(line, message)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
