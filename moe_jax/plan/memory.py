@@ -8,9 +8,10 @@ over the old one. What else is needed differs between the moments of a step, and
 - update: all gradients.
 
 XLA's `memory_analysis()` says argument + temporary + result − aliased bytes for the sum of it. What a compiler keeps of
-its own accord is not derived: `_WORKING` says what was seen (`profiling/memory_check.py`), jax 0.10.2.
+its own accord is not derived: `_COMPILERS` says what was seen (`profiling/memory_check.py`), jax 0.10.2.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
@@ -18,26 +19,51 @@ from typing import Literal, NamedTuple
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, sizes_of
-from moe_jax.plan.resources import count_parameters
+from moe_jax.plan.resources import count_parameters, state_bytes_per_device
 
 Moment = Literal["head", "backward", "update"]
 
 
-class _Working(NamedTuple):
-    """Of a platform's compiler, calibrated on its programs."""
+class _Compiler(NamedTuple):
+    """What a platform's compiler does of its own accord, read off its programs."""
 
     pair_bytes: float  # for each query and key of a block that goes backward, beside two numbers of the compute type
-    turned_heads: bool  # it copies all blocks' queries, keys and values into another layout before the backward loop
-    rare_copies: float  # of the room for rows beyond a ragged exchange's lanes, for each microbatch
-    overhead: float  # of temporaries: gaps between buffers, and copies that no formula has
+    logit_gradients: bool  # beside the logits; else in their place
+    head_again: bool  # the head is cast twice, and its input in float32, unless activations leave no room
+    turned_heads: bool  # all blocks' queries, keys and values are copied into another layout before the backward loop
+    flat_copies: int  # of the head's gradient where a schedule sums it as a flat vector
+    rare_copies: int  # of the room for rows beyond a ragged exchange's lanes, for each microbatch
+    scheduled_gradients: bool  # of a block are beside those of all blocks, and so are casts of its weights
+    gaps: float  # temporaries over what is in use at once, in a plain step
+    scheduled_gaps: float  # the same in a scheduled one
+    reserved_bytes: int  # counted with temporaries
 
 
-_WORKING = {
-    # two float32 squares (gradients of probabilities and of scores) and a mask
-    "gpu": _Working(pair_bytes=9, turned_heads=True, rare_copies=3, overhead=1.0),
-    "tpu": _Working(pair_bytes=9, turned_heads=False, rare_copies=3, overhead=1.0),
-    "cpu": _Working(pair_bytes=9, turned_heads=False, rare_copies=3, overhead=1.0),
-}
+_GPU = _Compiler(
+    pair_bytes=9,  # gradients of probabilities and of scores in float32, and a mask
+    logit_gradients=True,
+    head_again=True,
+    turned_heads=True,
+    flat_copies=0,  # the same bytes
+    rare_copies=3,
+    scheduled_gradients=False,
+    gaps=1.0,
+    scheduled_gaps=1.0,
+    reserved_bytes=0,
+)
+_TPU = _Compiler(
+    pair_bytes=9,
+    logit_gradients=False,
+    head_again=False,
+    turned_heads=False,
+    flat_copies=1,  # arrays lie in tiles, vectors do not
+    rare_copies=3,
+    scheduled_gradients=True,
+    gaps=1.14,
+    scheduled_gaps=1.3,
+    reserved_bytes=2**27,  # its vector memory
+)
+_COMPILERS = {"gpu": _GPU, "tpu": _TPU, "cpu": _GPU._replace(turned_heads=False)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +78,7 @@ class StepMemory:
     gradients: int
     head: int  # logits and what is made of them
     working: int  # of the block that goes backward, its exchanges included
+    lost: int  # gaps between buffers, and what the compiler reserves
 
     @property
     def parts(self) -> dict[str, int]:
@@ -79,52 +106,62 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         if size < 1:
             raise ConfigError(f"mesh.{axis}={size} leaves memory open: say how many devices there are along this axis")
     model, sizes = config.model, sizes_of(config, platform, mesh)
-    shared, experts, rest = _parameters(config, mesh)
-    count, matrix = shared + experts + rest, model.vocab_size * model.d_model  # the head's
-    kept = _kept(config, sizes, platform, shared + experts)
-    calibrated = _WORKING[platform]
+    count = state_bytes_per_device(model, mesh["expert"], mesh["tensor"]) // 12
+    matrix, in_blocks = model.vocab_size * model.d_model, _in_blocks(config, mesh)
+    mode = _mode(config, platform)
+    kept = _kept(config, sizes, mode, in_blocks)
+    compiler = _COMPILERS[platform]
     logits = 4 * sizes.own_tokens * model.vocab_size  # of all microbatches; the gradient is that of one
+    if compiler.logit_gradients:
+        logits *= 1 + 1 / sizes.microbatches
+    head = logits + sizes.item * matrix
+    if compiler.head_again and mode in ("dots", "full"):
+        head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.d_model
+    earlier = 4 * count if config.train.grad_accumulation > 1 else 0  # sums over the parts of the batch before
+    flat = 0 if config.is_plain or math.prod(mesh.values()) == 1 else compiler.flat_copies
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": kept,
-            "gradients": 4 * matrix,
-            "head": logits * (1 + 1 / sizes.microbatches) + sizes.item * matrix,
+            "gradients": earlier + 4 * matrix * (1 + flat),
+            "head": head,
         },
         "backward": {
             "activations": kept,
-            "gradients": 4 * (count - (0 if model.tie_embeddings else matrix)),
-            "working": _working(config, sizes, calibrated, platform, shared + experts),
+            "gradients": earlier + 4 * (count - (0 if model.tie_embeddings else matrix)),
+            "working": _working(config, sizes, compiler, mode, mesh),
         },
-        "update": {"gradients": 4 * count},
+        "update": {"gradients": earlier + 4 * count},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = {name: int(calibrated.overhead * moments[moment].get(name, 0)) for name in _TEMPORARIES}
+    gaps = compiler.gaps if config.is_plain else compiler.scheduled_gaps
+    parts = {name: int(moments[moment].get(name, 0)) for name in _TEMPORARIES}
     return StepMemory(
         moment=moment,
-        parameters=int(4 * count),
+        parameters=4 * count,
         optimizer=int(8 * _with_moments(config, mesh)),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (sizes.length + 1)),
         **parts,
+        lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
     )
 
 
 _TEMPORARIES = ("activations", "gradients", "head", "working")
 
 
-def _parameters(config: Config, mesh: Mapping[str, int]) -> tuple[float, float, float]:
-    """Of a device: those that tensor ranks share, routed experts, and those that are whole everywhere."""
+def _in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
+    """Parameters of a device in products of blocks, which are cast to the compute type."""
     counts = count_parameters(config.model)
-    rest = counts.total - counts.expert - counts.heads_and_hidden
-    return counts.heads_and_hidden / mesh["tensor"], counts.expert / (mesh["expert"] * mesh["tensor"]), rest
+    return (counts.heads_and_hidden + counts.expert / mesh["expert"]) / mesh["tensor"]
 
 
 def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
-    shared, experts, rest = _parameters(config, mesh)
+    model, expert, tensor = config.model, mesh["expert"], mesh["tensor"]
     if not config.optimizer.sharded:
-        return shared + experts + rest
-    copies = mesh["data"] * mesh["expert"]
-    return shared / copies + experts / mesh["data"] + rest / (copies * mesh["tensor"])
+        return state_bytes_per_device(model, expert, tensor) / 12
+    counts, copies = count_parameters(model), mesh["data"] * expert
+    experts = counts.expert / (copies * tensor)
+    return experts + (counts.total - counts.expert) / (copies * tensor)
 
 
 def _mode(config: Config, platform: str) -> Mode:
@@ -133,12 +170,12 @@ def _mode(config: Config, platform: str) -> Mode:
     return "least" if platform == "tpu" and not config.is_plain else "all"
 
 
-def _kept(config: Config, sizes: Sizes, platform: str, matrices: float) -> float:
-    """By all blocks; `matrices` are the parameters in products of blocks."""
-    model, mode = config.model, _mode(config, platform)
+def _kept(config: Config, sizes: Sizes, mode: Mode, in_blocks: float) -> float:
+    """By all blocks."""
+    model = config.model
     total = sum(kept_bytes(sizes, model, kind, mode, not config.is_plain) for kind in model.block_kinds)
     if config.is_plain and mode == "all":
-        total += sizes.item * matrices  # their casts, stacked like activations
+        total += sizes.item * in_blocks  # casts of weights, stacked like activations
     return total / _period(config) if config.is_plain and mode == "full" else total
 
 
@@ -147,21 +184,40 @@ def _period(config: Config) -> int:
     return max(config.model.moe.every, 1) if config.model.moe.num_experts else 1
 
 
-def _working(config: Config, sizes: Sizes, calibrated: _Working, platform: str, matrices: float) -> float:
-    """Of a block that goes backward: attention's squares or the experts' rows, and what it computes again."""
-    model, mode, rows = config.model, _mode(config, platform), sizes.rows
-    squares = sizes.pairs * (calibrated.pair_bytes + 2 * sizes.item)
+def _working(config: Config, sizes: Sizes, compiler: _Compiler, mode: Mode, mesh: Mapping[str, int]) -> float:
+    """Of a block that goes backward: attention's squares, or the experts' rows, and what it computes again."""
+    model, rows, item = config.model, sizes.rows, sizes.item
+    in_block = _in_blocks(config, mesh) / model.num_layers
+    squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     hidden = rows.computed * model.moe.hidden_dim / sizes.tensor
-    flowing = 4 * sizes.item * (rows.sent * model.d_model + hidden)
-    total = max(squares, flowing) / sizes.microbatches
-    if rows.ragged:
-        total += sizes.item * model.d_model * (calibrated.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
-    if mode == "all" and calibrated.turned_heads:
-        heads = sizes.tokens * (sizes.heads + 2 * sizes.kv_heads) * model.head_width
-        total += sizes.item * heads * model.num_layers
+    flowing = 4 * item * (rows.sent * model.d_model + hidden)
     if mode in ("dots", "full"):
-        blocks, kinds = _period(config) if config.is_plain else 1, model.block_kinds
-        of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=False) for kind in set(kinds)}
-        again = max(sum(of_kind[kind] for kind in kinds[i : i + blocks]) for i in range(len(kinds)))
-        total += again / sizes.microbatches + sizes.item * matrices * blocks / len(kinds)
+        blocks = _period(config) if config.is_plain else 1
+        of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=True) for kind in set(model.block_kinds)}
+        kinds = model.block_kinds[-blocks:]
+        again = sum(of_kind[kind] for kind in kinds) - len(kinds) * sizes.pairs * item  # quotients are made anew
+        # experts go backward with all that was computed again in memory, attention when their part is gone
+        of_rows = item * (model.d_model * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
+        total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
+        total = total / sizes.microbatches + item * in_block * blocks
+    else:
+        total = max(squares, flowing) / sizes.microbatches
+    if rows.ragged:
+        total += item * model.d_model * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
+    if not config.is_plain:
+        total += _gradients_under_way(config, mesh)
+        total += (4 + item) * in_block if compiler.scheduled_gradients else 0
+    if mode == "all" and compiler.turned_heads:
+        heads = sizes.tokens * (sizes.heads + 2 * sizes.kv_heads) * model.head_width
+        total += item * heads * model.num_layers
     return total
+
+
+def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
+    """Of a turn of a schedule's loop, as chunks that are summed over devices and put together again."""
+    counts, schedule = count_parameters(config.model), config.schedule
+    if schedule.grad_reduce == "end":
+        return 0.0
+    summed = counts.heads_and_hidden / mesh["tensor"] * (mesh["data"] * mesh["expert"] > 1)
+    summed += counts.expert / (mesh["expert"] * mesh["tensor"]) * (mesh["data"] > 1)
+    return 2 * 4 * summed * min(schedule.unroll * _period(config) / config.model.num_layers, 1)
