@@ -85,8 +85,11 @@ def latent_heads(p, h, model: Model, block: int):
 
 
 def mlp(p, x):
-    up = x @ p["up"]
-    return (jax.nn.silu(x @ p["gate"]) * up if "gate" in p else jax.nn.gelu(up)) @ p["down"]
+    def linear(x, name):
+        return x @ p[name] + p.get(f"{name}_bias", 0.0)
+
+    up = linear(x, "up")
+    return linear(jax.nn.silu(linear(x, "gate")) * up if "gate" in p else jax.nn.gelu(up), "down")
 
 
 def gate(logit_TE, moe: MoE):
@@ -152,7 +155,7 @@ def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tens
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
     ranks have a buffer.
     """
-    logit_TE = h_TD @ p["router"]
+    logit_TE = h_TD @ p["router"] + p.get("router_bias", 0.0)
     weight_TE, prob_TE, best_Tk = gate(logit_TE, moe)
     chosen_TE = chosen(best_Tk, moe)
     kept_TE = np.zeros_like(chosen_TE)
@@ -160,7 +163,7 @@ def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tens
         kept_TE[own] = keep(chosen_TE[own], moe, prob_TE[own])
     if buffer is not None:
         kept_TE = np.concatenate([keep_in_buffer(best, moe, buffer) for best in np.split(best_Tk, sequences * tensor)])
-    out = mlp(p["shared"], h_TD) if "shared" in p else jnp.zeros_like(h_TD)
+    out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
     for expert in range(moe.num_experts):
         own = jax.tree.map(lambda w, expert=expert: w[expert], p["experts"])
         out += jnp.where(kept_TE[:, expert], weight_TE[:, expert], 0)[:, None] * mlp(own, h_TD)

@@ -41,7 +41,7 @@ def check_tensor_split(config: "Config", ranks: int) -> None:
     divided = {"model.num_heads": model.num_heads, "data.seq_len": config.data.seq_len}
     if model.num_kv_heads is not None:
         divided["model.num_kv_heads"] = model.num_kv_heads
-    if "dense" in model.block_kinds:
+    if "dense" in model.block_kinds or model.moe.dense_residual:
         divided["model.hidden_dim"] = model.hidden_dim
     if model.moe.num_experts:
         divided["model.moe.hidden_dim"] = model.moe.hidden_dim

@@ -78,4 +78,4 @@ def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation) -> ja
     sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1)
     returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.platform)
     y_BD = moe_layer.combine(returned, ticket, model.moe)
-    return y_BD + mlp(p["moe"]["shared"], h_BD) if "shared" in p["moe"] else y_BD
+    return sum((mlp(beside, h_BD) for beside in moe_layer.beside_experts(p["moe"])), start=y_BD)

@@ -27,10 +27,15 @@ def blocks(
     return _tile_by_tile(x_SD, w_LDF, size_L, tile, 1)
 
 
+def group_of_tiles(size_L: Int[Array, " L"], tiles: int, tile: int) -> Int[Array, " tiles"]:
+    """The group of each of so many tiles; L beyond the groups."""
+    return jnp.searchsorted(jnp.cumsum(size_L), jnp.arange(tiles) * tile, side="right")
+
+
 def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int) -> jax.Array:
     """Rows times their matrix, summed over its dimension 1 or 2."""
     end_L = jnp.cumsum(size_L)
-    group_of = jnp.searchsorted(end_L, jnp.arange(len(x) // tile) * tile, side="right")
+    group_of = group_of_tiles(size_L, len(x) // tile, tile)
 
     def turn(i: jax.Array, y: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(x, i * tile, tile)

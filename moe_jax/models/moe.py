@@ -43,6 +43,7 @@ def route(
     h_TD = hooks_of(moe).before_layer(h_TD)
     # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
     logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
+    logit_TE += params.get("router_bias", 0.0)
     choice = gate_of(moe)(logit_TE, moe)
     sent, ticket = order_of(moe, ragged).order(h_TD, choice, moe, ranks, room)
     stats = RouterStats(
@@ -83,6 +84,11 @@ def _backward(there: Send, back: Send, around: Around, backward: Around, _: None
 
 
 sent_by.defvjp(_forward, _backward)
+
+
+def beside_experts(params: Any) -> list[Any]:
+    """MLPs of a layer that every token meets: shared experts, and that of a dense block."""
+    return [params[name] for name in ("shared", "dense") if name in params]
 
 
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:

@@ -137,24 +137,33 @@ class LatentAttention(nnx.Module):
 class MLP(nnx.Module):
     """Matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
 
-    def __init__(self, model: Model, hidden: int, declare: _Declare, **stack: int):
+    def __init__(self, model: Model, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
         in_std, out_std = model.d_model**-0.5, (hidden * 2 * model.num_layers) ** -0.5
         if model.activation == "swiglu":
             self.gate = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
         self.up = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
         self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.d_model)
+        if bias:
+            if model.activation == "swiglu":
+                self.gate_bias = declare.offset(**stack, hidden=hidden)
+            self.up_bias = declare.offset(**stack, hidden=hidden)
+            self.down_bias = declare.offset(**stack, model=model.d_model)
 
 
 class MoELayer(nnx.Module):
-    """Router, routed experts and shared experts."""
+    """Router, routed experts, shared experts and an MLP beside them."""
 
     def __init__(self, model: Model, declare: _Declare):
         moe = model.moe
         # "choices", not "experts": the router is whole on every device
         self.router = declare.matrix(_ROUTER_STD, model=model.d_model, choices=moe.num_experts)
-        self.experts = MLP(model, moe.hidden_dim, declare, experts=moe.num_experts)
+        self.experts = MLP(model, moe.hidden_dim, declare, moe.bias, experts=moe.num_experts)
+        if moe.bias:
+            self.router_bias = declare.offset(choices=moe.num_experts)
         if moe.num_shared_experts:
             self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
+        if moe.dense_residual:
+            self.dense = MLP(model, model.hidden_dim, declare)
 
 
 class Block(nnx.Module):

@@ -55,7 +55,6 @@ class Computation:
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         platform = mesh.devices.flat[0].platform
-        _check_built(config.model)
         if config.model.moe.num_experts:
             for part_of in (gate_of, order_of, hooks_of):
                 part_of(config.model.moe)  # refused now if it is none
@@ -79,17 +78,6 @@ class Computation:
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
         )
-
-
-def _check_built(model: Model) -> None:
-    """Raise ConfigError for what is only counted so far."""
-    counted = {
-        "moe.dense_residual": model.moe.dense_residual,
-        "moe.bias": model.moe.bias,
-    }
-    for name, used in counted.items():
-        if used:
-            raise ConfigError(f"model.{name} is counted and planned with, but not trained yet: use its default")
 
 
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
@@ -123,7 +111,7 @@ class Routed(NamedTuple):
 def attend_and_route(
     params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, room: Room | None = None, ragged: bool = False
 ) -> Routed:
-    """Attention, shared experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
+    """Attention, MLPs beside the experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
 
     `ragged`: the rows are for an irregular exchange.
     """
@@ -131,8 +119,8 @@ def attend_and_route(
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
-    if "shared" in params["moe"]:
-        x_BND = x_BND + _sharded_mlp(params["moe"]["shared"], h_BND)
+    for beside in moe_layer.beside_experts(params["moe"]):
+        x_BND = x_BND + _sharded_mlp(beside, h_BND)
     return Routed(x_BND, sent, ticket, stats)
 
 

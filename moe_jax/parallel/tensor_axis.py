@@ -28,6 +28,11 @@ def gathered(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
         return jax.lax.all_gather(x, Axis.TENSOR, axis=dim, tiled=True)
 
 
+def share_of_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What each rank adds where the results of all are summed and `x`, which all have, is to be in the sum once."""
+    return x / jax.lax.axis_size(Axis.TENSOR)
+
+
 def summed(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
     """This rank's share along `dim` of the sum over all ranks."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:

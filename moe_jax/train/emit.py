@@ -88,7 +88,8 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         grad_reduce=settings.grad_reduce,
         reductions=tuple(len(reduction.chunks) for reduction in reductions),
         tied=model.tie_embeddings,
-        local_experts=mesh.shape[Axis.DATA] == 1,
+        # all tensor ranks have the vectors behind their parts of an expert
+        local_experts=mesh.shape[Axis.DATA] == 1 and not (model.moe.bias and mesh.shape[Axis.TENSOR] > 1),
     )
     platform = Computation.of(config, mesh).platform
     sequences = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh)

@@ -32,7 +32,8 @@ class ExpertWeights:
         kept = self._casts.get(("F", block))
         if kept is None:
             return []
-        return list(zip(jax.tree.leaves(kept), jax.tree.leaves(self._cast("B", block, x)), strict=True))
+        new = self._cast("B", block, x)
+        return [(kept[name], new[name]) for name in kept if not name.endswith("_bias")]  # of which nothing is kept
 
     def stored(self, block: int) -> Stored:
         """As branches and loops take them."""

@@ -14,10 +14,17 @@ MODELS = [
     Model(),
     Model(moe=MoE(num_experts=0)),
     Model(tie_embeddings=True, qk_norm=True, activation="gelu"),
-    Model(num_kv_heads=2, head_dim=32, num_layers=5, moe=MoE(first_dense_blocks=1, every=2, num_shared_experts=2)),
+    Model(
+        num_kv_heads=2,
+        head_dim=32,
+        num_layers=5,
+        moe=MoE(first_dense_blocks=1, every=2, num_shared_experts=2, dense_residual=True),
+    ),
     Model(latent=Latent(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
     Model(latent=Latent(kv_lora_rank=24)),
     Model(qk_norm=True, qk_norm_over="projection", num_kv_heads=2, attention=Attention(bias=True, sinks=True)),
+    Model(moe=MoE(bias=True)),
+    Model(activation="gelu", moe=MoE(bias=True, every=2)),
 ]
 
 
@@ -29,18 +36,19 @@ def test_counts_equal_the_declared_parameters(model):
     assert count_parameters(model).expert == sum(x.size for x in experts)
 
 
-@pytest.mark.parametrize(("data", "expert", "tensor"), [(2, 4, 1), (2, 2, 2)])
+ALL_BIASES = {"qk_norm": True, "qk_norm_over": "projection", "attention": Attention(bias=True, sinks=True)}
+LATENTS = {"num_kv_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)}
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        {"num_kv_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)},
-        {"qk_norm": True, "qk_norm_over": "projection", "attention": Attention(bias=True, sinks=True)},
-    ],
+    ("data", "expert", "tensor", "model"), [(2, 4, 1, {}), (2, 2, 2, ALL_BIASES), (1, 2, 2, LATENTS)]
 )
 def test_state_bytes_equal_the_real_state(data, expert, tensor, model):
-    config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model=model)
-    state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).init())
+    moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
+    config = small_config(data, expert, tensor=tensor, model=model, **moe)
+    state = jax.tree.leaves(
+        make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).init()
+    )
     largest = sum(x.addressable_shards[0].data.nbytes for x in state if x.ndim)
     assert state_bytes_per_device(config.model, expert, tensor) == largest
 

@@ -34,7 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": ONE_BLOCK,
     },
     "one-hot": {"every": 1, "order": "einsum", "capacity_factor": 0.8, "top_k": 1, "model": ONE_BLOCK},
-    "tied": {"every": 1, "num_shared_experts": 1, "model": ONE_BLOCK | {"tie_embeddings": True, "activation": "gelu"}},
+    "tied": {
+        "every": 1,
+        "num_shared_experts": 1,
+        "dense_residual": True,
+        "model": ONE_BLOCK | {"tie_embeddings": True, "activation": "gelu"},
+    },
     "dense-between": {"every": 2, "gate": "sigmoid", "top_k": 3, "model": {"num_layers": 4, "qk_norm": True}},
     "dense": {"num_experts": 0},
     "by-score": {"every": 1, "slot_priority": "score", "capacity_factor": 0.8, "model": ONE_BLOCK},

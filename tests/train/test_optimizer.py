@@ -36,7 +36,8 @@ def test_clipping_shrinks_long_gradients_only():
 def test_only_matrices_decay():
     """With zero gradients, AdamW moves exactly the parameters that decay."""
     attention = Attention(bias=True, sinks=True)
-    config = small_config(1, 1, model={"attention": attention, "qk_norm": True, "qk_norm_over": "projection"})
+    model = {"attention": attention, "qk_norm": True, "qk_norm_over": "projection"}
+    config = small_config(1, 1, bias=True, model=model)
     params = first_params(config.model)
     optimizer = make_optimizer(config, param_dims(config.model))
     zeros = jax.tree.map(jnp.zeros_like, params)

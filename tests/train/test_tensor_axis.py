@@ -39,7 +39,13 @@ def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
 def test_loss_and_gradients_equal_the_reference(mesh, capacity_factor):
     """With slots each device fills its own; without, each part of a sequence its buffer."""
     assert_equals_reference(
-        tensor_config(*mesh, capacity_factor=capacity_factor, num_shared_experts=1, exchange={"buffer_factor": 1.5})
+        tensor_config(
+            *mesh,
+            capacity_factor=capacity_factor,
+            num_shared_experts=1,
+            dense_residual=True,
+            exchange={"buffer_factor": 1.5},
+        )
     )
 
 

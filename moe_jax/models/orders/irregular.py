@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.layers import mlp
+from moe_jax.models.layers import batched_mlp, mlp
 from moe_jax.models.orders.protocol import Room, Ticket
 from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows, row_shape
 
@@ -70,7 +70,7 @@ def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
 
 def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"]) -> Float[Array, "L b D"]:
     """Each expert on the rows that found room in its lane."""
-    return _real_back(_product(params, _real(main_LbD, filled_L)), filled_L)
+    return _real_back(batched_mlp(params, _real(main_LbD, filled_L)), filled_L)
 
 
 class Stored(NamedTuple):
@@ -187,10 +187,6 @@ class Rest(NamedTuple):
 
     rows_R: Float[Array, "R ..."]
     main: int
-
-
-def _product(params: Any, rows_LRD: jax.Array) -> jax.Array:
-    return mlp(params, rows_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)))
 
 
 def _real(rows_LRD: jax.Array, filled_L: jax.Array) -> jax.Array:
