@@ -51,7 +51,7 @@ def test_every_row_reaches_all_tensor_ranks_of_its_expert_rank_and_the_sum_comes
 
 
 @pytest.mark.parametrize("tensor", EXPERTS)
-@pytest.mark.parametrize("chunks", [1, 2, 3, 9])
+@pytest.mark.parametrize("chunks", [1, 3, 9])
 @pytest.mark.parametrize("shape", [(5, 4), (2, 5, 3), (1, 0, 4)])
 def test_all_forms_give_the_same_bits_and_gradients(shape, chunks, tensor):
     x = np.random.default_rng(chunks).normal(size=(8 * EXPERTS[tensor], *shape)).astype(np.float32)

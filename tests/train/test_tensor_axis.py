@@ -81,8 +81,11 @@ def test_scheduled_steps_equal_the_reference(schedule, form):
     assert_equals_reference(config)
 
 
-@pytest.mark.parametrize("schedule", [None, "unified"])
-@pytest.mark.parametrize("algorithm", sorted(EXCHANGES.keys() - {"flat", "ragged"}))
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [(name, "unified") for name in sorted(EXCHANGES.keys() - {"flat", "ragged"})]
+    + [(name, None) for name in ("ring", "halo")],  # hop by hop, and in two halves under autodiff
+)
 def test_every_exchange_carries_the_rows_of_tensor_ranks(algorithm, schedule):
     config = tensor_config(
         *(1, 4, 2),
