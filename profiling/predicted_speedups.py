@@ -7,6 +7,7 @@ and `unified` of the best degrees. About five minutes. Writes results/predicted_
 `unified` is ever slower than one of the others.
 """
 
+import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping
@@ -77,6 +78,7 @@ def speedups(cluster: Cluster) -> dict[str, list[float]]:
 
 def main() -> None:
     """Simulate all, write results."""
+    argparse.ArgumentParser(prog="python profiling/predicted_speedups.py", description=__doc__).parse_args()
     found = {name: speedups(find_cluster(name)) for name in CLUSTERS}
     values: dict[str, Any] = {"grid": GRID}
     for name, of_base in found.items():

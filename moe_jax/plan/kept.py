@@ -107,7 +107,8 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
     stream, stream_32 = own * model.d_model * item, own * model.d_model * 4
-    query, key = (sizes.tokens * heads * model.head_width for heads in (sizes.heads, sizes.kv_heads))
+    query = sizes.tokens * sizes.heads * model.qk_width
+    key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
     hidden = (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim) / sizes.tensor
     hidden_values = sizes.tokens * hidden * item

@@ -208,7 +208,7 @@ def _working(config: Config, sizes: Sizes, compiler: _Compiler, mode: Mode, mesh
         total += _gradients_under_way(config, mesh)
         total += (4 + item) * in_block if compiler.scheduled_gradients else 0
     if mode == "all" and compiler.turned_heads:
-        heads = sizes.tokens * (sizes.heads + 2 * sizes.kv_heads) * model.head_width
+        heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
         total += item * heads * model.num_layers
     return total
 
