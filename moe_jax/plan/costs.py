@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_jax.config import Config
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
+from moe_jax.plan.task_times import Compute, Linear, Stage, TaskTimes, Transfer
 from moe_jax.plan.work import Work, exchange_bytes, work_of
 
 
@@ -19,7 +19,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class _Typical:
+class Typical:
     """A platform: its devices, their links, and the network between nodes of so many devices (None: no nodes)."""
 
     flops_per_s: float
@@ -30,16 +30,16 @@ class _Typical:
 
 # Half of the peak rates of TPU v5p and H100, one link of each, and an adapter of 400 Gbit/s for each H100; a CPU core
 # behind a local network.
-_TYPICAL = {
-    "tpu": _Typical(230e12, Linear(5e-6, 1 / 300e9), Linear(5e-6, 1 / 300e9), None),
-    "gpu": _Typical(500e12, Linear(10e-6, 1 / 200e9), Linear(10e-6, 1 / 50e9), 8),
-    "cpu": _Typical(50e9, Linear(2e-4, 1 / 1e9), Linear(2e-4, 1 / 1e9), None),
+TYPICAL = {
+    "tpu": Typical(230e12, Linear(5e-6, 1 / 300e9), Linear(5e-6, 1 / 300e9), None),
+    "gpu": Typical(500e12, Linear(10e-6, 1 / 200e9), Linear(10e-6, 1 / 50e9), 8),
+    "cpu": Typical(50e9, Linear(2e-4, 1 / 1e9), Linear(2e-4, 1 / 1e9), None),
 }
 
 
 def rates_of(config: Config, platform: str, expert_ranks: int, tensor_ranks: int, num_devices: int) -> Rates:
     """The platform's rates, or those that a config gives. Tensor ranks are neighbours, and so are expert groups."""
-    typical, settings = _TYPICAL[platform], config.schedule
+    typical, settings = TYPICAL[platform], config.schedule
 
     def link(devices: int) -> Linear:
         """Between so many neighbours."""
@@ -63,7 +63,7 @@ def task_times(
     tensor_ranks: int,
     reduction_bytes: Sequence[Sequence[float]],
     rates: Rates,
-    measured: Mapping[str, Compute],
+    measured: Mapping[str, Stage],
 ) -> TaskTimes:
     """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
 

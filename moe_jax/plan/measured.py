@@ -1,53 +1,111 @@
 """Measured times of compute tasks, as a JSON file that `schedule.task_times` names.
 
-    {"attend": {"forward_s": 0.21, "backward_s": 0.25, "weight_s": 0.17}, "expert": {…}, …}
+    {"attend": {"1": {"forward_s": 0.21, "backward_s": 0.25, "weight_s": 0.17}, "2": {…}}, …, "rest_s": 0.03}
 
-Seconds of all tasks of one op in a step, over all blocks and parts; ops that are missing are estimated.
+Seconds of all tasks of one op in a step, over all blocks and parts, by the number of parts that they were cut into;
+`rest_s` is what a step computes outside of tasks, its optimiser first of all. What is missing is estimated.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_jax.errors import ConfigError
 from moe_jax.plan.json_file import read_json
-from moe_jax.plan.task_times import Compute, Linear
+from moe_jax.plan.task_times import task_seconds
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.shape import Shape
 
 OPS = ("embed", "attend", "dense", "expert", "head")
 _FIELDS = {"forward_s": "F", "backward_s": "B", "weight_s": "W"}
+_REST = "rest_s"
 _LONGEST_S = 1e6
-_RATE = Linear(0.0, 1.0)  # amounts are seconds
 
-Seconds = Mapping[str, Mapping[str, float]]  # of each op and direction: F, B, W
+Seconds = Mapping[str, Mapping[int, Mapping[str, float]]]  # of each op, number of parts, and direction: F, B, W
 
 
-def write_times(path: Path, seconds: Seconds) -> None:
+@dataclass(frozen=True)
+class Profiled:
+    """A compute stage whose tasks were timed at some numbers of parts; straight over a part's share between them."""
+
+    points: Mapping[str, tuple[tuple[float, float], ...]]  # of each direction: share of the batch, seconds; growing
+
+    def seconds(self, action: Action, shape: Shape) -> float:
+        """Of one task."""
+        return task_seconds(action, shape, lambda direction, parts: _at(1 / parts, self.points[direction]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a file says: the stages of one block each, and seconds outside of tasks, if it knows them."""
+
+    compute: Mapping[str, Profiled]
+    rest_s: float | None = None
+
+
+def write_times(path: Path, seconds: Seconds, rest_s: float) -> None:
     """Write what was measured."""
-    found = {op: {field: times[direction] for field, direction in _FIELDS.items()} for op, times in seconds.items()}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    def entry(times: Mapping[str, float]) -> dict[str, float]:
+        return {field: times[direction] for field, direction in _FIELDS.items()}
+
+    found = {op: {str(parts): entry(times) for parts, times in at.items()} for op, at in seconds.items()}
+    path.write_text(json.dumps(found | {_REST: rest_s}, indent=1) + "\n", encoding="utf-8")
 
 
-def read_times(path: str, kinds: Sequence[str]) -> dict[str, Compute]:
-    """Times of each op in one block, for a model whose blocks are of these `kinds`. Raises ConfigError."""
+def read_times(path: str, kinds: Sequence[str]) -> Measured:
+    """Times for a model whose blocks are of these `kinds`. Raises ConfigError."""
     name = f"schedule.task_times={path}"
     found = read_json(Path(path), name, "name a file of measured times, or null", ConfigError)
-    if not isinstance(found, dict) or not found.keys() <= set(OPS) or not all(map(_is_entry, found.values())):
+    stages = {op: at for op, at in found.items() if op != _REST} if isinstance(found, dict) else None
+    if stages is None or not stages.keys() <= set(OPS) or not all(map(_is_stage, stages.values())):
         raise ConfigError(
-            f"{name} is no file of measured times: "
-            f"it wants {', '.join(_FIELDS)}, seconds from 0 up, for some of {', '.join(OPS)}"
+            f"{name} is no file of measured times: it wants {', '.join(_FIELDS)}, seconds from 0 up, "
+            f"by number of parts for some of {', '.join(OPS)}"
         )
+    if _REST in found and not _are_seconds(found[_REST]):
+        raise ConfigError(f"{name} is no file of measured times: its {_REST} is to be seconds from 0 up")
     blocks = {"attend": kinds.count("moe"), "expert": kinds.count("moe"), "dense": kinds.count("dense")}
-    return {op: _in_one_block(times, blocks.get(op, 1)) for op, times in found.items() if blocks.get(op, 1)}
+    known = {op: _profiled(at, blocks.get(op, 1)) for op, at in stages.items() if blocks.get(op, 1)}
+    return Measured(known, found.get(_REST))
 
 
-def _is_entry(times: object) -> bool:
+def _is_stage(found: object) -> bool:
     return (
-        isinstance(times, dict)
-        and times.keys() == _FIELDS.keys()
-        and all(isinstance(s, (int, float)) and not isinstance(s, bool) and 0 <= s < _LONGEST_S for s in times.values())
+        isinstance(found, dict)
+        and bool(found)
+        and all(parts.isdecimal() and int(parts) > 0 for parts in found)
+        and all(map(_is_entry, found.values()))
     )
 
 
-def _in_one_block(times: Mapping[str, float], blocks: int) -> Compute:
-    forward_s, backward_s, weight_s = (times[field] / blocks for field in _FIELDS)
-    return Compute(rate=_RATE, forward=forward_s, backward=backward_s, weight=weight_s)
+def _is_entry(times: object) -> bool:
+    return isinstance(times, dict) and times.keys() == _FIELDS.keys() and all(map(_are_seconds, times.values()))
+
+
+def _are_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LONGEST_S
+
+
+def _profiled(at: Mapping[str, Mapping[str, float]], blocks: int) -> Profiled:
+    parts_of = sorted(map(int, at), reverse=True)
+    return Profiled(
+        {
+            direction: _from_nothing([(1 / parts, at[str(parts)][field] / (blocks * parts)) for parts in parts_of])
+            for field, direction in _FIELDS.items()
+        }
+    )
+
+
+def _from_nothing(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """With what a task takes to start, as far as the two smallest parts tell."""
+    (x0, y0), (x1, y1) = points[0], points[1 if len(points) > 1 else 0]
+    start = y0 - x0 * (y1 - y0) / (x1 - x0) if len(points) > 1 else 0.0
+    return (0.0, min(max(start, 0.0), y0)), *points
+
+
+def _at(share: float, points: tuple[tuple[float, float], ...]) -> float:
+    right = next((i for i, (x, _) in enumerate(points) if x >= share and i), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (share - x0) * (y1 - y0) / (x1 - x0)

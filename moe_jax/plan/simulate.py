@@ -85,12 +85,13 @@ def simulate(
     seconds: Seconds,
     stream_of: StreamOf = three_streams,
     rank_of: Callable[[Action], int] = in_list_order,
+    slowdown: float = 1.0,
 ) -> Timeline:
-    """Run a schedule: every task to its end, one at a time per stream, streams beside each other without slowing down.
+    """Run a schedule: every task to its end, one at a time per stream, streams beside each other.
 
     `seconds` maps an action to its time (`times.__getitem__` for a mapping). Streams take their tasks as listed; with
-    `rank_of=exchanges_first` a free stream takes a reduction only if no exchange is ready.
-    Raises ScheduleError if tasks wait for each other.
+    `rank_of=exchanges_first` a free stream takes a reduction only if no exchange is ready. While anything
+    communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
     """
-    spans = play(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of)
+    spans = play(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of, slowdown)
     return Timeline(schedule, tuple(Task(action, stream_of(action), *span) for action, span in spans.items()))

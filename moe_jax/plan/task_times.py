@@ -3,7 +3,7 @@
 Amounts are those of one device's whole batch; cut into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,14 +41,29 @@ class Compute:
     weight: float = 0.0  # gradients of weights
 
     def seconds(self, action: Action, shape: Shape) -> float:
-        """Of one task; with inline weight gradients a B task takes the time of both."""
-        parts = shape.num_parts(action.direction, action.op)
-        weight_s = self.rate.seconds(self.weight, parts) if self.weight else 0.0
-        if action.direction == "W":
-            return weight_s
-        if action.direction == "F":
-            return self.rate.seconds(self.forward, parts)
-        return self.rate.seconds(self.backward, parts) + (0.0 if shape.split_weight_grad else weight_s)
+        """Of one task."""
+        amounts = {"F": self.forward, "B": self.backward, "W": self.weight}
+
+        def of(direction: str, parts: int) -> float:
+            free = direction == "W" and not self.weight
+            return 0.0 if free else self.rate.seconds(amounts[direction], parts)
+
+        return task_seconds(action, shape, of)
+
+
+class Stage(Protocol):
+    """What the tasks of one op take, e.g. `Compute`."""
+
+    def seconds(self, action: Action, shape: Shape) -> float:
+        """Of one task."""
+        ...
+
+
+def task_seconds(action: Action, shape: Shape, of: Callable[[str, int], float]) -> float:
+    """Of a compute task, by `of(direction, parts)`; with inline weight gradients a B task takes the time of both."""
+    parts = shape.num_parts(action.direction, action.op)
+    whole = action.direction == "B" and not shape.split_weight_grad
+    return of(action.direction, parts) + (of("W", parts) if whole else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +78,7 @@ class Transfer:
 class TaskTimes:
     """Costs of all tasks of a step."""
 
-    compute: Mapping[str, Compute]  # embed, attend (with the gate), dense (attention and MLP), expert, head
+    compute: Mapping[str, Stage]  # embed, attend (with the gate), dense (attention and MLP), expert, head
     transfer: Mapping[str, Transfer]  # dispatch, combine; gather, scatter if experts are sharded
     reduce: Linear  # sum over devices, per byte
     reduction_bytes: tuple[tuple[float, ...], ...]  # of each chunk of each owner: embed, blocks, head

@@ -1,7 +1,8 @@
 """Streams that run tasks: the walk behind the simulator, and the merge of streams into one order of issue."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf
@@ -26,10 +27,12 @@ def play(
     seconds: Seconds,
     stream_of: StreamOf,
     rank_of: Callable[[Action], int] = in_list_order,
+    slowdown: float = 1.0,
 ) -> dict[Action, Span]:
     """Run every task to its end, one at a time per stream; the result is sorted by start.
 
     Tasks of one stream and rank start in list order. A stream that is free takes the ready task of the lowest rank.
+    While anything communicates, compute takes `slowdown` times as long.
     Raises ScheduleError if tasks wait for each other.
     """
     lanes: dict[tuple[int, Stream], deque[Action]] = defaultdict(deque)
@@ -40,29 +43,57 @@ def play(
         waiting[action] = len(needs[action])
         for need in needs[action]:
             followers[need].append(action)
-    ready_s = dict.fromkeys(waiting, 0.0)
-    free_s = dict.fromkeys(Stream, 0.0)
+    by_rank = sorted(lanes.items(), key=lambda lane: lane[0])
+    now_s, running, start_s = 0.0, dict[Stream, _Running](), dict[Action, float]()
     spans: dict[Action, Span] = {}
-    while any(lanes.values()):
-        # taken by start, then by rank: a task that takes no time at all is done before a lower rank gets the stream
-        startable = [
-            (max(ready_s[queue[0]], free_s[stream]), rank, stream)
-            for (rank, stream), queue in lanes.items()
-            if queue and not waiting[queue[0]]
-        ]
-        if not startable:
-            stuck = next(queue[0] for queue in lanes.values() if queue)
+
+    def startable() -> tuple[Stream, deque[Action]] | None:
+        for (_, stream), lane in by_rank:
+            if lane and stream not in running and not waiting[lane[0]]:
+                return stream, lane
+        return None
+
+    while any(lanes.values()) or running:
+        # a task that takes no time at all is done before a lower rank gets the stream
+        while (found := startable()) is not None:
+            stream, lane = found
+            action = lane.popleft()
+            start_s[action] = now_s
+            running[stream] = _Running(action, now_s + seconds(action))
+            _stretch(running, now_s, slowdown)
+            if running[stream].end_s <= now_s:
+                break
+        if not running:
+            stuck = next(lane[0] for lane in lanes.values() if lane)
             raise ScheduleError(
                 f"{stuck} waits for {min(needs[stuck] - spans.keys())}, which never runs: check the order"
             )
-        start_s, rank, stream = min(startable)
-        action = lanes[rank, stream].popleft()
-        end_s = free_s[stream] = start_s + seconds(action)
-        spans[action] = Span(start_s, end_s)
-        for follower in followers[action]:
-            waiting[follower] -= 1
-            ready_s[follower] = max(ready_s[follower], end_s)
-    return spans
+        now_s = min(task.end_s for task in running.values())
+        for stream in [stream for stream, task in running.items() if task.end_s == now_s]:
+            action = running.pop(stream).action
+            spans[action] = Span(start_s[action], now_s)
+            for follower in followers[action]:
+                waiting[follower] -= 1
+        _stretch(running, now_s, slowdown)
+    return {action: spans[action] for action in start_s}
+
+
+@dataclass
+class _Running:
+    """A task on its stream, and when it ends at its present speed."""
+
+    action: Action
+    end_s: float
+    slowed: bool = False
+
+
+def _stretch(running: Mapping[Stream, _Running], now_s: float, slowdown: float) -> None:
+    """Let compute go on at the speed of what runs beside it."""
+    task = running.get(Stream.COMPUTE)
+    beside = len(running) > 1
+    if task is not None and slowdown != 1 and task.slowed != beside:
+        factor = slowdown if beside else 1 / slowdown
+        task.end_s, task.slowed = now_s + (task.end_s - now_s) * factor, beside
 
 
 def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], needs: Needs) -> list[Action]:

@@ -8,11 +8,11 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
 from moe_jax.plan.cluster import ClusterProfile, write_profile
-from moe_jax.plan.clusters import PRESETS, find_cluster
+from moe_jax.plan.clusters import PRESETS, cluster_of, find_cluster
 from moe_jax.plan.curves import curve
 
 
-@pytest.mark.parametrize("kind", PRESETS)
+@pytest.mark.parametrize("kind", [kind for kind in PRESETS if kind != "cpu"])
 def test_every_preset_grows_from_one_device_to_many_nodes(kind: str) -> None:
     unit = PRESETS[kind].unit
     for count in (1, unit, 2 * unit, 64 * unit):
@@ -138,3 +138,26 @@ def test_a_profile_that_lacks_something_is_told(tmp_path: Path) -> None:
         )
         with pytest.raises(UserError, match=f"but no {dropped}"):
             find_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "name"),
+    [
+        ("TPU v4", 1, "v4x16"),
+        ("TPU v5 lite", 2, "2xv5e-8"),
+        ("TPU v5", 1, "v5px16"),
+        ("TPU v6 lite", 1, "v6ex16"),
+        ("TPU7x", 1, "tpu7xx16"),
+        ("NVIDIA H100 80GB HBM3", 1, "h100x16"),
+        ("NVIDIA A100-SXM4-80GB", 1, "a100x16"),
+        ("NVIDIA GeForce RTX 3090", 1, "rtx3090x16"),
+        ("cpu", 1, "cpux16"),
+    ],
+)
+def test_devices_are_known_by_what_jax_calls_them(kind: str, slices: int, name: str) -> None:
+    assert cluster_of(kind, 16, slices) == find_cluster(name)
+
+
+def test_unknown_devices_are_told_with_a_cure() -> None:
+    with pytest.raises(UserError, match="nothing is known of NVIDIA A100-SXM4-40GB: name a preset"):
+        cluster_of("NVIDIA A100-SXM4-40GB", 8)

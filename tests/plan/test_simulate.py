@@ -54,6 +54,23 @@ def test_times_exposure_and_memory_equal_slow_twins(schedule):
     assert timeline.peak_bytes(held.__getitem__) == max(live)
 
 
+@pytest.mark.parametrize("schedule", schedules(seed=22)[::5], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
+def test_compute_takes_longer_while_anything_communicates(schedule):
+    """Every task starts as soon as it may, and does its work at the speed of each moment: no other times do both."""
+    seconds = _whole_seconds(schedule, seed=0)
+    span = simulate(schedule, seconds.__getitem__, two_streams, slowdown=1.5).span
+    transfers = [task for task in span.values() if task.stream == Stream.COMMUNICATION]
+    needs, last = task_graph(schedule.shape), {}
+    for action in schedule.actions:
+        task = span[action]
+        behind = [*needs[action], *([last[task.stream]] if task.stream in last else [])]
+        assert task.start_s == pytest.approx(max((span[each].end_s for each in behind), default=0.0))
+        last[task.stream] = action
+        beside = sum(max(0.0, min(task.end_s, t.end_s) - max(task.start_s, t.start_s)) for t in transfers)
+        slowed = beside if task.stream == Stream.COMPUTE else 0.0
+        assert task.end_s - task.start_s - slowed / 3 == pytest.approx(seconds[action])
+
+
 def test_an_order_that_cannot_run_is_named():
     schedule = schedules(seed=21)[0]
     actions = list(schedule.actions)

@@ -5,14 +5,23 @@ import re
 from pathlib import Path
 
 from moe_jax.errors import UserError
+from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.gpu import GPUS
 from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
 from moe_jax.plan.clusters.measured import measured_cluster
 from moe_jax.plan.clusters.tpu import TPUS
 
-__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "find_cluster"]
+__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of", "find_cluster"]
 
-PRESETS = {**TPUS, **GPUS}
+PRESETS = {**TPUS, **GPUS, **CPUS}
+
+
+# What jax calls devices, and their presets: the first that is found in the name.
+_KINDS = {
+    **{"v5 lite|v5e": "v5e", "v6 lite|v6e": "v6e", "tpu v5": "v5p", "tpu v4": "v4", "tpu7x": "tpu7x"},
+    **{"a100.*80gb": "a100", "h100": "h100", "h200": "h200", "b200": "b200", "mi250x": "mi250x"},
+    **{"rtx 3090": "rtx3090", "rtx 2080 ti": "rtx2080ti", "^cpu$": "cpu"},
+}
 
 
 class ClusterError(UserError):
@@ -35,6 +44,17 @@ def find_cluster(name: str) -> Cluster:
     if size is None:
         raise ClusterError(f"cluster {name} wants a number of devices: write {name}-{8 * PRESETS[kind].unit}")
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
+
+
+def cluster_of(device_kind: str, count: int, slices: int = 1) -> Cluster:
+    """The preset of devices that jax has, in so many slices. Raises ClusterError."""
+    preset = next((preset for pattern, preset in _KINDS.items() if re.search(pattern, device_kind.lower())), None)
+    if preset is None:
+        raise ClusterError(
+            f"plan.cluster=null, and nothing is known of {device_kind}: name a preset ({', '.join(PRESETS)}, as in "
+            "h100x64), or a profile that python -m moe_jax.measure wrote"
+        )
+    return find_cluster(f"{slices}x{preset}-{count // slices}" if slices > 1 else f"{preset}x{count}")
 
 
 def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:

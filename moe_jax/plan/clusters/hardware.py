@@ -76,6 +76,7 @@ class Cluster:
     device: Device
     devices: int
     levels: tuple[Level, ...]
+    compute_slowdown: float = 1.0  # how many times longer compute takes while its device communicates
     adapters_per_node: int | None = None  # network adapters; None: not known, or no network
     profile: ClusterProfile | None = None  # what was measured there
 

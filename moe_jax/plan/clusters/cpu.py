@@ -1,0 +1,32 @@
+"""CPU devices, simulated ones too: a core each, behind a local network. Round numbers, as `plan/costs.py` has them."""
+
+from moe_jax.plan.clusters.hardware import Device, Level, Preset
+from moe_jax.plan.costs import TYPICAL
+
+_CPU = TYPICAL["cpu"]
+_MEMORY_BYTES_PER_S = 5e9  # of a core, of what the socket shares
+
+
+def _levels(devices: int, _: int) -> tuple[Level, ...]:
+    return (Level(name="local network", devices=devices, alpha_s=_CPU.link.alpha_s, bytes_per_s=1 / _CPU.link.beta_s),)
+
+
+CPUS = {
+    "cpu": Preset(
+        device=Device(
+            name="CPU core",
+            platform="cpu",
+            memory_bytes=None,
+            matrix_flops_per_s=_CPU.flops_per_s,
+            memory_bytes_per_s=_MEMORY_BYTES_PER_S,
+            matrix_efficiency=1.0,
+            watts=None,
+            dollars_per_hour=None,
+        ),
+        unit=1,
+        unit_name="core",
+        adapters_per_unit=None,
+        largest_slice=None,
+        levels=_levels,
+    )
+}
