@@ -6,6 +6,7 @@ a all-to-all, g AllGather, s ReduceScatter, e experts (seconds of one of r chunk
 import random
 
 import pytest
+from scipy.optimize import minimize
 
 from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import Action
@@ -74,3 +75,40 @@ def test_the_printed_cases_are_only_a_lower_bound_if_gather_and_scatter_differ()
         assert printed <= simulated * (1 + 1e-9)
         too_short += printed < simulated * (1 - 1e-9)
     assert too_short > 0
+
+
+def _least_over_real_degrees(alphas: list[float], amounts: list[float], t: float) -> tuple[float, float]:
+    """The degree r ≥ 1 and the time of the largest of the four cases, a chunk taking alpha + amount/r."""
+
+    def slack(x: list[float]) -> list[float]:
+        r, time_s = x
+        a, g, e = (alpha + amount / r for alpha, amount in zip(alphas, amounts, strict=True))
+        cases = (2 * r * a + t, 2 * a + 2 * g + r * e, 2 * r * a + 2 * g, 2 * a + 2 * r * g)
+        return [time_s - case for case in cases]
+
+    bounds, above = [(1.0, 64.0), (0.0, None)], {"type": "ineq", "fun": slack}
+    start = (1.0, -min(slack([1.0, 0.0])))
+    found = minimize(lambda x: x[1], start, method="SLSQP", bounds=bounds, constraints=above)
+    assert found.success
+    return tuple(found.x)
+
+
+def test_the_best_whole_degree_is_beside_the_best_real_one():
+    """FSMoE, algorithm 1, takes SLSQP over r ≥ 1; the largest of four convex cases is convex, so degrees can be
+    enumerated."""
+    rng = random.Random(3)
+    interior = 0
+    for _ in range(40):
+        alphas = [10 ** rng.uniform(-3, -0.5) for _ in range(3)]
+        amounts = [rng.uniform(0.2, 4.0) for _ in range(3)]
+        t = rng.choice((0.0, rng.uniform(0.0, 12.0)))
+        whole_s = {}
+        for r in range(1, 65):
+            a, g, e = (alpha + amount / r for alpha, amount in zip(alphas, amounts, strict=True))
+            whole_s[r] = printed_case_s(r, a, g, g, e, t)[1]
+        real, least_s = _least_over_real_degrees(alphas, amounts, t)
+        best_s = min(whole_s.values())
+        assert least_s <= best_s * (1 + 1e-6)
+        assert min(whole_s[int(real)], whole_s[min(int(real) + 1, 64)]) == pytest.approx(best_s, rel=1e-3)
+        interior += 1.5 < real < 60
+    assert interior > 10

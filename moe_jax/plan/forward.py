@@ -1,0 +1,158 @@
+"""The forward pass of a step in groups of ops, and which ranges of them are worth cutting."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import inf
+from typing import NamedTuple
+
+from moe_jax.config import Model
+from moe_jax.plan.axes import Cut, Op, find_cut
+from moe_jax.plan.block_ops import forward_ops
+from moe_jax.plan.estimate import Estimate
+from moe_jax.plan.partition_range import Part, Partition, fastest_partition, pipeline_seconds
+from moe_jax.plan.resources import attention_matrices
+from moe_jax.plan.step_times import Step
+from moe_jax.plan.task_times import Linear
+
+MOST_PARTS = 8
+_GROUPS = 5  # of compute between two exchanges, about
+
+
+class Group(NamedTuple):
+    """Neighbouring ops; a range has all or none of them."""
+
+    ops: tuple[Op, ...]
+    part: tuple[Part, ...]  # one of 1, 2, … parts
+
+
+class CutRange(NamedTuple):
+    """From one op to another, in so many parts."""
+
+    first: str
+    last: str
+    parts: int
+
+    @property
+    def policy(self) -> str:
+        """The one that cuts what this range cuts, in every layer."""
+        inside = (("dispatch", "expert"), ("dispatch", "combine"), ("expert", "combine"))
+        return "expert_pipeline" if (self.first, self.last) in inside else "unified"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The blocks' forward pass, in its best ranges and as the estimate's schedule runs it."""
+
+    groups: tuple[Group, ...]
+    best: Partition
+    scheduled_s: float
+
+    @property
+    def uncut_s(self) -> float:
+        return sum(group.part[0].seconds for group in self.groups)
+
+    @property
+    def cut(self) -> Counter[CutRange]:
+        """The ranges in more than one part, and how often they occur."""
+        return Counter(
+            CutRange(self.groups[first].ops[0].name, self.groups[stop - 1].ops[-1].name, parts)
+            for first, stop, parts in self.best.ranges
+            if parts > 1
+        )
+
+
+def best_ranges(estimate: Estimate) -> Forward:
+    """Of the blocks that were simulated. A range is at most as long as from one MoE layer to the next."""
+    step, shape = Step(estimate.config, estimate.cluster), estimate.timeline.schedule.shape
+    groups = tuple(_groups(step, shape.kinds))
+    layers = [i for i, group in enumerate(groups) if group.ops[0].task == "dispatch"]
+    longest = max((after - before for before, after in pairwise(layers)), default=len(groups))
+
+    def seconds(first: int, stop: int, parts: int) -> float:
+        part = tuple(group.part[parts - 1] for group in groups[first:stop])
+        if parts > 1:
+            ops = [op for group in groups[first:stop] for op in group.ops]
+            hides = any(each.exchange and each.seconds for each in part)
+            if not hides or find_cut(ops, _allowed(step, parts)) is None:
+                return inf
+        return pipeline_seconds(part, parts)
+
+    spans = [task for task in estimate.timeline.tasks if task.action.direction == "F" and task.action.block >= 0]
+    return Forward(
+        groups=groups,
+        best=fastest_partition(len(groups), longest, MOST_PARTS, seconds),
+        scheduled_s=max(task.end_s for task in spans) - min(task.start_s for task in spans),
+    )
+
+
+def _allowed(step: Step, parts: int) -> list[Cut]:
+    """What can be cut into so many equal parts; slots are cut as equally as they can be."""
+    sizes = {
+        Cut.SEQUENCES: step.sequences,
+        Cut.IRREGULAR: step.sequences,
+        Cut.TOKENS: step.config.data.seq_len,
+        Cut.HEADS: step.config.model.num_heads / step.tensor,
+        Cut.FEATURES: step.config.model.d_model,
+    }
+    return [Cut.SLOTS, *(cut for cut, size in sizes.items() if size % parts == 0)]
+
+
+def _groups(step: Step, kinds: Sequence[str]) -> Iterator[Group]:
+    """Exchanges and experts one by one; of what is computed between them about five that take equally long."""
+    cost = _Costs(step, kinds)
+    for _, run in groupby(forward_ops(step.config.model, kinds), key=lambda op: op.task):
+        ops = list(run)
+        limit = sum(cost.seconds(op, 1) for op in ops) / _GROUPS
+        start = 0
+        for stop in range(1, len(ops) + 1):
+            parts = [
+                Part(cost.is_exchange(ops[start]), sum(cost.seconds(op, parts) for op in ops[start:stop]))
+                for parts in range(1, MOST_PARTS + 1)
+            ]
+            if stop == len(ops) or parts[0].seconds >= limit > 0:
+                yield Group(tuple(ops[start:stop]), tuple(parts))
+                start = stop
+
+
+class _Costs:
+    """What ops take: matrix products their share of a block's by their parameters, attention its squares."""
+
+    def __init__(self, step: Step, kinds: Sequence[str]):
+        self._times, self._squares_s, self._kinds = step.times(), step.squares_s(), kinds
+        self._compute = step.compute()
+        self._shares = {kind: _shares(step.config.model, kind) for kind in set(kinds)}
+
+    def is_exchange(self, op: Op) -> bool:
+        return op.task in self._times.transfer
+
+    def seconds(self, op: Op, parts: int) -> float:
+        """Of one of so many parts."""
+        if self.is_exchange(op):
+            transfer = self._times.transfer[op.task]
+            return transfer.link.seconds(transfer.num_bytes, parts)
+        if op.task == "expert":
+            experts = self._compute["expert"]
+            return experts.rate.seconds(experts.forward, parts)
+        kind = self._kinds[op.block]
+        block = self._compute["attend" if kind == "moe" else "dense"]
+        share = self._shares[kind].get(op.name, 0.0)
+        squares_s = self._squares_s if op.name == "attention" else 0.0
+        rate = Linear(share * block.rate.alpha_s, block.rate.beta_s)
+        return rate.seconds(share * (block.forward - self._squares_s) + squares_s, parts)
+
+
+def _shares(model: Model, kind: str) -> Mapping[str, float]:
+    """Of a block's parameters in matrix products, experts left out; other ops pass in their neighbours' time."""
+    moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
+    hidden = model.hidden_dim if kind == "dense" or moe.dense_residual else 0
+    hidden += moe.hidden_dim * moe.num_shared_experts if kind == "moe" else 0
+    output = model.d_model * model.num_heads * model.v_width
+    parameters = {
+        "projections": attention_matrices(model) - output,
+        "output": output,
+        "mlp": matrices * model.d_model * hidden,
+        "gate": model.d_model * moe.num_experts if kind == "moe" else 0,
+    }
+    return {name: count / sum(parameters.values()) for name, count in parameters.items()}

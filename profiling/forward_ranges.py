@@ -1,0 +1,73 @@
+"""What Lancet's ranges of the forward pass are worth to the planner: python profiling/forward_ranges.py
+
+Models of three MoE layers on the 16 expert ranks of two nodes of H100, over a grid of sequences on each device, their
+length and the experts' width. Simulated steps of the policy and degree that the best ranges suggest are compared with
+the best of all schedules whose degrees are powers of two, and the schedule's forward pass with that in ranges. About a
+minute. Writes results/forward_ranges.json.
+"""
+
+import argparse
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from results_file import quartiles, rounded, write_result
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.draft import open_draft
+from moe_jax.errors import run_command
+from moe_jax.plan.candidates import choices, scheduled, schedules
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.forward import best_ranges
+
+CLUSTER = find_cluster("h100x16")
+GRID: Mapping[str, tuple[int, ...]] = {
+    "sequences": (2, 3, 4, 6, 8, 12),
+    "seq_len": (512, 2048),
+    "expert_width": (512, 2048, 8192),
+}
+
+
+def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
+    """A model on a mesh of expert ranks."""
+    ranks = CLUSTER.devices
+    moe = MoE(num_experts=ranks, top_k=2, hidden_dim=expert_width, num_shared_experts=1)
+    return Config(
+        model=Model(vocab_size=4096, d_model=1024, num_layers=3, num_heads=8, hidden_dim=4096, moe=moe),
+        mesh=Mesh(data=1, expert=ranks),
+        data=Data(seq_len=seq_len),
+        train=Train(batch_size=ranks * sequences),
+    )
+
+
+def compared(config: Config) -> tuple[float, float]:
+    """The suggestion's step over the best other one, and the best one's forward pass over that in its ranges."""
+    draft = open_draft(config)
+    ways = choices(draft, config, ({"schedule": each} for each in schedules()))
+    best = min((estimate(each, CLUSTER) for each in ways), key=lambda found: found.step_s)
+    ranges = best_ranges(best)
+    suggested = ({"schedule": scheduled(found.policy, found.parts)} for found in ranges.cut)
+    step_s = min(estimate(each, CLUSTER).step_s for each in choices(draft, config, suggested))
+    return step_s / best.step_s, ranges.scheduled_s / ranges.best.seconds
+
+
+def main() -> None:
+    """Simulate all, write results."""
+    argparse.ArgumentParser(prog="python profiling/forward_ranges.py", description=__doc__).parse_args()
+    found = {values: compared(config_of(*values)) for values in itertools.product(*GRID.values())}
+    by_three = [step for (sequences, *_), (step, _) in found.items() if sequences % 3 == 0]
+    others = [step for (sequences, *_), (step, _) in found.items() if sequences % 3]
+    forward = [each for _, each in found.values()]
+    values: dict[str, Any] = {"grid": GRID, "cluster": CLUSTER.name}
+    for name, ratios in (
+        ("suggested_over_best_step_if_sequences_divide_by_3", by_three),
+        ("suggested_over_best_step_otherwise", others),
+        ("scheduled_over_ranges_forward", forward),
+    ):
+        values[name] = quartiles(ratios) | {"least": rounded(min(ratios)), "most": rounded(max(ratios))}
+    write_result("forward_ranges", values)
+
+
+if __name__ == "__main__":
+    run_command(main)

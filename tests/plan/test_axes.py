@@ -1,0 +1,96 @@
+"""What the ops of a block may be cut along, and that planning follows it."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.draft import open_draft
+from moe_jax.plan.axes import Cut, Op, find_cut
+from moe_jax.plan.block_ops import forward_ops
+from moe_jax.plan.candidates import choices, schedules
+
+BATCH = (Cut.SEQUENCES, Cut.IRREGULAR)
+LAYER = ("dispatch", "expert", "combine")
+SCORE = {"slot_priority": "score"}
+
+
+def ops_of(kinds: Sequence[str] = ("moe",), **moe) -> tuple[Op, ...]:
+    return forward_ops(Model(num_layers=len(kinds), moe=MoE(**moe)), kinds)
+
+
+def named(ops: Sequence[Op], first: str, last: str) -> list[Op]:
+    """From the first op of one name to the last one of another."""
+    names = [op.name for op in ops]
+    return list(ops[names.index(first) : len(names) - names[::-1].index(last)])
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "package.module:gate"])
+@pytest.mark.parametrize("rest", [{}, {"capacity_factor": None}, {"order": "einsum"}, {"num_shared_experts": 1}])
+def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, rest: dict) -> None:
+    ops = ops_of(("dense", "moe", "moe"), gate=gate, **rest)
+    found = find_cut(ops, BATCH)
+    assert found is not None
+    rows = {f"{tensor}.{block}" for tensor in ("rows", "received", "made", "returned") for block in (1, 2)}
+    assert {tensor for tensor, cut in found.items() if cut is Cut.IRREGULAR} == rows
+    assert set(found.values()) == set(BATCH)
+
+
+def test_slots_of_scores_over_the_whole_batch_can_only_be_cut_behind_the_gate() -> None:
+    ops = ops_of(("moe", "moe"), **SCORE)
+    own, behind = ops_of(**SCORE), ops[next(i for i, op in enumerate(ops) if op.name == "dispatch") :]
+    behind = behind[: next(i for i, op in enumerate(behind) if op.name == "order")]
+    assert find_cut(own, Cut) is None
+    assert find_cut(named(own, "order", "combine"), Cut) is None
+    assert find_cut(behind, BATCH) is not None, "rows of a part of the sequences, up to the next gate"
+    assert find_cut(named(own, "norm", "gate"), BATCH) is not None
+
+
+def test_exchanges_and_experts_alone_are_cut_by_slots() -> None:
+    """Not with the ops around them: a token's choices lie in slots of different parts."""
+    for moe in ({}, SCORE):
+        ops = ops_of(**moe)
+        found = find_cut(named(ops, *LAYER[::2]), [Cut.SLOTS])
+        assert found is not None
+        assert set(found.values()) == {Cut.SLOTS}
+        assert find_cut(named(ops, "order", "combine"), [Cut.SLOTS]) is None
+        assert find_cut(named(ops, "combine", "inverse order"), [Cut.SLOTS]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "allowed", "possible"),
+    [
+        ("projections", "attention", [Cut.HEADS], True),
+        ("output", "residual", [Cut.SEQUENCES], True),
+        ("attention", "attention", [Cut.TOKENS], True),
+        ("norm", "projections", [Cut.TOKENS], True),
+        # queries could be cut along tokens, but keys and values come from the same norm
+        ("norm", "attention", [Cut.TOKENS, Cut.HEADS, Cut.FEATURES], False),
+        # parts of heads make terms of a sum
+        ("attention", "output", [Cut.HEADS, Cut.FEATURES], False),
+    ],
+)
+def test_a_tensor_keeps_one_axis(first: str, last: str, allowed: list[Cut], possible: bool) -> None:
+    ops = named(ops_of(("dense",))[:6], first, last)
+    assert (find_cut(ops, allowed) is not None) == possible
+
+
+def test_what_is_found_satisfies_every_op() -> None:
+    ops = ops_of(("moe", "dense", "moe"))
+    found = find_cut(ops, Cut)
+    assert found is not None
+    assert all(tuple(found[tensor] for tensor in (*op.reads, *op.writes)) in op.cuts for op in ops)
+
+
+def test_planning_tries_only_what_a_gate_lets_be_cut() -> None:
+    """The constraints agree with what a config may say."""
+    for moe in ({}, SCORE):
+        experts = MoE(num_experts=16, hidden_dim=512, **moe)
+        model = Model(vocab_size=512, d_model=256, num_layers=2, num_heads=8, hidden_dim=512, moe=experts)
+        mesh = Mesh(data=1, expert=16)
+        config = Config(model=model, mesh=mesh, data=Data(seq_len=256), train=Train(batch_size=64))
+        ways = choices(open_draft(config), config, ({"schedule": each} for each in schedules()))
+        tried = [each.schedule for each in ways]
+        cut = {each.microbatches for each in tried if each.policy == "unified"} > {1}
+        assert cut == (find_cut(forward_ops(model, ("moe", "moe")), BATCH) is not None)
+        assert {2, 4, 8} <= {each.microbatches for each in tried if each.policy == "expert_pipeline"}

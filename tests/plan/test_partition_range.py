@@ -1,0 +1,136 @@
+"""Ranges of the forward pass: the best of all partitions, in times that the simulator of whole steps confirms."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.draft import open_draft, sections_of
+from moe_jax.plan.candidates import choices, schedules
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.forward import Forward, best_ranges
+from moe_jax.plan.partition_range import Part, Range, fastest_partition, pipeline_seconds
+from moe_jax.plan.plan_text import facts
+from moe_jax.plan.planner import plan
+from moe_jax.plan.simulate import simulate
+from moe_jax.plan.step_times import Step
+from moe_jax.schedule.actions import two_streams
+from moe_jax.schedule.build import make_schedule, make_shape
+
+H100S = find_cluster("h100x16")
+
+
+def all_partitions(groups: int, longest: int, parts: int) -> Iterator[tuple[Range, ...]]:
+    for bounds in itertools.product((False, True), repeat=groups - 1):
+        places = [0, *(i + 1 for i, cut in enumerate(bounds) if cut), groups]
+        spans = list(itertools.pairwise(places))
+        if max(stop - first for first, stop in spans) <= longest:
+            for counts in itertools.product(range(1, parts + 1), repeat=len(spans)):
+                yield tuple(Range(*span, count) for span, count in zip(spans, counts, strict=True))
+
+
+def random_seconds(seed: int, groups: int):
+    """Of ranges of random groups, some of which may not be cut."""
+    rng = random.Random(seed)
+    alpha = rng.uniform(0.0, 0.5)
+    whole = [Part(rng.random() < 0.4, rng.uniform(0.1, 2.0)) for _ in range(groups)]
+    uncut = {i for i in range(groups) if rng.random() < 0.2}
+
+    def seconds(first: int, stop: int, parts: int) -> float:
+        if parts > 1 and uncut & set(range(first, stop)):
+            return math.inf
+        cut = (each._replace(seconds=alpha + each.seconds / parts) for each in whole[first:stop])
+        return pipeline_seconds(tuple(cut), parts)
+
+    return seconds
+
+
+@pytest.mark.parametrize(("groups", "longest", "parts"), [(1, 1, 1), (4, 4, 3), (5, 2, 3), (6, 3, 2)])
+def test_no_partition_is_faster(groups: int, longest: int, parts: int) -> None:
+    for seed in range(10):
+        seconds = random_seconds(seed, groups)
+        found = fastest_partition(groups, longest, parts, seconds)
+        slow = min(sum(seconds(*each) for each in ranges) for ranges in all_partitions(groups, longest, parts))
+        assert found.seconds == pytest.approx(slow)
+        assert found.seconds == pytest.approx(sum(seconds(*each) for each in found.ranges))
+
+
+def test_a_pipeline_of_two_streams_by_hand() -> None:
+    compute, exchange = Part(False, 1.0), Part(True, 2.0)
+    assert pipeline_seconds((compute, exchange, compute), 1) == 4
+    assert pipeline_seconds((compute, exchange, compute), 3) == 1 + 3 * 2 + 1
+    assert pipeline_seconds((exchange, compute, compute), 3) == 3 * 2 + 2
+    assert pipeline_seconds((exchange, exchange), 3) == 12
+
+
+def config_of(sequences: int = 8, layers: int = 3, **moe) -> Config:
+    experts = MoE(**({"num_experts": 16, "top_k": 2, "hidden_dim": 1024, "num_shared_experts": 1} | moe))
+    model = Model(vocab_size=4096, d_model=1024, num_layers=layers, num_heads=8, hidden_dim=4096, moe=experts)
+    train = Train(batch_size=16 * sequences)
+    return Config(model=model, mesh=Mesh(data=1, expert=16), data=Data(seq_len=512), train=train)
+
+
+def replaced(config: Config, **sections: dict[str, object]) -> Config:
+    own = sections_of(config)
+    return Config(**own | {name: dataclasses.replace(own[name], **values) for name, values in sections.items()})
+
+
+def ranges_of(config: Config) -> Forward:
+    return best_ranges(estimate(config, H100S))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_ops_take_as_long_as_the_tasks_that_they_are_part_of(every: int) -> None:
+    found = ranges_of(config_of(layers=4, every=every))
+    assert found.uncut_s == pytest.approx(found.scheduled_s), "a plain forward pass"
+    between = [len(list(run)) for cut, run in itertools.groupby(found.groups, lambda g: g.part[0].exchange) if not cut]
+    assert 4 <= max(between) <= 6, "about five groups between two MoE layers"
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_range_of_all_groups_is_what_the_simulator_makes_of_microbatches(parts: int) -> None:
+    config = config_of()
+    times = Step(config, H100S).times().of(shape := make_shape("unified", ("moe",) * 3, parts))
+
+    def seconds(action) -> float:
+        return times(action) if action.direction == "F" and action.block >= 0 else 0.0
+
+    whole = simulate(make_schedule("unified", shape, seconds), seconds, two_streams).makespan_s
+    groups = ranges_of(config).groups
+    assert pipeline_seconds(tuple(group.part[parts - 1] for group in groups), parts) == pytest.approx(whole)
+
+
+def test_ranges_are_never_slower_than_chunks_of_slots() -> None:
+    """A pipeline inside each MoE layer is one of the partitions."""
+    for factor in (1.0, 4.0):
+        config = config_of(hidden_dim=int(1024 * factor))
+        best = ranges_of(config).best.seconds
+        for degree in (2, 4, 8):
+            cut = replaced(config, schedule={"policy": "expert_pipeline", "microbatches": degree})
+            assert best <= ranges_of(cut).scheduled_s * (1 + 1e-9)
+
+
+def test_ranges_reach_in_front_of_the_gate_only_where_it_allows() -> None:
+    for moe, reaches in (({}, True), ({"slot_priority": "score"}, False)):
+        found = ranges_of(config_of(layers=4, **moe))
+        cut = [each for each in found.best.ranges if each.parts > 1]
+        assert cut
+        gates = [op for each in cut for group in found.groups[each.first : each.stop] for op in group.ops]
+        assert any(op.name == "order" for op in gates) == reaches
+
+
+def test_the_planner_tries_as_many_parts_as_ranges_have() -> None:
+    """Three sequences make no two or four microbatches; and what is tried besides never loses what was best."""
+    config = replaced(config_of(sequences=3, layers=1, hidden_dim=8192), data={"seq_len": 2048})
+    config = replaced(config, model={"num_heads": 1})  # no tensor ranks
+    draft = open_draft(config)
+    plans = plan(draft, H100S)
+    assert plans.best.config.schedule.microbatches == 3
+    others = choices(draft, config, ({"schedule": each} for each in schedules()))
+    assert plans.best.estimate.step_s < 0.99 * min(estimate(each, H100S).step_s for each in others)
+    assert "ranges      a block's forward pass takes" in facts(plans)
