@@ -10,6 +10,7 @@ from moe_jax.config_checks.model import check_model
 from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
 from moe_jax.config_checks.schedule import check_exchange, check_node_split, check_schedule
 from moe_jax.config_checks.training import check_training
+from moe_jax.config_checks.tune import check_tune
 from moe_jax.config_checks.words import nearest_multiples
 
 if TYPE_CHECKING:  # a Config checks itself with what stands here
@@ -35,3 +36,4 @@ def check_config(config: "Config") -> None:
     check_schedule(config)
     check_exchange(config)
     check_training(config)
+    check_tune(config)

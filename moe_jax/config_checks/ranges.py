@@ -57,6 +57,9 @@ _AT_LEAST: dict[str, float] = {
     "train.eval_batches": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "tune.samples": 2,
+    "tune.iterations": 1,
+    "tune.patience": 1,
     "log.every": 1,
     "log.trace_step": 2,  # the first step includes the process's start-up
     "log.sample_tokens": 0,
@@ -73,6 +76,7 @@ _POSITIVE = (
     "schedule.device_tflops",
     "schedule.link_gb_per_s",
     "schedule.network_gb_per_s",
+    "tune.band",
 )
 # Parts of the model with a name of their own; others are named package.module:name.
 _PARTS = {

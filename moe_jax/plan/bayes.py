@@ -1,9 +1,13 @@
-"""Bayesian optimisation of one positive number, e.g. the size of a reduction's chunks (FlowMoE, section 4.3).
+"""Bayesian optimisation of a few settings, e.g. the size of a reduction's chunks (FlowMoE, section 4.3).
 
-A Gaussian process with a Matérn kernel over the number's logarithm says where the time of a step is expected and how
-sure that is; the next sample is where the expected improvement is largest.
+A Gaussian process with a Matérn kernel says where the time of a step is expected and how sure that is; the next sample
+is where the expected improvement is largest. Numbers are as near as their logarithms, names are the same or not; how
+far a setting reaches is fitted for each of them.
+
+S settings, n choices, m samples, F fits.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,76 +18,101 @@ from scipy.linalg import cho_factor, cho_solve
 from scipy.stats import norm
 
 _XI = 0.1  # standard deviations by which an improvement has to be better: the more, the more is explored
-_LENGTHS = np.geomspace(0.1, 1.0, 8)  # of the kernel, as shares of the range
-_NOISES = (1e-4, 1e-3, 1e-2, 1e-1)  # variances, as shares of that of all samples
+_LENGTHS = np.geomspace(0.1, 1.0, 8)  # of the kernel, as shares of a setting's range
+_NOISES = np.array([1e-4, 1e-3, 1e-2, 1e-1])  # variances, as shares of that of all samples
 _FIRST = (0.5, 0.15, 0.85)  # samples before the process says anything, as shares of the range
 
+Choice = tuple[float | str, ...]  # a value of each setting
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
 class Search:
-    """The least of a function of one of `choices`, which grow; samples are few and noisy. Raises ValueError if none."""
+    """The fastest of `choices`, which are told by their numbers; samples are few and noisy. Raises ValueError."""
 
-    choices: Sequence[float]
-    xs: list[float] = field(default_factory=list)
+    choices: Sequence[Choice]
+    tried: list[int] = field(default_factory=list)  # the choice of each sample
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.choices or min(self.choices) <= 0 or list(self.choices) != sorted(set(self.choices)):
-            raise ValueError("a search wants growing choices above 0")
-        logs = np.log(np.asarray(self.choices, dtype=np.float64))
-        self._places: Array = (logs - logs[0]) / max(logs[-1] - logs[0], 1e-12)
+        numbers = [value for choice in self.choices for value in choice if not isinstance(value, str)]
+        if not self.choices or len(set(self.choices)) < len(self.choices) or min(numbers, default=1) <= 0:
+            raise ValueError("a search wants different choices, with numbers above 0")
+        columns = list(zip(*self.choices, strict=True))
+        self._place_Sn: Array = np.stack([_places(column) for column in columns])
+        distance_Snn = np.abs(self._place_Sn[:, :, None] - self._place_Sn[:, None, :])
+        is_name_S = np.array([isinstance(column[0], str) for column in columns])
+        self._distance_Snn: Array = np.where(is_name_S[:, None, None], distance_Snn > 0, distance_Snn)
+        self._possible = [True] * len(self.choices)
 
-    def observe(self, x: float, seconds: float) -> None:
+    def observe(self, choice: int, seconds: float) -> None:
         """Note what a choice took."""
-        self.xs.append(x)
+        self.tried.append(choice)
         self.seconds.append(seconds)
 
-    def suggest(self) -> float:
+    def drop(self, choice: int) -> None:
+        """A choice that does not work and is not to be suggested."""
+        self._possible[choice] = False
+
+    def suggest(self) -> int:
         """What to try next."""
-        if len(self.xs) < min(len(_FIRST), len(self.choices)):
-            wanted = _FIRST[len(self.xs)]
-            untried = [i for i, x in enumerate(self.choices) if x not in self.xs]
-            return self.choices[min(untried, key=lambda i: abs(float(self._places[i]) - wanted))]
+        if len(self.tried) < min(len(_FIRST), sum(self._possible)):
+            return self._apart()
         mean, deviation = self._expected()
-        better = float(mean[self._tried()].min()) - _XI - mean
+        better = float(mean[self.tried].min()) - _XI - mean
         improvement = better * norm.cdf(better / deviation) + deviation * norm.pdf(better / deviation)
-        return self.choices[int(np.argmax(improvement))]
+        return int(np.argmax(np.where(self._possible, improvement, -np.inf)))
 
     @property
-    def best(self) -> float:
+    def best(self) -> int:
         """The choice that is expected to take least, of those tried."""
-        if len(self.xs) < len(_FIRST):
-            return self.xs[int(np.argmin(self.seconds))]
-        tried = self._tried()
-        return self.choices[tried[int(np.argmin(self._expected()[0][tried]))]]
+        if len(self.tried) < len(_FIRST):
+            return self.tried[int(np.argmin(self.seconds))]
+        tried = sorted(set(self.tried))
+        return tried[int(np.argmin(self._expected()[0][tried]))]
 
-    def _tried(self) -> list[int]:
-        return sorted({list(self.choices).index(x) for x in self.xs})
+    def _apart(self) -> int:
+        """Of a few choices inside the ranges, each at another place of every range, the farthest from those tried."""
+        free = [i for i, possible in enumerate(self._possible) if possible and i not in self.tried]
+        settings = range(len(self._place_Sn))
+        wanted = [np.array([_FIRST[(i + s) % len(_FIRST)] for s in settings]) for i in range(len(_FIRST))]
+        nearest = [min(free, key=lambda i: float(np.abs(self._place_Sn[:, i] - place_S).sum())) for place_S in wanted]
+        return max(nearest, key=lambda i: float(self._distance_Snn[:, i, self.tried].sum(0).min(initial=math.inf)))
 
     def _expected(self) -> tuple[Array, Array]:
         """Mean and standard deviation at every choice, of times of mean 0 and variance 1."""
-        x: Array = self._places[[list(self.choices).index(each) for each in self.xs]]
-        y = np.asarray(self.seconds, dtype=np.float64)
-        y = (y - y.mean()) / max(float(y.std()), 1e-12)
-        fits = ((length, noise) for length in _LENGTHS for noise in _NOISES)
-        length, noise = max(fits, key=lambda fit: _likelihood(x, y, *fit))
-        factor = cho_factor(_matern(x, x, length) + noise * np.eye(len(x)))
-        across = _matern(self._places, x, length)
-        mean: Array = across @ cho_solve(factor, y)
-        variance = 1 - np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
-        return mean, np.sqrt(np.maximum(variance, 1e-12))
+        y_m = np.asarray(self.seconds, dtype=np.float64)
+        y_m = (y_m - y_m.mean()) / max(float(y_m.std()), 1e-12)
+        across_Snm = self._distance_Snn[:, :, self.tried]
+        length_S, noise = _fit(across_Snm[:, self.tried], y_m)
+        across_nm = _matern(across_Snm, length_S)
+        factor = cho_factor(across_nm[self.tried] + noise * np.eye(len(y_m)))
+        mean_n: Array = across_nm @ cho_solve(factor, y_m)
+        variance_n = 1 - np.einsum("nm,mn->n", across_nm, cho_solve(factor, across_nm.T))
+        return mean_n, np.sqrt(np.maximum(variance_n, 1e-12))
 
 
-def _matern(a: Array, b: Array, length: float) -> Array:
-    """With smoothness 5/2: twice differentiable."""
-    scaled = math.sqrt(5) * np.abs(a[:, None] - b[None, :]) / length
+def _places(column: Sequence[float | str]) -> Array:
+    """Of a setting's values, as shares of its range."""
+    names = sorted(set(map(str, column)))
+    raw = np.array([names.index(value) if isinstance(value, str) else math.log(value) for value in column], np.float64)
+    result: Array = (raw - raw.min()) / max(float(np.ptp(raw)), 1e-12)
+    return result
+
+
+def _matern(distance: Array, length_S: Array) -> Array:
+    """With smoothness 5/2, twice differentiable; `distance` [S, …]."""
+    lengths = length_S.reshape(-1, *[1] * (distance.ndim - 1))
+    scaled = math.sqrt(5) * np.sqrt(((distance / lengths) ** 2).sum(axis=0))
     result: Array = (1 + scaled + scaled**2 / 3) * np.exp(-scaled)
     return result
 
 
-def _likelihood(x: Array, y: Array, length: float, noise: float) -> float:
-    """Logarithm, but for what is the same for all."""
-    factor = cho_factor(_matern(x, x, length) + noise * np.eye(len(x)))
-    return float(-0.5 * y @ cho_solve(factor, y) - np.log(np.diag(factor[0])).sum())
+def _fit(distance_Smm: Array, y_m: Array) -> tuple[Array, float]:
+    """The lengths of the kernel and the noise under which the samples are likeliest."""
+    length_FS = np.array(list(itertools.product(_LENGTHS, repeat=len(distance_Smm))))
+    kernel = np.stack([_matern(distance_Smm, length_S) for length_S in length_FS])
+    covariance = kernel[:, None] + _NOISES[:, None, None] * np.eye(len(y_m))
+    likelihood = -np.linalg.solve(covariance, y_m[:, None])[..., 0] @ y_m - np.linalg.slogdet(covariance)[1]
+    fit, noise = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
+    return length_FS[fit], float(_NOISES[noise])

@@ -1,0 +1,30 @@
+"""Rules of what a run may tune: it has to exist."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+def check_tune(config: "Config") -> None:
+    """Raise ConfigError for a setting that changes nothing, or that is named twice."""
+    over, schedule = config.tune.over, config.schedule
+    if len(set(over)) < len(over):
+        raise ConfigError(f"tune.over=[{', '.join(over)}] names a setting twice: use each once")
+    if "chunk_mb" in over and schedule.grad_reduce != "chunked":
+        raise ConfigError(
+            f"tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
+            "set schedule.grad_reduce=chunked, or leave it out"
+        )
+    if "microbatches" in over and schedule.policy == "vanilla":
+        raise ConfigError(
+            "tune.over has microbatches, of which schedule.policy=vanilla has one: "
+            "use schedule.policy=unified or expert_pipeline, or leave it out"
+        )
+    if "algorithm" in over and config.model.moe.num_experts == 0:
+        raise ConfigError(
+            "tune.over has algorithm, and with model.moe.num_experts=0 nothing is exchanged: "
+            "set model.moe.num_experts, or leave it out"
+        )

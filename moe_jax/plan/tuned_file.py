@@ -1,0 +1,57 @@
+"""What runs found fastest while they trained: a JSON file of one entry for each thing that was tuned.
+
+[{"of": {"model": {…}, "mesh": {…}, …}, "settings": {"chunk_mb": 2.1}, "step_s": 0.31}, …]
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_jax.errors import ConfigError
+from moe_jax.plan.json_file import read_json
+
+
+class Tuned(NamedTuple):
+    """The fastest settings, and what a step took with them."""
+
+    settings: dict[str, float | str]
+    step_s: float
+
+
+def read_tuned(path: Path, of: Mapping[str, Any]) -> Tuned | None:
+    """What was found for the same plain values `of`, if anything was. Raises ConfigError."""
+    entries = _entries(path)
+    return next((Tuned(each["settings"], each["step_s"]) for each in entries if each["of"] == of), None)
+
+
+def write_tuned(path: Path, of: Mapping[str, Any], tuned: Tuned) -> None:
+    """Put an entry into the file, in the place of one for the same. Raises ConfigError or OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = [each for each in _entries(path) if each["of"] != of]
+    text = json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n"
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    name = f"what was tuned before, {path},"
+    entries = read_json(path, name, "remove it, or set tune.cache to another file", ConfigError)
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ConfigError(
+            f"{name} is no list of settings with step times: remove it, or set tune.cache to another file"
+        )
+    return entries
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"of", *Tuned._fields}
+        and isinstance(entry["settings"], dict)
+        and isinstance(entry["step_s"], float)
+        and entry["step_s"] > 0
+    )

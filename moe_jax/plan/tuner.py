@@ -1,0 +1,58 @@
+"""Which choice of settings a run trains with, decided by how long its steps take (FlowMoE, section 4.3).
+
+A search tries some of the choices and keeps the fastest, until its steps no longer take as long as they did.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from moe_jax.plan.bayes import Choice, Search
+
+
+@final
+class Tuner:
+    """Fed with the seconds of a step, it says what to use next. Choices are told by their numbers.
+
+    `best_s` is what a step took with the `start` found by an earlier search, if there was one.
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], *, samples: int, band: float, start: int, best_s: float | None = None
+    ) -> None:
+        self._choices, self._samples, self._band = choices, samples, band
+        self._search: Search | None = Search(choices) if best_s is None else None
+        self.in_use = start
+        self.best_s = best_s
+        self.sample = 0  # samples taken, of the search under way or the last one
+
+    @property
+    def searching(self) -> bool:
+        """Or else satisfied, and only watching."""
+        return self._search is not None
+
+    def observe(self, seconds: float) -> int:
+        """Note the seconds of a step with the choice in use; returns what to use from now on."""
+        if self._search is None:
+            assert self.best_s is not None
+            if abs(seconds - self.best_s) <= self._band * self.best_s:
+                return self.in_use
+            self._search, self.best_s, self.sample = Search(self._choices), None, 0
+        self._search.observe(self.in_use, seconds)
+        self.sample += 1
+        return self._next(self._search)
+
+    def drop(self) -> int:
+        """The choice in use does not work; returns what to use instead."""
+        assert self._search is not None
+        self._search.drop(self.in_use)
+        self.sample += 1
+        return self._next(self._search)
+
+    def _next(self, search: Search) -> int:
+        if self.sample < self._samples:
+            self.in_use = search.suggest()
+        else:
+            self.in_use = search.best
+            times = [s for choice, s in zip(search.tried, search.seconds, strict=True) if choice == self.in_use]
+            self._search, self.best_s = None, sum(times) / len(times)
+        return self.in_use

@@ -1,0 +1,157 @@
+"""What a run may try while it trains: values of some settings that leave its state and its data as they are."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import jax
+from jax.sharding import Mesh
+
+from moe_jax.config import Config, Exchange
+from moe_jax.config_checks import check_batch_split
+from moe_jax.errors import ConfigError
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import Axis, batch_shards
+from moe_jax.plan.bayes import Choice
+from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.train.emit import reductions_of
+from moe_jax.train.processes import read_alike
+
+_SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
+_CHUNKS = [2 ** (-i / 3) for i in range(19)]  # shares of the largest chunk: down to 1/64, three sizes for each halving
+_MICROBATCHES = (1, 2, 4, 8)
+_ITEM_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The choices of a run whose config is one of them."""
+
+    config: Config  # with the first one
+    values: tuple[Choice, ...]  # of the settings of `tune.over`
+    first: int
+    best_s: float | None  # what a step took with the first one, if it was found by an earlier search
+    file: Path  # of what was found
+    key: dict[str, Any]  # under which it is there
+
+    def config_of(self, number: int) -> Config:
+        """With another choice."""
+        return _changed(self.config, self.values[number])
+
+    def settings(self, number: int) -> dict[str, float | str]:
+        """A choice by the names of its settings."""
+        return dict(zip(self.config.tune.over, self.values[number], strict=True))
+
+    def told(self, number: int) -> str:
+        """A choice in words."""
+        return " ".join(f"{_SECTIONS[name]}.{name}={value}" for name, value in self.settings(number).items())
+
+    def write(self, number: int, step_s: float) -> None:
+        """Note the fastest choice. Raises ConfigError or OSError."""
+        write_tuned(self.file, self.key, Tuned(self.settings(number), step_s))
+
+
+def choices_of(config: Config, mesh: Mesh) -> Choices | None:
+    """What `tune.over` leaves open, beginning with what was found before; None without any. Raises ConfigError."""
+    over = config.tune.over
+    if not over:
+        return None
+    file = Path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
+    key = _key(config, mesh)
+    found = read_alike(lambda: read_tuned(file, key), f"what was tuned before, {file},")
+    own = tuple(_OWN[name](config, mesh) for name in over)
+    if found is not None:
+        own = _as_found(found, over, own, file)
+    options = [sorted({*_OPTIONS[name](config, mesh), value}) for name, value in zip(over, own, strict=True)]
+    values = tuple(choice for choice in itertools.product(*options) if _works(config, mesh, choice))
+    if len(values) < 2:
+        raise ConfigError(f"tune.over=[{', '.join(over)}] leaves nothing to choose here: use tune.over=[]")
+    return Choices(
+        config=_changed(config, own),
+        values=values,
+        first=values.index(own),
+        best_s=None if found is None else found.step_s,
+        file=file,
+        key=key,
+    )
+
+
+def _as_found(found: Tuned, over: Sequence[str], own: Choice, file: Path) -> Choice:
+    choice = tuple(found.settings.get(name, value) for name, value in zip(over, own, strict=True))
+    if any(isinstance(new, str) != isinstance(old, str) for new, old in zip(choice, own, strict=True)):
+        raise ConfigError(f"what was tuned before, {file}, has {found.settings}, which are no settings: remove it")
+    return choice
+
+
+def _changed(config: Config, choice: Choice) -> Config:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in zip(config.tune.over, choice, strict=True):
+        sections.setdefault(_SECTIONS[name], {})[name] = value
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
+
+
+def _works(config: Config, mesh: Mesh, choice: Choice) -> bool:
+    try:
+        changed = _changed(config, choice)
+        check_batch_split(changed, batch_shards(mesh))
+        computation = Computation.of(changed, mesh)
+    except ConfigError:
+        return False
+    return "algorithm" not in config.tune.over or computation.exchange == changed.exchange.algorithm
+
+
+def _key(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """All that the time of a step depends on, but for what is tuned."""
+    plain = dataclasses.asdict(config)
+    for name in config.tune.over:
+        del plain[_SECTIONS[name]][name]
+    train = {name: plain["train"][name] for name in ("batch_size", "grad_accumulation", "compute_dtype")}
+    return {name: plain[name] for name in ("model", "schedule", "exchange")} | {
+        "over": list(config.tune.over),
+        "train": train | {"seq_len": config.data.seq_len, "sharded": config.optimizer.sharded},
+        "mesh": {str(axis): size for axis, size in mesh.shape.items()},
+        "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)",
+    }
+
+
+def _largest_mb(config: Config, mesh: Mesh) -> float:
+    """Of what is summed at once when nothing is cut: of a block, or of embedding and head if blocks share nothing."""
+    sizes = [
+        max((chunk.stop - chunk.start for chunk in owner.chunks), default=0)
+        for owner in reductions_of(config.model, mesh, None)
+    ]
+    largest = max(sizes[1:-1]) or max(sizes)
+    if not largest:
+        raise ConfigError("tune.over has chunk_mb, and no gradients are summed over one device: leave it out")
+    return largest * _ITEM_BYTES / 1e6
+
+
+def _chunk_sizes(config: Config, mesh: Mesh) -> list[float]:
+    """Three digits, rounded up: the largest one must not be cut in two."""
+    largest = _largest_mb(config, mesh)
+    return [float(f"{1.005 * share * largest:.3g}") for share in _CHUNKS]
+
+
+def _algorithms(config: Config, mesh: Mesh) -> list[str]:
+    """Those that are something of their own on these devices."""
+    if mesh.shape[Axis.EXPERT] == 1:
+        return []
+    cpu = Computation.of(config, mesh).platform == "cpu"
+    others = {"auto", *(["ragged"] if cpu else [])}  # CPUs have no irregular collective
+    return [name for name in get_args(get_type_hints(Exchange)["algorithm"]) if name not in others]
+
+
+_OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {
+    "chunk_mb": _chunk_sizes,
+    "microbatches": lambda config, mesh: _MICROBATCHES,
+    "algorithm": _algorithms,
+}
+_OWN: dict[str, Callable[[Config, Mesh], Any]] = {
+    "chunk_mb": lambda config, mesh: config.schedule.chunk_mb or _chunk_sizes(config, mesh)[0],
+    "microbatches": lambda config, mesh: config.schedule.microbatches,
+    "algorithm": lambda config, mesh: Computation.of(config, mesh).exchange,
+}

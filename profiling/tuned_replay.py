@@ -1,0 +1,64 @@
+"""Ways to look for the fastest choice, played on times that were measured before."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.plan.bayes import Search
+
+Array = NDArray[np.float64]
+Draw = np.random.Generator
+
+WITHIN = 0.02  # of the fastest
+SAMPLES = 8
+
+
+def regrets(sizes: Sequence[float], step_s: Array, seeds: int) -> dict[str, dict[str, Any]]:
+    """By how much the choice of each way is slower than the fastest size, after each sample; [size, round] seconds.
+
+    A sample is the time of one round of a size. How slow a size is, is its median. The first size of a search is drawn.
+    """
+    true_s = np.median(step_s, axis=1)
+    found: dict[str, dict[str, Any]] = {}
+    for name, way in _WAYS.items():
+        picked = np.array([way(sizes, step_s, np.random.default_rng(seed)) for seed in range(seeds)])
+        excess = true_s[picked] / true_s.min() - 1
+        found[name] = {
+            "mean": excess.mean(axis=0).round(5).tolist(),
+            "ninth_decile": np.quantile(excess, 0.9, axis=0).round(5).tolist(),
+            "within_2_percent": (excess <= WITHIN).mean(axis=0).round(4).tolist(),
+        }
+    return found
+
+
+def _search(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
+    search, picked = Search([(size,) for size in sizes]), []
+    size = int(draw.integers(len(sizes)))
+    for _ in range(SAMPLES):
+        search.observe(size, float(draw.choice(step_s[size])))
+        picked.append(search.best)
+        size = search.suggest()
+    return picked
+
+
+def _grid(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
+    even = np.linspace(0, len(sizes) - 1, SAMPLES).round().astype(int)
+    return _least_so_far(draw.permutation(even), step_s, draw)
+
+
+def _random(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
+    return _least_so_far(draw.permutation(len(sizes))[:SAMPLES], step_s, draw)
+
+
+def _least_so_far(order: NDArray[np.int64], step_s: Array, draw: Draw) -> list[int]:
+    seconds = [float(draw.choice(step_s[size])) for size in order]
+    return [int(order[int(np.argmin(seconds[: n + 1]))]) for n in range(len(order))]
+
+
+_WAYS: dict[str, Callable[[Sequence[float], Array, Draw], list[int]]] = {
+    "search": _search,
+    "grid": _grid,
+    "random": _random,
+}
