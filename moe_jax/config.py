@@ -255,6 +255,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Settings that a run tries while it trains, to go on with the fastest, see docs/tune.md."""
+
+    # schedule.chunk_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
+    over: tuple[Literal["chunk_mb", "microbatches", "algorithm"], ...] = ()
+    samples: int = 8  # choices tried in one search
+    iterations: int = 10  # steps that a choice is timed for
+    band: float = 0.2  # by which share of the best time a step's may change
+    patience: int = 50  # steps for which it has to have changed by more before the next search
+    cache: str | None = None  # file of what was found, for other runs, too; null: tuned.json in log.dir
+
+
+@dataclass(frozen=True, kw_only=True)
 class Log:
     """What a run leaves behind."""
 
@@ -268,8 +281,15 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
+class Plan:
+    """For what settings are planned that say auto (docs/plan.md)."""
+
+    cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """All settings of one experiment, unchecked."""
 
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
@@ -279,7 +299,14 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tune: Tune = field(default_factory=Tune)
     log: Log = field(default_factory=Log)
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Sections):
+    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
 
     def __post_init__(self) -> None:
         check_config(self)

@@ -11,7 +11,8 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Sections
+from moe_jax.draft import PLANNED, Draft
 from moe_jax.errors import ConfigError
 
 # What stands for something other than text where it is not quoted. PyYAML's own table, of YAML 1.1, reads 3e-4 as
@@ -50,17 +51,37 @@ class _Dumper(yaml.SafeDumper):
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The config in a YAML file (a run folder stands for its `config.yaml`), changed by `section.key=value` texts.
 
-    Raises ConfigError for an unreadable file, an unknown key, a wrong type, or settings that contradict each other.
+    Raises ConfigError for an unreadable file, an unknown key, a wrong type, settings that contradict each other, or one
+    that says auto.
     """
+    return _closed(load_draft(path, overrides))
+
+
+def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Draft:
+    """The same, where settings may say auto and contradict each other. Raises ConfigError."""
     values = _read(Path(path)) if path is not None else {}
     for text in overrides:
         _override(values, text)
-    return config_from(values)
+    return _draft_from(values)
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
     """The config of nested plain values. Raises ConfigError."""
-    return typing.cast(Config, _build(Config, values, prefix=""))
+    return _closed(_draft_from(values))
+
+
+def _closed(draft: Draft) -> Config:
+    if draft.open:
+        raise ConfigError(
+            f"{min(draft.open)}=auto is open here: give a value, or the config that python -m moe_jax.plan --out writes"
+        )
+    return draft.choose()
+
+
+def _draft_from(values: Mapping[str, Any]) -> Draft:
+    open_names: set[str] = set()
+    sections = _arguments(Sections, values, "", open_names)
+    return Draft(**sections, open=frozenset(open_names))
 
 
 def to_yaml(config: Config) -> str:
@@ -116,7 +137,8 @@ def _override(values: dict[str, Any], text: str) -> None:
     values[key] = _parse(value, f"override {text!r}") if value else ""
 
 
-def _build(section: type, values: Any, prefix: str) -> Any:
+def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) -> dict[str, Any]:
+    """Of a section's constructor. Notes which settings say auto, and leaves them out."""
     fields = {f.name: f for f in dataclasses.fields(section)}
     hints = typing.get_type_hints(section)
     if not isinstance(values, Mapping):
@@ -130,16 +152,24 @@ def _build(section: type, values: Any, prefix: str) -> Any:
             raise ConfigError(f"unknown setting {name}: {_suggestion(str(key), prefix)}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
-            arguments[key] = _build(typing.cast(type, hint), {} if value is None else value, f"{name}.")
+            inner = {} if value is None else value
+            section_type = typing.cast(type, hint)
+            arguments[key] = section_type(**_arguments(section_type, inner, f"{name}.", open_names))
+        elif value == "auto" and name in PLANNED:
+            open_names.add(name)
         else:
             arguments[key] = _value(name, value, hint)
-    return section(**arguments)
+    return arguments
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_value(name, item, typing.get_args(hint)[0]) for item in items)
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:
+            _refuse_auto(name, value)
             near = difflib.get_close_matches(str(value), allowed, n=1)
             cure = f": did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name}={value} must be {' or '.join(allowed)}{cure}")
@@ -158,6 +188,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         return float(value)
     elif str in options and isinstance(value, str):
         return value
+    _refuse_auto(name, value)
     expected = {
         int: "a whole number",
         float: "a number",
@@ -167,6 +198,13 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     }
     cure = ": put it in quotes" if str in options and isinstance(value, bool | int | float) else ""
     raise ConfigError(f"{name}={value!r} must be {' or '.join(expected[o] for o in options)}, not {_kind(value)}{cure}")
+
+
+def _refuse_auto(name: str, value: Any) -> None:
+    if value == "auto":
+        raise ConfigError(
+            f"{name}=auto: nothing chooses it, so give a value (auto is for {', '.join(sorted(PLANNED))})"
+        )
 
 
 def _kind(value: Any) -> str:

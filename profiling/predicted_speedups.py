@@ -17,8 +17,9 @@ import matplotlib.pyplot as plt
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.draft import open_draft
 from moe_jax.errors import run_command
-from moe_jax.plan.candidates import schedules
+from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
@@ -58,7 +59,7 @@ def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, wi
 def step_seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     """Of each policy's best degree."""
     found: dict[str, float] = {}
-    for each in schedules(config):
+    for each in choices(open_draft(config), config, ({"schedule": schedule} for schedule in schedules())):
         policy, seconds = each.schedule.policy, estimate(each, cluster).step_s
         found[policy] = min(found.get(policy, seconds), seconds)
     return found

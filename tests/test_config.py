@@ -182,6 +182,21 @@ REFUSED = {
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
         "set them, or exchange.algorithm=auto"
     ),
+    "schedule.policy=unified tune.over=[microbatches,microbatches]": (
+        "tune.over=[microbatches, microbatches] names a setting twice: use each once"
+    ),
+    "tune.over=[chunk_mb]": (
+        "tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or leave it out"
+    ),
+    "tune.over=microbatches": (
+        "tune.over has microbatches, of which schedule.policy=vanilla has one: "
+        "use schedule.policy=unified or expert_pipeline, or leave it out"
+    ),
+    "tune.over=[algorithm] model.moe.num_experts=0": (
+        "tune.over has algorithm, and with model.moe.num_experts=0 nothing is exchanged: "
+        "set model.moe.num_experts, or leave it out"
+    ),
     "train.batch_size=12 schedule.policy=unified schedule.microbatches=2": (
         "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) "
         "× schedule.microbatches=2 = 8: use 8 or 16"

@@ -12,7 +12,7 @@ import yaml
 
 from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train
 from moe_jax.config_checks import setting
-from moe_jax.config_files import config_from, load_config, setting_names, to_yaml
+from moe_jax.config_files import config_from, load_config, load_draft, setting_names, to_yaml
 from moe_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +99,7 @@ def candidates(name: str) -> Iterator[Any]:
 
 FIXED = {
     *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "mesh.pipeline", "mesh.context"),
+    "tune.over",
     *("model.latent.q_lora_rank", "model.attention.full_every"),
 }
 
@@ -285,3 +286,24 @@ def test_an_experiment_loads_and_its_first_lines_tell_its_command(path: str) -> 
 
 def test_there_are_experiments() -> None:
     assert "configs/shakespeare_cpu.yaml" in EXPERIMENTS
+
+
+def test_settings_that_say_auto_are_open() -> None:
+    draft = load_draft(None, ["schedule.policy=auto", "schedule.microbatches=4", "mesh.expert=auto", "train.steps=7"])
+    assert draft.open == {"schedule.policy", "mesh.expert"}
+    config = draft.choose(schedule={"policy": "unified", "microbatches": 2}, mesh={"expert": 8})
+    assert (config.schedule.policy, config.schedule.microbatches, config.mesh.expert) == ("unified", 4, 8)
+    assert config.train.steps == 7
+
+
+def test_open_settings_are_refused_where_nothing_chooses_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^schedule\.remat=auto is open here: give a value, or the config that .* writes"
+    ):
+        load_config(None, ["schedule.remat=auto"])
+
+
+@pytest.mark.parametrize("name", ["train.steps", "exchange.reduction", "optimizer.clip_norm"])
+def test_what_nothing_chooses_cannot_be_auto(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}=auto: nothing chooses it, so give a value \(auto is for exchange"):
+        load_draft(None, [f"{name}=auto"])

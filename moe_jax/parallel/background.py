@@ -195,7 +195,7 @@ def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[
 
     def hand_over(device: np.ndarray, x: np.ndarray) -> np.ndarray:
         own = int(device)
-        return np.array(_running().start(kind, own, group_of[own], channel, x), np.int32)
+        return np.array(engine().start(kind, own, group_of[own], channel, x), np.int32)
 
     with jax.named_scope(START_SCOPE):
         return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), jax.lax.axis_index(mesh.axis_names), x)
@@ -204,9 +204,10 @@ def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[
 def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
     """Wait for a collective's result, of this shape and dtype."""
     with jax.named_scope(FINISH_SCOPE):
-        return call(lambda ticket: _running().finish(int(ticket)), result, ticket)
+        return call(lambda ticket: engine().finish(int(ticket)), result, ticket)
 
 
-def _running() -> Engine:
+def engine() -> Engine:
+    """The one that is connected."""
     assert _engine is not None, "connect the mesh first"
     return _engine

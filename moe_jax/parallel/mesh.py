@@ -63,9 +63,16 @@ def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None
     """The mesh over `devices` (default: all of all processes). Raises MeshError."""
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=tuple(devices)
-    )
+    try:
+        return jax.make_mesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=tuple(devices)
+        )
+    except NotImplementedError:  # of the links of TPUs
+        text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        raise MeshError(
+            f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: an axis fills whole "
+            "sides of a slice, so use other sizes, or a slice of another shape"
+        ) from None
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

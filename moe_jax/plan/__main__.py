@@ -3,13 +3,14 @@
 import argparse
 from pathlib import Path
 
-from moe_jax.config import Config
-from moe_jax.config_files import load_config, to_yaml
+from moe_jax.config_files import load_draft, to_yaml
+from moe_jax.draft import open_draft
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.plan.candidates import with_settings
+from moe_jax.measure.provenance import origin
 from moe_jax.plan.clusters import PRESETS, find_cluster
-from moe_jax.plan.plan_text import facts, refusals, table
+from moe_jax.plan.plan_text import context_axes, plan_text
 from moe_jax.plan.planner import Plans, plan
+from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import draw, predicted_bars
 
@@ -33,41 +34,57 @@ def main() -> None:
         "or the JSON file of a measured profile",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the best plan as a config, a timeline beside it"
+        "--compile",
+        action="store_true",
+        help="compile the best plan for that hardware, which need not be there, and correct the estimates by it",
     )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the best plan as a config; beside it what was printed, and a timeline",
+    )
+    parser.add_argument("--context", metavar="N", type=int, help="tell where N ranks would go that cut each sequence")
     arguments = parser.parse_intermixed_args()
     if arguments.out and arguments.out.suffix != ".yaml":
         raise ConfigError(f"--out {arguments.out} is to be a config: name a .yaml file")
+    if arguments.context is not None and arguments.context < 1:
+        raise ConfigError(f"--context {arguments.context} counts ranks that cut a sequence: use 1 or more")
     cluster = find_cluster(arguments.cluster)
-    plans = plan(load_config(arguments.model, arguments.overrides), cluster)
-    print(table(plans))
-    if plans.refused:
-        print(f"\n{refusals(plans)}")
-    print(f"\n{facts(plans)}")
+    given = load_draft(arguments.model, arguments.overrides)
+    draft = given if given.open else open_draft(given)
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        print("\n" * bool(said) + text, flush=True)
+        said.append(text)
+
+    if arguments.compile:
+        plans = compile_plans(draft, cluster, tell).plans
+    else:
+        plans = plan(draft, cluster)
+        tell(plan_text(plans))
+    if arguments.context:
+        tell(context_axes(plans, arguments.context))
     if arguments.out:
-        _write(plans, arguments.out)
+        _write(plans, "\n\n".join(said), arguments.out)
 
 
-def _write(plans: Plans, path: Path) -> None:
+def _write(plans: Plans, text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(planned(plans)), encoding="utf-8")
-    picture = path.with_suffix(".png")
+    path.write_text(to_yaml(plans.config), encoding="utf-8")
+    told = path.with_suffix(".txt")
+    told.write_text("\n".join([text, "", *(f"{name}: {value}" for name, value in origin().items()), ""]), "utf-8")
+    written = [path, told]
     try:
         bars = {"predicted": predicted_bars(plans.best.estimate.timeline)}
         blocks = plans.best.estimate.timeline.schedule.shape.kinds
+        picture = path.with_suffix(".png")
         draw(bars, picture, f"{len(blocks)} blocks of a step on {plans.cluster.name}, {plans.best.mesh}")
+        written.append(picture)
     except PlotError as error:
         print(f"no {picture}: {error}")
-        picture = path
-    print(f"wrote {path}" + (f" and {picture}" if picture != path else ""))
-
-
-def planned(plans: Plans) -> Config:
-    """The best plan as a config: an exchange by way of nodes is written down, others are left to the program."""
-    best = plans.best
-    if best.estimate.algorithm == "flat":
-        return best.config
-    return with_settings(best.config, exchange={"algorithm": best.estimate.algorithm})
+    print(f"wrote {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

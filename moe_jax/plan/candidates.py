@@ -1,16 +1,22 @@
-"""Ways to train a model on a cluster: every mesh that its sizes allow, and what can be chosen on one."""
+"""Ways to train a model on a cluster: every mesh that its sizes allow, and what can be chosen on one.
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+Only what a draft leaves open is chosen; the rest is as it says.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from moe_jax.config import Config
-from moe_jax.config_checks.mesh import check_batch_split
+from moe_jax.config import Config, Sections
+from moe_jax.config_checks import check_batch_split
+from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
 MOST_MICROBATCHES = 8
+
+Settings = Mapping[str, object]  # of a section
+Way = Mapping[str, Settings]  # settings of several sections
 
 
 @dataclass(frozen=True)
@@ -21,83 +27,96 @@ class Refused:
     reason: str
 
 
-def on_meshes(config: Config, cluster: Cluster) -> Iterator[Config | Refused]:
-    """The config on every mesh of the cluster's devices that cuts experts and tokens; expert ranks are neighbours.
+def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
+    """The draft on every mesh of the cluster's devices that cuts experts and tokens; expert ranks are neighbours.
 
     Tensor ranks stay inside a node: they wait for each other in every block.
     """
-    experts = config.model.moe.num_experts
+    for sizes in meshes(draft, cluster):
+        ways = [{"mesh": sizes, "train": {"grad_accumulation": 1}, "schedule": each} for each in schedules()]
+        try:
+            yield next(choices(draft, draft, ways), None) or _chosen(draft, draft, ways[0])
+        except ConfigError as error:
+            yield Refused(mesh_text(sizes), str(error))
+
+
+def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
+    """Devices along the axes; those that are not open are as the draft says."""
+    experts = draft.model.moe.num_experts
+    given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
     for tensor in divisors(cluster.devices):
-        if tensor > cluster.node_devices:
+        if tensor > cluster.node_devices and "tensor" not in given:
             return
         for expert in divisors(cluster.devices // tensor):
-            if expert > max(experts, 1) or experts % expert:
+            if "expert" not in given and (expert > max(experts, 1) or experts % expert):
                 continue
             sizes = {"data": cluster.devices // (tensor * expert), "expert": expert, "tensor": tensor}
-            try:
-                found = with_settings(plain(config), mesh=sizes)
-                check_batch_split(found, sizes["data"] * expert)
-            except ConfigError as error:
-                yield Refused(mesh_text(sizes), str(error))
-            else:
-                yield found
+            if all(given.get(name, size) == size for name, size in sizes.items()):
+                yield sizes
 
 
-def schedules(config: Config) -> Iterator[Config]:
-    """Every policy and degree on the mesh of a config, forward and backward apart; with chunks of one size."""
-    yield plain(config)
-    for degree in divisors(MOST_MICROBATCHES)[1:]:
-        yield _scheduled(config, "expert_pipeline", degree)
-        if sequences(config) % degree == 0:
-            for backward in divisors(degree):
-                yield _scheduled(config, "unified", degree, backward)
+def choices(draft: Draft, base: Sections, ways: Iterable[Way]) -> Iterator[Config]:
+    """Each config that is possible, once."""
+    seen = set()
+    for way in ways:
+        try:
+            found = _chosen(draft, base, way)
+        except ConfigError:
+            continue
+        if found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _chosen(draft: Draft, base: Sections, way: Way) -> Config:
+    """Raises ConfigError."""
+    schedule = dict(way.get("schedule", {}))
+    if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "chunked":
+        schedule["chunk_mb"] = None
+    found = draft.choose(base, **{**way, "schedule": schedule})
+    check_batch_split(found, found.mesh.data * found.mesh.expert)
+    return found
+
+
+def schedules() -> Iterator[Settings]:
+    """Every policy and degree, forward and backward apart; with chunks of one size."""
+    yield plain()
     for degree in divisors(MOST_MICROBATCHES):
-        if sequences(config) % degree == 0:
-            for chunks in divisors(MOST_MICROBATCHES // degree)[1:]:
-                yield _scheduled(config, "unified", degree, chunks=chunks)
+        yield scheduled("expert_pipeline", degree)
+        for backward in divisors(degree):
+            yield scheduled("unified", degree, backward)
+    for degree in divisors(MOST_MICROBATCHES):
+        for chunks in divisors(MOST_MICROBATCHES // degree)[1:]:
+            yield scheduled("unified", degree, chunks=chunks)
 
 
-def first_schedule(config: Config) -> Config:
-    """One good guess: two microbatches, if there are two sequences."""
-    return _scheduled(config, "unified", 2 if sequences(config) % 2 == 0 else 1)
+def guesses() -> tuple[Settings, ...]:
+    """Good ones: scheduled, which keeps what was exchanged, and plain, which exchanges again what it does not keep."""
+    return scheduled("unified", 2), scheduled("unified", 1), scheduled("expert_pipeline", 2), plain()
 
 
-def plain(config: Config) -> Config:
+def plain() -> Settings:
     """Nothing scheduled."""
     settings = {"weight_grad": "inline", "grad_reduce": "end", "chunk_mb": None}
-    uncut = {"microbatches": 1, "backward_microbatches": None, "expert_chunks": 1}
-    return with_settings(config, schedule={"policy": "vanilla", **uncut, **settings})
+    return {"policy": "vanilla", "microbatches": 1, "backward_microbatches": None, "expert_chunks": 1, **settings}
 
 
-def _scheduled(config: Config, policy: str, degree: int, backward: int | None = None, chunks: int = 1) -> Config:
+def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int = 1) -> Settings:
+    """With all that hides communication."""
     degrees = {
         "microbatches": degree,
         "backward_microbatches": None if backward == degree else backward,
         "expert_chunks": chunks,
     }
-    settings = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": CHUNKS_MB[1]}
-    return with_settings(config, schedule={"policy": policy, **degrees, **settings})
+    return {"policy": policy, **degrees, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": CHUNKS_MB[1]}
 
 
-def accumulations(config: Config) -> Iterator[Config]:
-    """The batch in ever more parts, down to one sequence of each device."""
-    whole = with_settings(config, train={"grad_accumulation": 1})
-    for parts in divisors(sequences(whole)):
-        yield with_settings(config, train={"grad_accumulation": parts})
+def accumulations(config: Config) -> list[int]:
+    """Parts of the batch, down to one sequence of each device."""
+    return divisors(config.train.batch_size // (config.mesh.data * config.mesh.expert))
 
 
-def sequences(config: Config) -> int:
-    """That a device has at once."""
-    return config.train.batch_size // (config.mesh.data * config.mesh.expert * config.train.grad_accumulation)
-
-
-def with_settings(config: Config, **sections: Mapping[str, object]) -> Config:
-    """The config with settings of its sections replaced. Raises ConfigError."""
-    replaced = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **replaced)
-
-
-def mesh_text(sizes: dict[str, int]) -> str:
+def mesh_text(sizes: Mapping[str, int]) -> str:
     """Axes that are cut, e.g. `data=4 expert=8`."""
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
 

@@ -1,36 +1,24 @@
-"""How long a step of a config takes on a cluster: its schedule, simulated with the times of its tasks there.
+"""How long a step of a config takes on a cluster, and what it costs.
 
-Compute is matrix products at the rate that a device reaches in large ones, plus what goes through its memory between
-them; weights are read anew for every part of a batch. Models deeper than a few periods of blocks are simulated with few
-of them: each further one takes what the last one added.
+Models deeper than a few periods of blocks are simulated with few of
+them: each further one takes what the last one added.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import Choice, Fabric, Group
-from moe_jax.plan.gradients import Sum, sums_of
-from moe_jax.plan.over_tensor import Stages, form_seconds
-from moe_jax.plan.resources import Owned, count_parameters, owned_parameters, train_flops_per_token
-from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
-from moe_jax.plan.work import ITEM_BYTES, Work, exchange_bytes, expert_rows, work_of
-from moe_jax.schedule.actions import Stream, is_reduction, two_streams
-from moe_jax.schedule.build import make_schedule, make_shape
-from moe_jax.schedule.grad_chunks import exchanges_first
+from moe_jax.plan.fabric import Fabric, Group
+from moe_jax.plan.measured import Measured, read_times
+from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.plan.simulate import Timeline
+from moe_jax.plan.step_times import Step
 
 _PERIODS = 4  # that are simulated
 _UPDATE_BYTES = 28  # per parameter: gradient, parameter and both moments are read, three of them written
 _PARAMETER_BYTES = 4
-# Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
-_PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, weights
-_TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual stream, heads, MLP
-_ROW_PASSES = (6, 12)  # over experts' rows × (features + hidden widths)
-_LOGIT_BYTES = (12, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +76,21 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     bottom, period = (moe.first_dense_blocks, moe.every) if moe.num_experts else (0, 1)
     periods, rest = divmod(blocks - bottom, period)
     fewer = min(periods, _PERIODS)
+    path = config.schedule.task_times
+    measured = read_times(path, config.model.block_kinds) if path else Measured({})
 
-    def with_periods(count: int) -> "_Step":
+    def with_periods(count: int) -> Step:
         model = dataclasses.replace(config.model, num_layers=bottom + count * period + rest)
-        return _Step(dataclasses.replace(config, model=model), cluster)
+        return Step(dataclasses.replace(config, model=model), cluster, measured)
 
     step = with_periods(fewer)
     whole = step.seconds()
     if periods > fewer:
         slope = {name: whole[name] - value for name, value in with_periods(fewer - 1).seconds().items()}
         whole = {name: value + (periods - fewer) * slope[name] for name, value in whole.items()}
-    update = _update_seconds(config, cluster, step.fabric)
+    update = measured.rest_s
+    if update is None:
+        update = _update_seconds(config, cluster, step.fabric)
     return Estimate(
         config=config,
         cluster=cluster,
@@ -114,197 +106,14 @@ def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
     """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
     counts, mesh = count_parameters(config.model), config.mesh.sizes
     data, expert, tensor = (mesh[name] for name in ("data", "expert", "tensor"))
-    own = {
-        Group(data * expert * tensor, 1): counts.total - counts.expert - counts.heads_and_hidden,
-        Group(data * expert, tensor): counts.heads_and_hidden / tensor,
-        Group(data, expert * tensor): counts.expert / (expert * tensor),
-    }
+    own = [
+        (Group(data * expert * tensor, 1), counts.total - counts.expert - counts.heads_and_hidden),
+        (Group(data * expert, tensor), counts.heads_and_hidden / tensor),
+        (Group(data, expert * tensor), counts.expert / (expert * tensor)),
+    ]
     updated, gathered_s = 0.0, 0.0
-    for group, count in own.items():
+    for group, count in own:
         cut = group.ranks if config.optimizer.sharded else 1
         updated += count / cut
         gathered_s += fabric.ring(count * (1 - 1 / cut) * _PARAMETER_BYTES, group)
     return _UPDATE_BYTES * updated / cluster.device.memory_bytes_per_s + gathered_s
-
-
-class _Step:
-    """Times of the tasks of one step, and what a simulation makes of them."""
-
-    def __init__(self, config: Config, cluster: Cluster):
-        self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
-        self.fabric = Fabric(cluster)
-        self.tensor = self.mesh["tensor"]
-        self.experts = Group(self.mesh["expert"], self.tensor)
-        shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
-        self.sequences = config.train.batch_size / shards
-        self.tokens = self.sequences * config.data.seq_len / self.tensor
-        self._item = ITEM_BYTES[config.train.compute_dtype]
-
-    @cached_property
-    def sums(self) -> tuple[tuple[Sum, ...], ...]:
-        settings = self.config.schedule
-        limit = settings.chunk_mb if settings.grad_reduce == "chunked" else None
-        return sums_of(self.config.model, self.mesh, limit)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        settings, model = self.config.schedule, self.config.model
-        shape = make_shape(
-            settings.policy,
-            model.block_kinds,
-            settings.microbatches,
-            settings.backward_microbatches,
-            settings.expert_chunks,
-            weight_grad=settings.weight_grad,
-            grad_reduce=settings.grad_reduce,
-            reductions=tuple(map(len, self.sums)),
-            tied=model.tie_embeddings,
-            local_experts=self.mesh["data"] == 1,
-        )
-        seconds = self.times().of(shape)
-        schedule = make_schedule(settings.policy, shape, seconds, two_streams)
-        return simulate(schedule, seconds, two_streams, exchanges_first)
-
-    def seconds(self) -> dict[str, float]:
-        """Of the whole step and its parts; earlier parts of a batch that is cut have no sums."""
-        line, accumulation = self.timeline, self.config.train.grad_accumulation
-        sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
-        exchange = line.busy_s[Stream.COMMUNICATION] - sums
-        alone = line.exposed_s if accumulation == 1 else self._exposed_without_sums()
-        compute = line.busy_s[Stream.COMPUTE]
-        exposed = line.exposed_s + (accumulation - 1) * alone
-        return {
-            "step": accumulation * compute + exposed,
-            "compute": accumulation * compute,
-            "exchange": accumulation * exchange,
-            "sums": sums,
-            "exposed": exposed,
-        }
-
-    def _exposed_without_sums(self) -> float:
-        schedule = self.timeline.schedule
-        seconds = self.times().of(schedule.shape)
-        free = simulate(schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), two_streams)
-        return free.exposed_s
-
-    def times(self) -> TaskTimes:
-        """Amounts of compute and sums are seconds, those of exchanges bytes."""
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        transfer = Transfer(link=_Exchange(self), num_bytes=own)
-        return TaskTimes(
-            compute=self._compute(),
-            transfer=dict.fromkeys(("dispatch", "combine"), transfer),
-            reduce=Linear(0.0, 1.0),
-            reduction_bytes=tuple(tuple(self.fabric.ring(s.sent_bytes, s.group) for s in owner) for owner in self.sums),
-        )
-
-    def choice(self, num_bytes: float) -> Choice:
-        """Of an all-to-all, as the config says or the fastest one."""
-        return self.fabric.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
-
-    @property
-    def algorithm(self) -> str:
-        """Of the exchanges of one part."""
-        shape = self.timeline.schedule.shape
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
-
-    def exchange_seconds(self, num_bytes: float) -> float:
-        """Of rows that a device holds for all ranks, in the config's form over tensor ranks."""
-        ranks = self.experts.ranks
-        settings = self.config.exchange
-
-        def between(leaving: float) -> float:
-            return self.choice(leaving * ranks / (ranks - 1)).seconds if ranks > 1 else 0.0
-
-        if self.tensor == 1:
-            return self.choice(num_bytes).seconds
-        stages = Stages(between, partial(self.fabric.ring, group=Group(self.tensor, 1)), self._through_memory)
-        whole = num_bytes * self.tensor
-        return form_seconds(settings.tensor_form, whole, self.tensor, ranks, settings.tensor_chunks, stages)
-
-    def _through_memory(self, num_bytes: float) -> float:
-        return 2 * num_bytes / self.device.memory_bytes_per_s
-
-    def _compute(self) -> Mapping[str, Compute]:
-        model, tokens = self.config.model, self.tokens
-        work, owned = work_of(self.config, tokens), owned_parameters(model)
-        of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
-        heads = model.num_heads / self.tensor
-        pairs = self.sequences * self.config.data.seq_len**2 * heads
-        passes = self._item * tokens * model.d_model
-        hidden = expert_rows(model, tokens) * (model.d_model + 2 * model.moe.hidden_dim)
-        found = {
-            kind: self._task(
-                work["attend" if kind == "moe" else "dense"],
-                self._weights(part._replace(expert=0, expert_whole=0)),
-                [a * pairs + b * passes for a, b in zip(_PAIR_BYTES, _TOKEN_PASSES, strict=True)],
-                self._gathered(model, kind),
-                "attend",
-            )
-            for kind, part in of_kind.items()
-        }
-        experts = of_kind.get("moe", Owned())
-        # autodiff's backward pass exchanges again what it does not keep, with nothing beside it
-        again = self.config.is_plain and self.config.schedule.remat != "none"
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        exchanged = 2 * self.exchange_seconds(own) if again else 0.0
-        logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
-        return {
-            "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
-            "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
-            "dense": found.get("dense", found.get("moe")),  # type: ignore[dict-item]
-            "expert": self._task(
-                work["expert"],
-                self._weights(Owned(expert=experts.expert)),
-                [each * self._item * hidden / 3 for each in _ROW_PASSES],
-                op="expert",
-                again_s=exchanged,
-            ),
-            "head": self._task(work["head"], self._weights(owned[-1]), logits),
-        }
-
-    def _weights(self, owned: Owned) -> float:
-        """Seconds to read an owner's own weights once."""
-        own = owned.whole + owned.heads_and_hidden / self.tensor
-        own += owned.expert / (self.tensor * self.experts.ranks)
-        return own * self._item / self.device.memory_bytes_per_s
-
-    def _gathered(self, model: Model, kind: str) -> float:
-        """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
-        moe = model.moe
-        times = 4 if kind == "dense" or moe.num_shared_experts or moe.dense_residual else 2
-        leaving = (self.tensor - 1) * self.tokens * model.d_model * self._item
-        return times * self.fabric.ring(leaving, Group(self.tensor, 1))
-
-    def _task(
-        self,
-        work: Work,
-        weights_s: float,
-        moved: list[float],
-        gathered_s: float = 0.0,
-        op: str = "head",
-        again_s: float = 0.0,
-    ) -> Compute:
-        """Seconds of one op, forward, backward and of weights; backward recomputes what `schedule.remat` says."""
-        flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
-        products_s, rest_s = work.products / flops, work.rest / flops
-        forward_moved, backward_moved = (num_bytes / self.device.memory_bytes_per_s for num_bytes in moved)
-        again = again_s
-        if self.config.schedule.remat != "none" and op != "head":
-            again += rest_s + forward_moved
-            if self.config.schedule.remat == "full" or op == "expert":
-                again += products_s + gathered_s
-        forward = products_s + rest_s + forward_moved + gathered_s
-        backward = products_s + 2 * rest_s + backward_moved + gathered_s + again
-        return Compute(rate=Linear(weights_s, 1.0), forward=forward, backward=backward, weight=products_s)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """The cost of an exchange, by its bytes."""
-
-    step: _Step
-
-    def seconds(self, amount: float, parts: int = 1) -> float:
-        return self.step.exchange_seconds(amount / parts) if amount else 0.0

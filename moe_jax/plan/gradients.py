@@ -1,5 +1,6 @@
 """Which gradients are summed over which devices, and into how many chunks they are cut."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,13 +26,10 @@ def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tu
 
 def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
     data, expert, tensor = mesh["data"], mesh["expert"], mesh["tensor"]
-    of_group = {
-        Group(data * expert * tensor, 1): owned.whole,
-        Group(data * expert, tensor): owned.heads_and_hidden // tensor,
-        Group(data, expert * tensor): owned.expert // (expert * tensor) + owned.expert_whole // expert,
-    }
-    if tensor == 1:  # the same devices
-        of_group[Group(data * expert, 1)] = owned.whole + owned.heads_and_hidden
+    of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
+    of_group[Group(data * expert * tensor, 1)] += owned.whole
+    of_group[Group(data * expert, tensor)] += owned.heads_and_hidden // tensor
+    of_group[Group(data, expert * tensor)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
     shared = {group: count for group, count in of_group.items() if group.ranks > 1 and count}
     chunks = cut(tuple(shared.values()), chunk_mb)
     groups = tuple(shared)

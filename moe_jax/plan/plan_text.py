@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Candidate, Plans
 
 _COLUMNS = (
@@ -17,6 +19,11 @@ _COLUMNS = (
     "why not first",
 )
 _SHOWN = 8
+
+
+def plan_text(plans: Plans) -> str:
+    """All of it."""
+    return "\n\n".join([table(plans), *([refusals(plans)] if plans.refused else []), facts(plans)])
 
 
 def table(plans: Plans) -> str:
@@ -46,6 +53,7 @@ def facts(plans: Plans) -> str:
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed",
+        *_ranges(plans.best),
         f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}",
     ]
     if found.joules_per_token is not None:
@@ -56,6 +64,29 @@ def facts(plans: Plans) -> str:
             f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
         )
     return "\n".join(lines)
+
+
+def context_axes(plans: Plans, context: int) -> str:
+    """Where ranks would go that cut sequences. Raises ConfigError."""
+    mesh = plans.best.config.mesh
+    found = place(context, mesh.expert, mesh.tensor, plans.cluster.node_devices)
+    return f"context     axes {', '.join(found.axes)}, neighbours first: {found.reason}"
+
+
+def _ranges(best: Candidate) -> list[str]:
+    """What of the forward pass is worth cutting, if anything."""
+    found = best_ranges(best.estimate)
+    cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
+    if not cut:
+        return []
+    blocks = len(best.estimate.timeline.schedule.shape.kinds)
+    scheduled, uncut, fastest = (
+        seconds(whole / blocks) for whole in (found.scheduled_s, found.uncut_s, found.best.seconds)
+    )
+    return [
+        f"ranges      a block's forward pass takes {scheduled} as scheduled, {uncut} uncut, "
+        f"{fastest} with only its best ranges cut: {', '.join(cut)}"
+    ]
 
 
 def _links(plans: Plans) -> Sequence[str]:

@@ -4,25 +4,30 @@ First every mesh with one good guess of a schedule, and with each way to recompu
 fit into memory. Then the best few of these with every policy and degree, sizes of chunks, and forms over tensor ranks.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe_jax.config import Config
+from moe_jax.draft import Draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     Refused,
+    Way,
     accumulations,
-    first_schedule,
+    choices,
+    guesses,
     mesh_text,
     on_meshes,
-    plain,
+    scheduled,
     schedules,
-    with_settings,
 )
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import Estimate, estimate
+from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.memory import StepMemory, step_memory
 
 _MEMORY_LEFT = 0.06  # of a device's, for the runtime and what estimates miss
@@ -73,22 +78,36 @@ class Plans:
     def best(self) -> Candidate:
         return self.ranked[0]
 
+    @property
+    def config(self) -> Config:
+        """The best plan: an exchange by way of nodes is written down, others are left to the program."""
+        config, algorithm = self.best.config, self.best.estimate.algorithm
+        if algorithm == "flat" or config.exchange.algorithm != "auto":
+            return config
+        exchange: dict[str, Any] = {"algorithm": algorithm}
+        return dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **exchange))
 
-def plan(config: Config, cluster: Cluster) -> Plans:
-    """Find the fastest step. Raises PlanError if there is none."""
+
+def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
+    """Choose what is open for the fastest step. Raises PlanError if there is none.
+
+    `memory_factor` is what a compiler takes over what `plan/memory.py` says.
+    """
+    free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
+    search = _Search(dataclasses.replace(draft, open=draft.open | free), cluster, memory_factor)
     found: list[Candidate] = []
     refused: list[Refused] = []
-    for each in on_meshes(config, cluster):
+    for each in on_meshes(search.draft, cluster):
         if isinstance(each, Refused):
             refused.append(each)
-        elif fitting := list(_fitting(each, cluster)):
-            found.append(min(fitting, key=_step_s))
+        elif fitting := list(search.fitting(each)):
+            found.append(_best(fitting))
         else:
-            refused.append(Refused(mesh_text(each.mesh.sizes), _too_large(_least(each, cluster), cluster)))
+            refused.append(Refused(mesh_text(each.mesh.sizes), search.too_large(each)))
     if not found:
-        raise PlanError(_nothing(config, cluster, refused))
+        raise PlanError(search.nothing(refused))
     found.sort(key=_step_s)
-    ranked = sorted([*(_refined(each, cluster) for each in found[:_REFINED]), *found[_REFINED:]], key=_step_s)
+    ranked = sorted([*map(search.refined, found[:_REFINED]), *found[_REFINED:]], key=_step_s)
     return Plans(cluster=cluster, ranked=tuple(ranked), refused=tuple(refused))
 
 
@@ -96,102 +115,113 @@ def _step_s(candidate: Candidate) -> float:
     return candidate.estimate.step_s
 
 
-def _fitting(config: Config, cluster: Cluster) -> Iterator[Candidate]:
-    """With each way to save memory, the batch in as few parts as fit; only without, if that fits."""
-    for sharded in (False, True):
-        for remat in _REMATS:
-            settings = with_settings(config, optimizer={"sharded": sharded}, schedule={"remat": remat})
-            for parts in accumulations(settings):
-                fitting = [each for each in _guesses(parts) if _fits(_memory(each, cluster), cluster)]
-                squeezed = sharded or remat != "none" or parts.train.grad_accumulation > 1
-                for each in fitting[:1]:
-                    memory = _memory(each, cluster)
-                    yield Candidate(estimate=estimate(each, cluster), memory=memory, squeezed=squeezed)
-                    if not squeezed:
-                        return
-                if fitting:
-                    break
-
-
-def _guesses(config: Config) -> tuple[Config, Config]:
-    """Scheduled, which keeps what was exchanged, and plain, which exchanges again what it does not keep."""
-    return first_schedule(config), plain(config)
-
-
-def _least(config: Config, cluster: Cluster) -> StepMemory:
-    """With all ways to save memory."""
-    settings = with_settings(config, optimizer={"sharded": True}, schedule={"remat": "full"})
-    smallest = (_memory(each, cluster) for parts in accumulations(settings) for each in _guesses(parts))
-    return min(smallest, key=lambda memory: memory.total)
-
-
-def _refined(candidate: Candidate, cluster: Cluster) -> Candidate:
-    """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
-    best = _best([candidate, *_all_fitting(schedules(candidate.config), cluster, candidate)])
-    if best.config.schedule.grad_reduce == "chunked":
-        others = (with_settings(best.config, schedule={"chunk_mb": chunk}) for chunk in CHUNKS_MB)
-        best = _best([best, *_all_fitting(others, cluster, best)])
-    if best.config.mesh.tensor > 1:
-        forms = (
-            with_settings(best.config, exchange={"tensor_form": form, "tensor_chunks": chunks})
-            for form, chunks in _FORMS
-        )
-        best = _best([best, *_all_fitting(forms, cluster, best)])
-    return best
-
-
 def _best(candidates: Iterable[Candidate]) -> Candidate:
     return min(candidates, key=_step_s)
 
 
-def _all_fitting(configs: Iterable[Config], cluster: Cluster, like: Candidate) -> Iterator[Candidate]:
-    for config in configs:
-        memory = _memory(config, cluster)
-        if _fits(memory, cluster):
-            yield Candidate(estimate=estimate(config, cluster), memory=memory, squeezed=like.squeezed)
+@dataclass(frozen=True)
+class _Search:
+    """What is open, and where it has to fit."""
+
+    draft: Draft
+    cluster: Cluster
+    memory_factor: float
+
+    def fitting(self, base: Config) -> Iterator[Candidate]:
+        """With each way to save memory, the batch in as few parts as fit; only without, if that fits."""
+        seen = set()
+        for saving in itertools.product((False, True), _REMATS):
+            first = next((each for each in self._saving(base, *saving) if self._fits(self._memory(each))), None)
+            if first is not None and first not in seen:
+                seen.add(first)
+                found = self._candidate(first)
+                yield found
+                if not found.squeezed:
+                    return
+
+    def refined(self, candidate: Candidate) -> Candidate:
+        """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
+        # ranges of the forward pass may have more parts than powers of two
+        ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
+        best = self._best_of(candidate, ({"schedule": each} for each in (*schedules(), *ranges)))
+        if best.config.schedule.grad_reduce == "chunked":
+            best = self._best_of(best, ({"schedule": {"chunk_mb": chunk}} for chunk in CHUNKS_MB))
+        if best.config.mesh.tensor > 1:
+            forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
+            best = self._best_of(best, ({"exchange": form} for form in forms))
+        return best
+
+    def _saving(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
+        """Ever smaller parts of the batch."""
+        for parts in accumulations(base):
+            saving: Way = {"optimizer": {"sharded": sharded}, "train": {"grad_accumulation": parts}}
+            ways = ({**saving, "schedule": {"remat": remat, **guess}} for guess in guesses())
+            yield from choices(self.draft, base, ways)
+
+    def _best_of(self, known: Candidate, ways: Iterable[Way]) -> Candidate:
+        others = choices(self.draft, known.config, ways)
+        return _best([known, *(self._candidate(each) for each in others if self._fits(self._memory(each)))])
+
+    def _candidate(self, config: Config) -> Candidate:
+        saves = {
+            "optimizer.sharded": config.optimizer.sharded,
+            "schedule.remat": config.schedule.remat != "none",
+            "train.grad_accumulation": config.train.grad_accumulation > 1,
+        }
+        squeezed = any(value for name, value in saves.items() if name in self.draft.open)
+        return Candidate(estimate=estimate(config, self.cluster), memory=self._memory(config), squeezed=squeezed)
+
+    def _memory(self, config: Config) -> StepMemory:
+        return step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+
+    def _fits(self, memory: StepMemory) -> bool:
+        limit = self.cluster.device.memory_bytes
+        return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
+
+    def _least(self, base: Config) -> StepMemory:
+        """With all ways to save memory."""
+        return min(map(self._memory, self._saving(base, True, "full")), key=lambda memory: memory.total)
+
+    def too_large(self, base: Config) -> str:
+        """What it needs, and for what most."""
+        memory, limit = self._least(base), self.cluster.device.memory_bytes
+        assert limit is not None
+        largest = max(memory.parts, key=lambda name: memory.parts[name])
+        return (
+            f"needs {self.memory_factor * memory.total / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
+            f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
+        )
+
+    def nothing(self, refused: list[Refused]) -> str:
+        """One line: why, and the nearest change that would help."""
+        too_large = [each for each in refused if _needed(each)]
+        if not too_large:
+            reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(self.draft, self.cluster)
+            return f"nothing trains on {self.cluster.name} ({reason})"
+        nearest = min(too_large, key=_needed)
+        return f"nothing trains on {self.cluster.name} ({nearest.mesh}: {nearest.reason}): {self._cure()}"
+
+    def _cure(self) -> str:
+        """The next larger cluster of its kind that has enough memory, with a batch that feeds it."""
+        cluster, train = self.cluster, self.draft.train
+        count = str(cluster.devices)
+        for factor in _LARGER if cluster.name.endswith(count) else ():
+            try:
+                larger = find_cluster(f"{cluster.name.removesuffix(count)}{factor * cluster.devices}")
+            except UserError:
+                return _SMALLER
+            batch = dataclasses.replace(train, batch_size=factor * train.batch_size)
+            grown = _Search(dataclasses.replace(self.draft, train=batch), larger, self.memory_factor)
+            meshes = (each for each in on_meshes(grown.draft, larger) if isinstance(each, Config))
+            if any(grown._fits(grown._least(each)) for each in meshes):
+                return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
+        return _SMALLER
 
 
-def _memory(config: Config, cluster: Cluster) -> StepMemory:
-    return step_memory(config, cluster.device.platform, config.mesh.sizes)
-
-
-def _fits(memory: StepMemory, cluster: Cluster) -> bool:
-    limit = cluster.device.memory_bytes
-    return limit is None or memory.total <= limit * (1 - _MEMORY_LEFT)
-
-
-def _too_large(memory: StepMemory, cluster: Cluster) -> str:
-    assert cluster.device.memory_bytes is not None
-    largest = max(memory.parts, key=lambda name: memory.parts[name])
-    return (
-        f"needs {memory.total / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB at least, "
-        f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
-    )
-
-
-def _nothing(config: Config, cluster: Cluster, refused: list[Refused]) -> str:
-    """One line: why, and the nearest change that would help."""
-    too_large = [each for each in refused if _needed(each)]
-    if not too_large:
-        reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else "no mesh divides its experts"
-        return f"nothing trains on {cluster.name} ({reason})"
-    nearest = min(too_large, key=_needed)
-    return f"nothing trains on {cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(config, cluster)}"
-
-
-def _cure(config: Config, cluster: Cluster) -> str:
-    """The next larger cluster of its kind that has enough memory, with a batch that feeds it."""
-    count = str(cluster.devices)
-    for factor in _LARGER if cluster.name.endswith(count) else ():
-        try:
-            larger = find_cluster(f"{cluster.name.removesuffix(count)}{factor * cluster.devices}")
-            grown = with_settings(config, train={"batch_size": factor * config.train.batch_size})
-        except UserError:
-            return _SMALLER
-        meshes = (each for each in on_meshes(grown, larger) if isinstance(each, Config))
-        if any(_fits(_least(each, larger), larger) for each in meshes):
-            return f"{larger.name} has enough memory, with train.batch_size={grown.train.batch_size}"
-    return _SMALLER
+def _no_mesh(draft: Draft, cluster: Cluster) -> str:
+    axes = ("data", "expert", "tensor")
+    given = [f"mesh.{name}={getattr(draft.mesh, name)}" for name in axes if f"mesh.{name}" not in draft.open]
+    return f"{' × '.join(given)} is no mesh of {cluster.devices} devices that divides its experts"
 
 
 _LARGER = (2, 4, 8, 16, 32, 64)

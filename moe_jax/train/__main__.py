@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config_files import load_draft
 from moe_jax.errors import run_command
 from moe_jax.report import write_report
 from moe_jax.report.plots import PlotError
 from moe_jax.train import processes
+from moe_jax.train.choose import choose
 from moe_jax.train.describe import dry_run, table
 from moe_jax.train.loop import train
 from moe_jax.train.sample import write_sample
@@ -30,18 +31,26 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides)
+    draft = load_draft(arguments.config, arguments.overrides)
+    if not draft.open:
+        draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
-    processes.initialize(processes.options_from(arguments), config.mesh.cpu_devices)
+    processes.initialize(processes.options_from(arguments), draft.mesh.cpu_devices)
     with processes.fail_fast():
+        config, chosen = choose(draft)
         if arguments.dry_run:
-            facts = table(dry_run(config))
-            if processes.is_main_process():
-                print(facts)
+            _say(table(chosen | dry_run(config)))
             return
+        if chosen:
+            _say(table(chosen))
         state = train(config)
         if int(state["step"]) == config.train.steps:
             _write_results(config, state)
+
+
+def _say(text: str) -> None:
+    if processes.is_main_process():
+        print(text, flush=True)
 
 
 def _write_results(config: Config, state: State) -> None:

@@ -8,6 +8,7 @@ from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import Computation
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.train.metrics import human_seconds
 from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.setup import Run, compile_programs, open_run
 
@@ -20,16 +21,20 @@ def describe(run: Run) -> dict[str, str]:
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
     memory = step_memory(config, Computation.of(config, run.trainer.mesh).platform, shape)
-    return {
-        "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
-        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
-        "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
-        "blocks": " ".join(config.model.block_kinds),
-        "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
-        "memory": _memory(memory),
-        "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
-        "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
-    } | _trace(run)
+    return (
+        {
+            "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
+            "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
+            "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
+            "blocks": " ".join(config.model.block_kinds),
+            "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
+            "memory": _memory(memory),
+            "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
+            "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
+        }
+        | _tuning(run)
+        | _trace(run)
+    )
 
 
 def dry_run(config: Config) -> dict[str, str]:
@@ -59,6 +64,16 @@ def _trace(run: Run) -> dict[str, str]:
     if wanted is None:
         return {}
     return {"trace": f"step {step}, to {run.folder / FOLDER}" if step else f"none: step {wanted} is not left to do"}
+
+
+def _tuning(run: Run) -> dict[str, str]:
+    choices = run.choices
+    if choices is None:
+        return {}
+    origin = (
+        "" if choices.best_s is None else f", found before ({choices.file}): {human_seconds(choices.best_s)} per step"
+    )
+    return {"tuning": f"{len(choices.values)} choices, beginning with {choices.told(choices.first)}{origin}"}
 
 
 def table(rows: dict[str, str]) -> str:

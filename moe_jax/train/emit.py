@@ -5,7 +5,6 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
-from moe_jax.errors import ConfigError
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
@@ -23,15 +21,16 @@ from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.tensor_axis import own_tokens
 from moe_jax.plan.costs import rates_of, task_times
 from moe_jax.plan.measured import read_times
-from moe_jax.plan.task_times import Compute
+from moe_jax.plan.step_shape import step_shape
+from moe_jax.plan.task_times import Stage
 from moe_jax.schedule.actions import NO_BLOCK, is_reduction, two_streams
-from moe_jax.schedule.build import make_schedule, make_shape
+from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.turns import Looped, Turns, make_looped
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
-from moe_jax.train.processes import allgather
+from moe_jax.train.processes import read_alike
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks
@@ -62,35 +61,8 @@ class Plan:
 def make_plan(config: Config, mesh: Mesh) -> Plan:
     """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
     settings, model = config.schedule, config.model
-    specs = partitions(param_dims(model))
-
-    def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
-
-    shapes = jax.tree.map(local, param_shapes(model), specs)
-    chunk_mb = settings.chunk_mb if settings.grad_reduce == "chunked" else None
-    reductions = tuple(
-        Reduction.of(
-            _owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),
-            _owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
-            mesh.shape,
-            chunk_mb,
-        )
-        for owner in range(model.num_layers + 2)
-    )
-    shape = make_shape(
-        settings.policy,
-        model.block_kinds,
-        settings.microbatches,
-        settings.backward_microbatches,
-        settings.expert_chunks,
-        weight_grad=settings.weight_grad,
-        grad_reduce=settings.grad_reduce,
-        reductions=tuple(len(reduction.chunks) for reduction in reductions),
-        tied=model.tie_embeddings,
-        # all tensor ranks have the vectors behind their parts of an expert
-        local_experts=mesh.shape[Axis.DATA] == 1 and not (model.moe.bias and mesh.shape[Axis.TENSOR] > 1),
-    )
+    reductions = reductions_of(model, mesh, settings.chunk_mb if settings.grad_reduce == "chunked" else None)
+    shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = Computation.of(config, mesh).platform
     sequences = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh)
     tokens = sequences * config.data.seq_len // mesh.shape[Axis.TENSOR]
@@ -107,23 +79,32 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     return Plan(schedule, reductions, looped)
 
 
-def _measured(config: Config) -> Mapping[str, Compute]:
+def reductions_of(model: Model, mesh: Mesh, chunk_mb: float | None) -> tuple[Reduction, ...]:
+    """How the gradients of each owner are summed: embed, the blocks, head."""
+    specs = partitions(param_dims(model))
+
+    def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
+
+    shapes = jax.tree.map(local, param_shapes(model), specs)
+    return tuple(
+        Reduction.of(
+            _owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),
+            _owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
+            mesh.shape,
+            chunk_mb,
+        )
+        for owner in range(model.num_layers + 2)
+    )
+
+
+def _measured(config: Config) -> Mapping[str, Stage]:
     """Times that a file gives, the same on all processes: collectives in another order would wait for each other."""
     path = config.schedule.task_times
     if path is None:
         return {}
-    error = None
-    found: Mapping[str, Compute] = {}
-    try:
-        found = read_times(path, config.model.block_kinds)
-    except ConfigError as problem:
-        error = problem  # told only once the others know that this process has none
-    content = allgather(0 if error else zlib.crc32(repr(sorted(found.items())).encode()) | 1)
-    if error:
-        raise error
-    if len(set(content)) > 1:
-        raise ConfigError(f"schedule.task_times={path} is not the same on all processes: give them copies of one file")
-    return found
+    kinds = config.model.block_kinds
+    return read_alike(lambda: read_times(path, kinds), f"schedule.task_times={path}").compute
 
 
 def _turns(config: Config) -> tuple[int, Turns | None]:

@@ -16,6 +16,7 @@ from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.setup import Run, compile_programs, open_run, write_start
 from moe_jax.train.step import State
+from moe_jax.train.tuning import Tuning
 
 
 def train(config: Config) -> State:
@@ -40,15 +41,17 @@ def train(config: Config) -> State:
             else:
                 state = programs.init.result()()
             meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
+            tuning = Tuning(run, programs.step, meter, log)
             while step < last and not stop.reached(step):
                 batch = run.on_mesh(next(run.batches))
                 step += 1
                 if step == trace_step:
                     with meter.paused():
-                        state, metrics = traced(programs.step, state, batch, run.folder)
+                        state, metrics = traced(tuning.step, state, batch, run.folder)
                 else:
-                    state, metrics = programs.step(state, batch)
+                    state, metrics = tuning.step(state, batch)
                 meter.add(step, metrics, timed=step != trace_step)
+                tuning.step_started(step)
                 if _is_due(step, config.train.eval_every, last):
                     with meter.paused():
                         loss = _validate(programs.evaluate.result(), state, run)

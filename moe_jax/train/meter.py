@@ -24,8 +24,10 @@ class Meter:
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
-        self._waiting: tuple[int, Metrics] | None = None
+        self._waiting: tuple[int, Metrics, bool] | None = None
         self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
+        self._ended = self._since  # the step before, or a pause
+        self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
 
     def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
         """Hand over the metrics of a step just started; records the step before, if it is due.
@@ -33,15 +35,18 @@ class Meter:
         A step that ran while the meter was `paused` is not timed.
         """
         self.finish()
-        self._waiting = step, metrics
+        self._waiting = step, metrics, timed
         self._timed_steps += timed
 
     def finish(self, stopping: bool = False) -> None:
         """Wait for the last step handed over and record it, if it is due or the run ends with it."""
+        self.step_s = None
         if self._waiting is not None:
-            step, metrics = self._waiting
+            step, metrics, timed = self._waiting
             self._waiting = None
             jax.block_until_ready(metrics)
+            now = time.perf_counter()
+            self.step_s, self._ended = now - self._ended if timed else None, now
             self._warn_of_drops(step, metrics)
             if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
@@ -52,7 +57,8 @@ class Meter:
         self.finish()
         start = time.perf_counter()
         yield
-        self._since += time.perf_counter() - start
+        self._ended = time.perf_counter()
+        self._since += self._ended - start
 
     def _warn_of_drops(self, step: int, metrics: Metrics) -> None:
         """Once, when rows find no room though experts have no capacity."""

@@ -74,10 +74,10 @@ class RunLog:
             print(flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a training record (`step, loss, step_s, …`) or an evaluation (`step, validation_loss`) and show it.
+        """Append a record; one of training (`step, loss, step_s, …`) or validation (`validation_loss`) is shown.
 
-        Only a record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, not for
-        TensorBoard, lists of them.
+        Only a training record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, not for
+        TensorBoard, lists of them and words.
         """
         if self._file is None:
             return
@@ -86,7 +86,7 @@ class RunLog:
         self._file.flush()
         if self._scalars is not None:
             for key, value in record.items():
-                if key != "step" and not isinstance(value, list) and math.isfinite(value):
+                if key != "step" and not isinstance(value, list | str) and math.isfinite(value):
                     self._scalars.add_scalar(key, value, step)
         if "validation_loss" in record:
             loss = record["validation_loss"]
@@ -96,10 +96,14 @@ class RunLog:
         if "loss" in record:
             self._show_progress(record, step)
 
-    def warn(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Show a line that is no record."""
         if self._file is not None:
-            self._print(f"warning: {text}", in_place=False)
+            self._print(text, in_place=False)
+
+    def warn(self, text: str) -> None:
+        """Show a line that is no record, and bad news."""
+        self.tell(f"warning: {text}")
 
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
         self._recent_step_s += [record["step_s"]] if "step_s" in record else []

@@ -8,17 +8,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import typing
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.config_checks import nearest_multiples
-from moe_jax.errors import EXIT_BAD_INPUT, UserError
+from moe_jax.errors import EXIT_BAD_INPUT, ConfigError, UserError
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 300  # until every process has come
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
@@ -148,6 +152,24 @@ def allgather(number: int) -> list[int]:
     if jax.process_count() == 1:
         return [number]
     return multihost_utils.process_allgather(np.array(number, np.uint32)).tolist()
+
+
+def read_alike(read: Callable[[], T], name: str) -> T:
+    """What a file called `name` holds, which has to be the same on all processes; all of them call it.
+
+    Raises ConfigError if it differs, and what `read` raises.
+    """
+    error = found = None
+    try:
+        found = read()
+    except ConfigError as problem:
+        error = problem  # told only once the others know that this process has none
+    content = allgather(0 if error else zlib.crc32(repr(found).encode()) | 1)
+    if error:
+        raise error
+    if len(set(content)) > 1:
+        raise ConfigError(f"{name} is not the same on all processes: give them copies of one file")
+    return typing.cast(T, found)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
+from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
 from moe_jax.train.processes import allgather, is_main_process
@@ -40,6 +41,7 @@ class Run:
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
     validation: list[NDArray[np.int32]]
     first_step: int  # steps done before; 0: a new run
+    choices: Choices | None  # that it may change to while it trains
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -66,6 +68,8 @@ def open_run(config: Config) -> Run:
     mesh = make_mesh(config.mesh)
     check_expert_split(config.model.moe.num_experts, mesh.shape[Axis.EXPERT])
     check_batch_split(config, batch_shards(mesh))
+    if choices := choices_of(config, mesh):
+        config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
     first_step = _agree(_resume_step(config, folder), folder)
@@ -93,6 +97,7 @@ def open_run(config: Config) -> Run:
             prefetch=config.data.prefetch,
         ),
         first_step=first_step,
+        choices=choices,
     )
 
 

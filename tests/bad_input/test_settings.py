@@ -30,6 +30,29 @@ CONFIG = [
         "model.moe.gate=a b must be softmax or sigmoid or package.module:name",
     ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
+    (
+        "a choice that nothing makes",
+        "train.steps=auto",
+        "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.tensor_chunks, "
+        "exchange.tensor_form, mesh.data, mesh.expert, mesh.tensor, optimizer.sharded, schedule.backward_microbatches, "
+        "schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.microbatches, schedule.policy, "
+        "schedule.remat, schedule.weight_grad, train.grad_accumulation)",
+    ),
+    (
+        "a plan for other devices",
+        "schedule.policy=auto plan.cluster=h100x16",
+        "plan.cluster=h100x16 has 16 devices, and this run has 8: name a cluster of as many, or use plan.cluster=null",
+    ),
+    (
+        "a plan for no known devices",
+        "schedule.policy=auto plan.cluster=h10x8",
+        "cluster h10x8 is unknown: did you mean h100-8?",
+    ),
+    (
+        "a plan that nothing fits",
+        "schedule.policy=auto mesh.tensor=3 mesh.data=auto",
+        "nothing trains on cpux8 (mesh.expert=1 × mesh.tensor=3 is no mesh of 8 devices that divides its experts)",
+    ),
     ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
     (
         "heads that do not divide the width",

@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config_checks import setting
+from moe_jax.config_files import load_draft
+from moe_jax.draft import PLANNED, Draft, open_draft, sections_of
 from moe_jax.errors import UserError
-from moe_jax.plan.candidates import Refused, divisors, on_meshes, schedules
+from moe_jax.plan.candidates import Refused, choices, divisors, on_meshes, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.plan_text import facts, refusals, table
@@ -21,9 +24,13 @@ def config_of(layers: int = 3, batch_size: int = 64, **moe) -> Config:
     return Config(model=model, data=Data(seq_len=512), train=Train(batch_size=batch_size))
 
 
+def draft_of(**settings) -> Draft:
+    return open_draft(config_of(**settings))
+
+
 def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
     config = dataclasses.replace(config_of(), train=Train(batch_size=8))
-    found = list(on_meshes(config, H100S))
+    found = list(on_meshes(open_draft(config), H100S))
     meshes = [each.mesh for each in found if isinstance(each, Config)]
     assert {mesh.data * mesh.expert * mesh.tensor for mesh in meshes} == {16}
     assert Mesh(data=1, expert=8, tensor=2) in meshes
@@ -33,20 +40,21 @@ def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
 
 
 def test_the_first_plan_is_the_fastest_and_all_plans_fit() -> None:
-    plans = plan(config_of(), H100S)
+    plans = plan(draft_of(), H100S)
     assert plans.best.estimate.step_s == min(each.estimate.step_s for each in plans.ranked)
     assert plans.best.config.schedule.policy != "vanilla"
     limit = H100S.device.memory_bytes
     assert limit is not None
     assert all(each.memory.total < limit for each in plans.ranked)
-    own = [estimate(each, H100S).step_s for each in schedules(plans.best.config)]
+    ways = ({"schedule": schedule} for schedule in schedules())
+    own = [estimate(each, H100S).step_s for each in choices(draft_of(), plans.best.config, ways)]
     assert plans.best.estimate.step_s <= min(own)
 
 
 def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
     config = config_of(layers=8, batch_size=256)
     small = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(6e9)))
-    roomy, tight = plan(config, H100S).best, plan(config, small).best
+    roomy, tight = plan(open_draft(config), H100S).best, plan(open_draft(config), small).best
     assert not roomy.squeezed
     assert tight.squeezed
     assert tight.memory.total < 6e9
@@ -56,13 +64,13 @@ def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
 
 def test_what_fits_nowhere_is_told_in_one_line_with_a_cluster_where_it_would() -> None:
     with pytest.raises(PlanError, match=r"^nothing trains on h100x8 \(.*needs .* of 85\.0 GB.*\): .*h100x\d+") as error:
-        plan(config_of(layers=96, hidden_dim=16384), find_cluster("h100x8"))
+        plan(draft_of(layers=96, hidden_dim=16384), find_cluster("h100x8"))
     assert "\n" not in str(error.value)
 
 
 def test_a_batch_that_cannot_be_cut_is_told_with_one_that_can() -> None:
     with pytest.raises(PlanError, match=r"train\.batch_size=3 .*use"):
-        plan(config_of(batch_size=3), H100S)
+        plan(draft_of(batch_size=3), H100S)
 
 
 def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
@@ -84,12 +92,56 @@ def test_faster_links_and_more_devices_make_no_step_slower() -> None:
     config = dataclasses.replace(config_of(), mesh=Mesh(data=1, expert=16))
     levels = tuple(dataclasses.replace(level, bytes_per_s=4 * level.bytes_per_s) for level in H100S.levels)
     assert estimate(config, dataclasses.replace(H100S, levels=levels)).step_s < estimate(config, H100S).step_s
-    steps = [plan(config_of(), find_cluster(f"h100x{count}")).best.estimate.step_s for count in (8, 16, 32)]
+    steps = [plan(draft_of(), find_cluster(f"h100x{count}")).best.estimate.step_s for count in (8, 16, 32)]
     assert steps == sorted(steps, reverse=True)
 
 
+SMALL = [
+    *("model.d_model=64", "model.num_layers=2", "model.num_heads=4", "model.moe.num_experts=8"),
+    *("data.seq_len=64", "train.batch_size=64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("schedule.policy=auto schedule.microbatches=4", {"policy": ("unified", "expert_pipeline"), "microbatches": 4}),
+        ("schedule.policy=unified schedule.microbatches=auto schedule.backward_microbatches=2", {"policy": "unified"}),
+        ("schedule.policy=unified schedule.grad_reduce=auto schedule.chunk_mb=20", {"grad_reduce": "chunked"}),
+        ("schedule.policy=auto schedule.microbatches=auto schedule.chunk_mb=auto", {"grad_reduce": "end"}),
+        ("schedule.policy=vanilla schedule.microbatches=auto schedule.weight_grad=auto", {"microbatches": 1}),
+        ("schedule.remat=auto schedule.policy=expert_pipeline", {"remat": "none", "policy": "expert_pipeline"}),
+        ("model.moe.slot_priority=score schedule.policy=auto schedule.microbatches=2", {"policy": "expert_pipeline"}),
+        ("exchange.algorithm=ragged schedule.policy=auto schedule.microbatches=2", {"policy": "unified"}),
+    ],
+)
+def test_only_what_says_auto_is_chosen(settings: str, found: dict[str, object]) -> None:
+    draft = load_draft(None, [*SMALL, "mesh.expert=8", *settings.split()])
+    config = plan(draft, H100S).config
+    for name in PLANNED - draft.open - {"mesh.data"}:
+        assert setting(config, name) == setting(draft, name)
+    assert (config.mesh.data, config.mesh.expert) == (2, 8)
+    for name, value in found.items():
+        assert getattr(config.schedule, name) in (value if isinstance(value, tuple) else (value,))
+
+
+def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
+    draft = load_draft(None, [*SMALL, "mesh.data=auto", "mesh.expert=auto", "mesh.tensor=2"])
+    assert {each.config.mesh.tensor for each in plan(draft, H100S).ranked} == {2}
+    with pytest.raises(PlanError, match=r"\(mesh.tensor=3 is no mesh of 16 devices"):
+        plan(load_draft(None, [*SMALL, "mesh.expert=auto", "mesh.tensor=3"]), H100S)
+
+
+def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:
+    tight = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(16e9)))
+    config = config_of(layers=8, batch_size=256)
+    draft = Draft(**sections_of(config), open=frozenset({"schedule.remat", "mesh.expert"}))
+    before, after = (plan(draft, tight, factor).best for factor in (1.0, 2.0))
+    assert after.memory.total < before.memory.total
+
+
 def test_the_text_tells_all_of_it() -> None:
-    plans = plan(config_of(), H100S)
+    plans = plan(draft_of(), H100S)
     lines = table(plans).splitlines()
     assert lines[0].split()[:3] == ["mesh", "step", "MFU"]
     assert lines[1].startswith(plans.best.mesh)

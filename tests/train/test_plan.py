@@ -10,9 +10,10 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
+from moe_jax.plan.gradients import sums_of
 from moe_jax.plan.measured import write_times
 from moe_jax.train import processes
-from moe_jax.train.emit import make_plan
+from moe_jax.train.emit import make_plan, reductions_of
 from tests.small import small_config
 from tests.train.gradients import mesh_of
 
@@ -21,7 +22,7 @@ GREEDY = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad
 
 def timed(path: Path, seconds: float) -> Config:
     """A config with a file in which the experts' weight gradients take so long."""
-    write_times(path, {"expert": {"F": 0.1, "B": 0.1, "W": seconds}})
+    write_times(path, {"expert": {1: {"F": 0.1, "B": 0.1, "W": seconds}}}, 0.0)
     config = small_config(1, 2, schedule=GREEDY, batch_size=16, every=1)
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, task_times=str(path)))
 
@@ -66,3 +67,13 @@ def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: P
     with pytest.raises(ConfigError, match="cannot be read"):
         make_plan(config, mesh_of(config))
     assert told == [0]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)], ids=str)
+def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, int]) -> None:
+    data, expert, tensor = sizes
+    config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model={"num_kv_heads": 4, "num_heads": 4})
+    mesh = mesh_of(config)
+    summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config.model, mesh, None)]
+    planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config.model, config.mesh.sizes, None)]
+    assert planned == pytest.approx(summed)

@@ -1,0 +1,25 @@
+"""The tasks of a config's step, before they have an order."""
+
+from collections.abc import Mapping, Sequence
+
+from moe_jax.config import Config
+from moe_jax.schedule.build import make_shape
+from moe_jax.schedule.shape import Shape
+
+
+def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> Shape:
+    """On a mesh of these sizes, with so many chunks of each owner's gradients. Raises ScheduleError."""
+    settings, model = config.schedule, config.model
+    return make_shape(
+        settings.policy,
+        model.block_kinds,
+        settings.microbatches,
+        settings.backward_microbatches,
+        settings.expert_chunks,
+        weight_grad=settings.weight_grad,
+        grad_reduce=settings.grad_reduce,
+        reductions=tuple(reductions),
+        tied=model.tie_embeddings,
+        # all tensor ranks have the vectors behind their parts of an expert
+        local_experts=mesh["data"] == 1 and not (model.moe.bias and mesh["tensor"] > 1),
+    )

@@ -1,0 +1,77 @@
+"""What a config leaves open: as the run's checkpoints have it, or planned for the devices at hand."""
+
+import dataclasses
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from moe_jax.config import Config
+from moe_jax.config_checks import setting
+from moe_jax.config_files import load_config, to_yaml
+from moe_jax.draft import Draft, sections_of
+from moe_jax.errors import ConfigError, MeshError
+from moe_jax.parallel.mesh import mesh_sizes
+from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
+from moe_jax.plan.planner import plan
+from moe_jax.train.checkpoint_files import newest_checkpoint
+from moe_jax.train.processes import allgather
+
+
+class Chosen(NamedTuple):
+    """A config without open settings."""
+
+    config: Config
+    facts: dict[str, str]  # what was chosen, in words
+
+
+def choose(draft: Draft) -> Chosen:
+    """Choose what is open, in every process the same. Raises UserError; writes nothing."""
+    if not draft.open:
+        return Chosen(draft.choose(), {})
+    if draft.exchange.algorithm == "auto":  # which a run without a plan has, too
+        draft = dataclasses.replace(draft, open=draft.open | {"exchange.algorithm"})
+    cluster = _cluster(draft)
+    saved = _saved(draft)
+    config = saved or plan(draft, cluster).config
+    if len(set(allgather(zlib.crc32(to_yaml(config).encode())))) > 1:
+        raise ConfigError(
+            f"{max(draft.open)}=auto became something else on other processes: give them the same config, "
+            "plan.cluster and log.dir"
+        )
+    source = f"as in {draft.log.dir}" if saved else f"planned for {cluster.name}"
+    told = " ".join(f"{name}={_text(setting(config, name))}" for name in sorted(draft.open))
+    return Chosen(config, {"auto": f"{told}, {source}"})
+
+
+def _cluster(draft: Draft) -> Cluster:
+    devices, name = jax.devices(), draft.plan.cluster
+    if name is None:
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        return cluster_of(devices[0].device_kind, len(devices), slices)
+    cluster = find_cluster(name)
+    if cluster.devices != len(devices):
+        raise ConfigError(
+            f"plan.cluster={name} has {cluster.devices} devices, and this run has {len(devices)}: "
+            "name a cluster of as many, or use plan.cluster=null"
+        )
+    return cluster
+
+
+def _saved(draft: Draft) -> Config | None:
+    """With what the run's checkpoints were made with, if it is on the same mesh."""
+    folder = Path(draft.log.dir)
+    if newest_checkpoint(folder) is None:
+        return None
+    try:
+        saved = load_config(folder)
+        config = draft.choose(**{name: vars(section) for name, section in sections_of(saved).items()})
+        here, there = (mesh_sizes(each.mesh, jax.device_count()) for each in (config, saved))
+    except (ConfigError, MeshError):
+        return None
+    return config if here == there else None
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower()
