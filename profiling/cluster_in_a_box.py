@@ -15,30 +15,22 @@ import argparse
 import dataclasses
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import box
-import jax
 import numpy as np
 from box_picture import write_picture, write_timelines
 from box_summary import COMMUNICATION, COMPUTE, summary, table
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.stages import Compiled
 from results_file import RESULTS, write_result
-from stand_ins import collectives_of, communication, without_communication
+from stand import Stand, Step, profiled, seconds_per_step, tell, traced
+from stand_ins import without_communication
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.measure.trace import Operation, read_trace, seconds_by_op
-from moe_jax.parallel.mesh import make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.plan.measured import OPS, write_times
-from moe_jax.train.step import make_trainer
+from moe_jax.measure.trace import Operation
+from moe_jax.plan.measured import write_times
 
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
@@ -63,53 +55,7 @@ VARIANTS: dict[str, list[str]] = {
     "unified+flat": _UNIFIED + _FLAT,
 }
 _WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
-_TRACES = 3  # that task times are the median of
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
-
-Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
-
-
-class Stand:
-    """Everything of one process that stays on its device: one state for all variants, one batch."""
-
-    def __init__(self, config: Config):
-        self.mesh = make_mesh(config.mesh)
-        trainer = make_trainer(config, self.mesh)
-        self.state = trainer.init()
-        sharding = NamedSharding(self.mesh, BATCH_SPEC)
-        shape = (config.train.batch_size, config.data.seq_len + 1)
-        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-        self.batch = jax.make_array_from_callback(shape, sharding, lambda index: tokens[index])
-
-    def compiled(self, config: Config) -> Compiled:
-        """The training step of a config."""
-        trainer = make_trainer(config, self.mesh)
-        return trainer.step.lower(trainer.state_shapes, self.batch).compile()
-
-    def step_of(self, program: Compiled) -> Step:
-        """A step that goes on from the state that the step before left."""
-
-        def run() -> Any:
-            self.state, metrics = program(self.state, self.batch)
-            return metrics
-
-        return run
-
-    def communication(self, config: Config) -> Compiled:
-        """The collectives of a config's step."""
-        trainer = make_trainer(config, self.mesh)
-        traced = trainer.step.trace(trainer.state_shapes, self.batch)
-        return communication(collectives_of(traced.jaxpr), self.mesh).lower().compile()
-
-
-def seconds_per_step(step: Step, steps: int) -> float:
-    """Mean of `steps` in a row, started together with the other processes."""
-    multihost_utils.sync_global_devices("round")
-    start = time.perf_counter()
-    for _ in range(steps):
-        result = step()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / steps
 
 
 def choose_rate(compute: Step, transfer: Step, steps: int) -> float:
@@ -140,7 +86,9 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
         rate = box.parse_rate(arguments.rate)
     box.set_rate(rate)
     with tempfile.TemporaryDirectory() as folder:
-        times = calibrated(stand, configs["vanilla"], Path(folder), rate)
+        times = Path(folder) / "task_times.json"
+        profile = profiled(stand, configs["vanilla"], parts=[2])
+        write_times(times, profile.tasks, profile.rest_s)
         task_times = json.loads(times.read_text(encoding="utf-8"))
         programs = {name: stand.compiled(_timed(config, times, rate)) for name, config in configs.items()}
     steps = {name: stand.step_of(program) for name, program in programs.items()} | steps
@@ -156,43 +104,10 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.hand_back({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
 
 
-def calibrated(stand: Stand, config: Config, folder: Path, rate: float) -> Path:
-    """A file of how long tasks take here, read off traced steps of rank 0; the same on all ranks."""
-    schedule = dataclasses.replace(config.schedule, policy="unified", microbatches=2, weight_grad="greedy")
-    config = dataclasses.replace(config, schedule=schedule)
-    program = stand.compiled(_timed(config, None, rate))
-    step, kinds = stand.step_of(program), config.model.block_kinds
-    found = [seconds_by_op(traced(step, program), kinds) for _ in range(_TRACES)]
-    own = [[[each.get(op, {}).get(direction, 0.0) for direction in "FBW"] for op in OPS] for each in found]
-    median = multihost_utils.broadcast_one_to_all(np.median(np.array(own, np.float32), axis=0))
-    file = folder / "task_times.json"
-    rows = zip(OPS, median.tolist(), strict=True)
-    write_times(file, {op: dict(zip("FBW", row, strict=True)) for op, row in rows if any(row)})
-    return file
-
-
-def _timed(config: Config, times: Path | None, rate: float) -> Config:
+def _timed(config: Config, times: Path, rate: float) -> Config:
     """Scheduled by these times and the links' rate."""
-    schedule = dataclasses.replace(
-        config.schedule, task_times=None if times is None else str(times), link_gb_per_s=rate / 8e9
-    )
+    schedule = dataclasses.replace(config.schedule, task_times=str(times), link_gb_per_s=rate / 8e9)
     return dataclasses.replace(config, schedule=schedule)
-
-
-def tell(line: str) -> None:
-    """Print once, not once for every process."""
-    if box.rank() == 0:
-        print(line, flush=True)
-
-
-def traced(step: Step, program: Compiled) -> list[Operation]:
-    """What ran when in one step."""
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
-            multihost_utils.sync_global_devices(turn)
-            with jax.profiler.trace(Path(folder) / turn):
-                jax.block_until_ready(step())
-        return read_trace(Path(folder) / "measured", program.as_text() or "")
 
 
 def chosen(names: str | None) -> dict[str, list[str]]:

@@ -1,0 +1,128 @@
+"""Training steps of one process in a box: compiled, timed, traced, and their tasks profiled without communication."""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import box
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.stages import Compiled
+from stand_ins import collectives_of, communication, without_communication
+
+from moe_jax.config import Config
+from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.measured import OPS, Seconds
+from moe_jax.train.step import make_trainer
+
+_RUNS = 3  # that times of tasks are the median of
+
+Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
+
+
+class Stand:
+    """Everything of one process that stays on its device: one state for all variants, one batch."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.mesh = make_mesh(config.mesh)
+        trainer = make_trainer(config, self.mesh)
+        self.state = trainer.init()
+        sharding = NamedSharding(self.mesh, BATCH_SPEC)
+        shape = (config.train.batch_size, config.data.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        self.batch = jax.make_array_from_callback(shape, sharding, lambda index: tokens[index])
+
+    def compiled(self, config: Config) -> Compiled:
+        """The training step of a config."""
+        trainer = make_trainer(config, self.mesh)
+        return trainer.step.lower(trainer.state_shapes, self.batch).compile()
+
+    def step_of(self, program: Compiled) -> Step:
+        """A step that goes on from the state that the step before left."""
+
+        def run() -> Any:
+            self.state, metrics = program(self.state, self.batch)
+            return metrics
+
+        return run
+
+    def communication(self, config: Config) -> Compiled:
+        """The collectives of a config's step."""
+        trainer = make_trainer(config, self.mesh)
+        traced = trainer.step.trace(trainer.state_shapes, self.batch)
+        return communication(collectives_of(traced.jaxpr), self.mesh).lower().compile()
+
+
+def seconds_per_step(step: Step, steps: int) -> float:
+    """Mean of `steps` in a row, started together with the other processes."""
+    multihost_utils.sync_global_devices("round")
+    start = time.perf_counter()
+    for _ in range(steps):
+        result = step()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / steps
+
+
+def tell(line: str) -> None:
+    """Print once, not once for every process."""
+    if box.rank() == 0:
+        print(line, flush=True)
+
+
+def traced(step: Step, program: Compiled) -> list[Operation]:
+    """What ran when in one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
+            multihost_utils.sync_global_devices(turn)
+            with jax.profiler.trace(Path(folder) / turn):
+                jax.block_until_ready(step())
+        return read_trace(Path(folder) / "measured", program.as_text() or "")
+
+
+class Profile(NamedTuple):
+    """How long tasks take without communication: means of all processes, the same on each."""
+
+    tasks: Seconds
+    rest_s: float  # outside of tasks
+    step: Step  # cut into the first number of parts
+    step_s: float
+
+
+def profiled(stand: Stand, config: Config, parts: Sequence[int]) -> Profile:
+    """Time a step cut into so many parts. Traces say how it divides, the clock how long it takes."""
+    found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
+    rest_s, steps = [], []
+    for count in parts:
+        schedule = dataclasses.replace(
+            config.schedule, policy="unified", microbatches=count, weight_grad="greedy", grad_reduce="block"
+        )
+        with without_communication():
+            program = stand.compiled(dataclasses.replace(config, schedule=schedule))
+        step = stand.step_of(program)
+        runs = [_by_op(traced(step, program), config.model.block_kinds) for _ in range(_RUNS)]
+        step_s = statistics.median(seconds_per_step(step, 1) for _ in range(2 * _RUNS))
+        own = np.median(runs, axis=0)
+        shared = np.mean(multihost_utils.process_allgather(np.float32(own * step_s / own.sum())), axis=0)
+        steps.append((step, float(shared.sum())))
+        rest_s.append(float(shared[-1].sum()))
+        for op, times in zip(OPS, shared.tolist(), strict=False):
+            if any(times):
+                found[op][count] = dict(zip("FBW", times, strict=True))
+    return Profile({op: at for op, at in found.items() if at}, statistics.mean(rest_s), *steps[0])
+
+
+def _by_op(operations: Sequence[Operation], kinds: Sequence[str]) -> list[list[float]]:
+    """Seconds of each op and direction, and in the last row those outside of tasks."""
+    found = seconds_by_op(operations, kinds)
+    outside = [(each.start_s, each.end_s) for each in operations if not each.task and not each.communicates]
+    rest_s = sum(end - start for start, end in joined(outside))
+    return [[found.get(op, {}).get(direction, 0.0) for direction in "FBW"] for op in OPS] + [[rest_s, 0.0, 0.0]]
