@@ -43,3 +43,12 @@ def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
     ids = [device.id for device in mesh.devices.flatten()]
     assert ids == sorted(ids)
     assert mesh.axis_names.index(Axis.EXPERT) > mesh.axis_names.index(Axis.DATA)
+
+
+def test_axes_that_do_not_follow_the_links_of_tpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_, **__):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 4 of size 8")
+
+    monkeypatch.setattr("jax.make_mesh", refuse)
+    with pytest.raises(MeshError, match=r"^mesh: expert=8 cannot be laid along the links of these 8 devices: an axis"):
+        make_mesh(Mesh(expert=8))

@@ -45,20 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "by-score": {"every": 1, "slot_priority": "score", "capacity_factor": 0.8, "model": ONE_BLOCK},
 }
 
-# Sums of 0.0005 and 0.002 MB are 125 and 500 elements; the model's matrices have 256 and more.
+# A sum of 0.002 MB is 500 elements; the model's matrices have 256 and more.
 GRAD_REDUCES: dict[str, dict[str, Any]] = {
     "end": {"grad_reduce": "end"},
     "block": {"grad_reduce": "block"},
     "matrices": {"grad_reduce": "chunked"},
     "chunks": {"grad_reduce": "chunked", "chunk_mb": 0.002},
-    "crumbs": {"grad_reduce": "chunked", "chunk_mb": 0.0005},
 }
 
 CUTS = [
     {"policy": policy, "microbatches": forward, "backward_microbatches": backward}
     for policy, forward, backward in [
         ("vanilla", 1, None),
-        *(("expert_pipeline", forward, backward) for forward, backward in [(1, None), (2, None), (4, None), (2, 3)]),
+        *(("expert_pipeline", forward, backward) for forward, backward in [(2, None), (4, None), (2, 3)]),
         *(("unified", forward, backward) for forward, backward in [(1, None), (2, None), (4, None), (2, 1), (4, 2)]),
     ]
 ]
@@ -164,8 +163,7 @@ def forget(room: Room) -> Room:
     return room._replace(used_E=0 * room.used_E)
 
 
-@pytest.mark.parametrize("weight_grad", ["inline", "greedy"])
-@pytest.mark.parametrize("algorithm", ["auto", "ragged"])
+@pytest.mark.parametrize(("algorithm", "weight_grad"), [("auto", "greedy"), ("ragged", "inline")])
 def test_half_precision_is_as_exact_as_without_a_schedule(algorithm, weight_grad):
     exact = small_config(2, 4, batch_size=32, seq_len=6, every=1, model=ONE_BLOCK)
     plain = dataclasses.replace(exact, train=dataclasses.replace(exact.train, compute_dtype="bfloat16"))

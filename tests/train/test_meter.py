@@ -112,6 +112,20 @@ def test_a_step_that_is_not_timed_counts_for_no_time_and_no_step(clock):
     assert [(record["step"], record.get("step_s")) for record in records] == [(1, 1), (3, 2.5), (6, 5), (7, None)]
 
 
+def test_each_step_is_timed_but_for_those_around_a_pause(clock):
+    """The pause waits for the step under way, which the next `add` finds done."""
+    reader, _ = metered(every=5)
+    seconds = []
+    for step in range(1, 8):
+        reader.add(step, {}, timed=step != 5)
+        seconds.append(reader.step_s)
+        clock.now_s += step
+        if step == 3:
+            with reader.paused():
+                clock.now_s += 1000
+    assert seconds == [None, 1, 2, None, 4, None, 6]
+
+
 def test_speeds_follow_from_the_step_time(clock):
     reader, records = metered(every=1)
     clock.now_s += 0.5

@@ -10,20 +10,24 @@ import pytest
 from moe_jax.config import Config, Data, Mesh, Optimizer, Schedule
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.step import make_trainer
+from tests.pairwise import all_pairs
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of, sharded_gradients
 
 MESHES = [(1, 1), (8, 1), (1, 8), (2, 4), (4, 2)]
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-@pytest.mark.parametrize("top_k", [1, 2, 6])
-@pytest.mark.parametrize("capacity_factor", [0.8, None])
-def test_loss_and_gradients_equal_the_reference(capacity_factor, top_k, shared):
-    """One block, so that 60 programs compile in minutes; more blocks below."""
-    moe = {"every": 1, "capacity_factor": capacity_factor, "top_k": top_k, "num_shared_experts": shared}
-    for data, expert in MESHES:
-        assert_equals_reference(small_config(data, expert, model={"num_layers": 1}, **moe))
+CASES = all_pairs(
+    [{"mesh": mesh} for mesh in MESHES],
+    {"capacity_factor": [0.8, None], "top_k": [1, 2, 6], "num_shared_experts": [0, 1]},
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_equal_the_reference(case):
+    """Every two settings meet in some case, in one block; more blocks below."""
+    moe = {name: value for name, value in case.items() if name != "mesh"}
+    assert_equals_reference(small_config(*case["mesh"], model={"num_layers": 1}, every=1, **moe))
 
 
 @pytest.mark.parametrize(
