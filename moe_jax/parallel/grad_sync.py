@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.parallel.mesh import TOKEN_AXES
+from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
 
 
@@ -27,14 +28,19 @@ def sync_gradients(grads: Any, specs: Any) -> Any:
     return jax.tree.map(sync, grads, specs)
 
 
-def global_norm(grads: Any, specs: Any) -> Float[Array, ""]:
-    """The L2 norm of synchronised gradients, each parameter counted once however it is sharded."""
+def global_norm(grads: Any, specs: Any, platform: str) -> Float[Array, ""]:
+    """The L2 norm of synchronised gradients, each parameter counted once however it is sharded.
+
+    On CPU what is left to sum over devices waits for all gradients: it would keep the thread that computes.
+    """
     squares: dict[tuple[str, ...], jax.Array] = {}
     for grad, spec in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), strict=True):
         axes = tuple(axis for axis in sorted(sharded_axes(spec)) if jax.lax.axis_size(axis) > 1)
         squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(grad.astype(jnp.float32)))
+    total = squares.pop((), jnp.float32(0))
     with jax.named_scope("grad_norm"):
-        total = sum(jax.lax.psum(square, axes) if axes else square for axes, square in squares.items())
+        for axes, square in squares.items():
+            total += jax.lax.psum(after(square, total, platform) if platform == "cpu" else square, axes)
     return jnp.sqrt(total)
 
 

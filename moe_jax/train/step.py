@@ -19,6 +19,7 @@ from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
 from moe_jax.schedule.xla_flags import compiler_options
@@ -71,7 +72,9 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
-        norm = global_norm(grads, specs)
+        norm = global_norm(grads, specs, how.platform)
+        if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
+            parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
         factor = clip_factor(norm, config.optimizer.clip_norm)
         params = zero.own_parts(cuts, state["params"])
         scaled = jax.tree.map(lambda g: g * factor, zero.own_parts(cuts, grads))

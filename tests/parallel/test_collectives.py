@@ -58,7 +58,7 @@ def test_replicated_gradients_are_summed_everywhere_and_expert_gradients_over_da
         grads = {"replicated": rank[None], "expert": rank[None]}
         specs = {"replicated": P(), "expert": partition(("experts",))}
         synced = sync_gradients(grads, specs)
-        return synced["replicated"], synced["expert"], global_norm(synced, specs)
+        return synced["replicated"], synced["expert"], global_norm(synced, specs, "cpu")
 
     replicated, expert, norm = per_device(body, (P(), P(Axis.EXPERT), P()))
     assert replicated == 36

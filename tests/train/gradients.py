@@ -54,7 +54,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Res
         total, moe = sum_over_batch(parts), config.model.moe
         loss = total.cross_entropy
         loss += moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
-        return Result(loss, grads, global_norm(grads, specs), total)
+        return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
 
     everywhere = PartitionSpec()
     out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
