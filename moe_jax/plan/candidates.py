@@ -3,10 +3,12 @@
 Only what a draft leaves open is chosen; the rest is as it says.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from moe_jax.config import Config, Sections
+from moe_jax.config import Config, Schedule, Sections
 from moe_jax.config_checks import check_batch_split
 from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
@@ -25,6 +27,20 @@ class Refused:
 
     mesh: str
     reason: str
+
+
+def with_rates(schedule: Schedule, cluster: Cluster) -> Schedule:
+    """Those that training orders tasks by: the cluster's, where none are given."""
+    device, near, far = cluster.device, cluster.levels[0], cluster.levels[-1]
+    rates = {
+        "device_tflops": device.matrix_flops_per_s * device.matrix_efficiency / 1e12,
+        "link_gb_per_s": 1e-9 / near.line.beta_s,
+        "network_gb_per_s": 1e-9 / far.line.beta_s,
+    }
+    known: dict[str, Any] = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    return dataclasses.replace(
+        schedule, **{name: rate for name, rate in known.items() if getattr(schedule, name) is None}
+    )
 
 
 def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:

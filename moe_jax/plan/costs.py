@@ -56,6 +56,21 @@ def rates_of(config: Config, platform: str, expert_ranks: int, tensor_ranks: int
     )
 
 
+def order_times(
+    config: Config,
+    mesh: Mapping[str, int],
+    platform: str,
+    reduction_bytes: Sequence[Sequence[float]],
+    measured: Mapping[str, Stage],
+) -> TaskTimes:
+    """What the order of a step's tasks is made by, on a mesh of these sizes; otherwise like `task_times`."""
+    sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
+    expert, tensor = mesh["expert"], mesh["tensor"]
+    rates = rates_of(config, platform, expert, tensor, mesh["data"] * expert * tensor)
+    tokens = sequences * config.data.seq_len // tensor
+    return task_times(config, tokens, expert, tensor, reduction_bytes, rates, measured)
+
+
 def task_times(
     config: Config,
     tokens: int,

@@ -16,7 +16,12 @@ class Sum(NamedTuple):
     """One reduction: a chunk of an owner's gradients."""
 
     group: Group
-    sent_bytes: float  # that leave a device: twice its share, as each sum goes around once and comes back
+    held_bytes: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """That leave a device: twice its share, as each sum goes around once and comes back."""
+        return 2 * (1 - 1 / self.group.ranks) * self.held_bytes
 
 
 def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
@@ -33,10 +38,4 @@ def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> 
     shared = {group: count for group, count in of_group.items() if group.ranks > 1 and count}
     chunks = cut(tuple(shared.values()), chunk_mb)
     groups = tuple(shared)
-    return tuple(
-        Sum(
-            groups[chunk.group],
-            2 * (1 - 1 / groups[chunk.group].ranks) * (chunk.stop - chunk.start) * _ITEM_BYTES,
-        )
-        for chunk in chunks
-    )
+    return tuple(Sum(groups[chunk.group], (chunk.stop - chunk.start) * _ITEM_BYTES) for chunk in chunks)

@@ -24,6 +24,7 @@ from moe_jax.plan.candidates import (
     on_meshes,
     scheduled,
     schedules,
+    with_rates,
 )
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import Estimate, estimate
@@ -94,7 +95,8 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     `memory_factor` is what a compiler takes over what `plan/memory.py` says.
     """
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
-    search = _Search(dataclasses.replace(draft, open=draft.open | free), cluster, memory_factor)
+    schedule = with_rates(draft.schedule, cluster)
+    search = _Search(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
     found: list[Candidate] = []
     refused: list[Refused] = []
     for each in on_meshes(search.draft, cluster):

@@ -1,4 +1,4 @@
-"""A step of a config on a cluster: its schedule, simulated with the times of its tasks there.
+"""A step of a config on a cluster: the schedule that training makes of it, simulated with the times of its tasks there.
 
 Compute is matrix products at the rate that a device reaches in large ones, plus what goes through its memory between
 them; weights are read anew for every part of a batch.
@@ -10,18 +10,21 @@ from functools import cached_property, partial
 
 from moe_jax.config import Config, Model
 from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.costs import order_times
 from moe_jax.plan.fabric import Choice, Fabric, Group
 from moe_jax.plan.gradients import Sum, sums_of
+from moe_jax.plan.handling import handled
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.over_tensor import Stages, form_seconds
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
+from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import ITEM_BYTES, Work, exchange_bytes, expert_rows, work_of
-from moe_jax.schedule.actions import Stream, is_reduction, two_streams
+from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
+from moe_jax.schedule.schedule import Schedule
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
 _PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, weights
@@ -36,7 +39,7 @@ class Step:
 
     def __init__(self, config: Config, cluster: Cluster, measured: Measured = _NOTHING):
         self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
-        self.slowdown, self.measured = cluster.compute_slowdown, measured
+        self.slowdown, self.handling, self.measured = cluster.compute_slowdown, cluster.handling, measured
         self.fabric = Fabric(cluster)
         self.tensor = self.mesh["tensor"]
         self.experts = Group(self.mesh["expert"], self.tensor)
@@ -54,9 +57,23 @@ class Step:
     @cached_property
     def timeline(self) -> Timeline:
         shape = step_shape(self.config, self.mesh, list(map(len, self.sums)))
-        seconds = self.times().of(shape)
-        schedule = make_schedule(self.config.schedule.policy, shape, seconds, two_streams)
-        return simulate(schedule, seconds, two_streams, exchanges_first, self.slowdown)
+        sent = [[each.sent_bytes for each in owner] for owner in self.sums]
+        known = order_times(self.config, self.mesh, self.device.platform, sent, self.measured.compute)
+        schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), two_streams)
+        return simulate(schedule, self._handled(schedule), two_streams, exchanges_first, self.slowdown)
+
+    def _handled(self, schedule: Schedule) -> Seconds:
+        """Of tasks, with what collectives take of compute."""
+        times = self.times()
+
+        def bytes_of(action: Action) -> float:
+            if action.direction == "G":
+                return self.sums[owner_of(action)][action.part].held_bytes if is_reduction(action) else 0.0
+            held = times.transfer[action.op].num_bytes
+            return held / schedule.shape.num_parts(action.direction, action.op)
+
+        seconds = times.of(schedule.shape)
+        return handled(schedule, seconds, two_streams, self.handling, bytes_of)
 
     def seconds(self) -> dict[str, float]:
         """Of the whole step and its parts; earlier parts of a batch that is cut have no sums."""
@@ -76,7 +93,7 @@ class Step:
 
     def _exposed_without_sums(self) -> float:
         schedule = self.timeline.schedule
-        seconds = self.times().of(schedule.shape)
+        seconds = self._handled(schedule)
         free = simulate(
             schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), two_streams, slowdown=self.slowdown
         )

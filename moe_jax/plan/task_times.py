@@ -101,8 +101,12 @@ class TaskTimes:
     def _bytes_of(self, action: Action) -> float:
         if action.op == "counts":
             return self.counts_bytes
-        owner = {"embed": 0, "head": -1}.get(action.op, action.block + 1)
-        return self.reduction_bytes[owner][action.part]
+        return self.reduction_bytes[owner_of(action)][action.part]
+
+
+def owner_of(reduction: Action) -> int:
+    """Whose gradients are summed: 0 is the embedding, -1 the head, blocks lie between them."""
+    return {"embed": 0, "head": -1}.get(reduction.op, reduction.block + 1)
 
 
 def nominal(shape: Shape) -> TaskTimes:

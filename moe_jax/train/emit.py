@@ -16,10 +16,9 @@ from moe_jax.config import Config, Model
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.tensor_axis import own_tokens
-from moe_jax.plan.costs import rates_of, task_times
+from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Stage
@@ -64,12 +63,8 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     reductions = reductions_of(model, mesh, settings.chunk_mb if settings.grad_reduce == "chunked" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = Computation.of(config, mesh).platform
-    sequences = config.train.batch_size // config.train.grad_accumulation // batch_shards(mesh)
-    tokens = sequences * config.data.seq_len // mesh.shape[Axis.TENSOR]
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
-    expert_ranks, tensor_ranks = mesh.shape[Axis.EXPERT], mesh.shape[Axis.TENSOR]
-    rates = rates_of(config, platform, expert_ranks, tensor_ranks, mesh.size)
-    times = task_times(config, tokens, expert_ranks, tensor_ranks, sent, rates, _measured(config))
+    times = order_times(config, mesh.shape, platform, sent, _measured(config))
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)

@@ -140,6 +140,15 @@ def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:
     assert after.memory.total < before.memory.total
 
 
+def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() -> None:
+    schedule = plan(load_draft(None, [*SMALL, "mesh.expert=auto", "schedule.link_gb_per_s=7"]), H100S).config.schedule
+    device, network = H100S.device, H100S.levels[-1]
+    assert schedule.link_gb_per_s == 7
+    reached = device.matrix_flops_per_s * device.matrix_efficiency
+    assert schedule.device_tflops == pytest.approx(reached / 1e12, rel=1e-3)
+    assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.efficiency / 1e9, rel=1e-3)
+
+
 def test_the_text_tells_all_of_it() -> None:
     plans = plan(draft_of(), H100S)
     lines = table(plans).splitlines()

@@ -10,6 +10,8 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
 from moe_jax.plan.gradients import sums_of
 from moe_jax.plan.measured import write_times
 from moe_jax.train import processes
@@ -77,3 +79,14 @@ def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, 
     summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config.model, mesh, None)]
     planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config.model, config.mesh.sizes, None)]
     assert planned == pytest.approx(summed)
+
+
+@pytest.mark.parametrize("policy", ["vanilla", "expert_pipeline", "unified"])
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (1, 4, 2)], ids=str)
+def test_the_planner_simulates_the_schedule_that_training_runs(policy: str, sizes: tuple[int, int, int]) -> None:
+    data, expert, tensor = sizes
+    parts = 1 if policy == "vanilla" else 2
+    settings = GREEDY | {"policy": policy, "microbatches": parts, "link_gb_per_s": 0.1, "chunk_mb": 0.01}
+    config = small_config(data, expert, tensor=tensor, schedule=settings, batch_size=16)
+    predicted = estimate(config, find_cluster("cpu-8")).timeline.schedule
+    assert predicted == make_plan(config, mesh_of(config)).schedule

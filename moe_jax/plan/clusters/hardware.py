@@ -9,6 +9,7 @@ from typing import Literal
 
 from moe_jax.plan.cluster import ClusterProfile
 from moe_jax.plan.curves import Curve
+from moe_jax.plan.handling import FREE, Handling
 from moe_jax.plan.task_times import Linear
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -77,6 +78,7 @@ class Cluster:
     devices: int
     levels: tuple[Level, ...]
     compute_slowdown: float = 1.0  # how many times longer compute takes while its device communicates
+    handling: Handling = FREE  # what each collective takes of compute
     adapters_per_node: int | None = None  # network adapters; None: not known, or no network
     profile: ClusterProfile | None = None  # what was measured there
 
