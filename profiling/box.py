@@ -136,6 +136,22 @@ def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms"
     _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
 
 
+def set_data_rate(bits_per_s: float) -> None:
+    """Limit what this process sends from now on, but for acknowledgements: nothing is lost, and no burst is free.
+
+    Behind data of its own, a process's acknowledgements would hold up what the other one sends. Only inside a box.
+    """
+    data = f"classid 1:2 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb quantum 60000"
+    changed = subprocess.run(f"tc class change dev {_LINK} {data}".split(), capture_output=True, check=False)
+    if changed.returncode:  # not there yet
+        _run(*f"tc qdisc replace dev {_LINK} root handle 1: htb default 2".split())
+        _run(*f"tc class add dev {_LINK} parent 1: classid 1:1 htb rate 10gbit quantum 60000".split())
+        _run(*f"tc class add dev {_LINK} parent 1: {data}".split())
+        _run(*f"tc qdisc add dev {_LINK} parent 1:2 bfifo limit 32mb".split())
+        small = "u32 match u16 0 0xff80 at 2"  # shorter than 128 bytes
+        _run(*f"tc filter add dev {_LINK} protocol ip parent 1: {small} flowid 1:1".split())
+
+
 def set_buffers(num_bytes: int) -> None:
     """Of the sockets that this process makes from now on. Only inside a box, as it holds for the whole namespace."""
     for direction in ("rmem", "wmem"):
@@ -264,7 +280,7 @@ def _run(*command: str) -> None:
     if done.returncode:
         raise BoxError(
             f"{' '.join(command)} failed ({done.stderr.strip()}): "
-            "a box needs a kernel with network namespaces, veth, bridge and tbf, and the right to use them"
+            "a box needs a kernel with network namespaces, veth, bridge, tbf and htb, and the right to use them"
         )
 
 

@@ -8,6 +8,7 @@ and `unified` of the best degrees. About five minutes. Writes results/predicted_
 """
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from results_file import quartiles, rounded, write_result
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
 from moe_jax.draft import open_draft
 from moe_jax.errors import run_command
-from moe_jax.plan.candidates import choices, schedules
+from moe_jax.plan.candidates import choices, schedules, with_rates
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
@@ -57,7 +58,8 @@ def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, wi
 
 
 def step_seconds(config: Config, cluster: Cluster) -> dict[str, float]:
-    """Of each policy's best degree."""
+    """Of each policy's best degree, its tasks in the order that suits the cluster."""
+    config = dataclasses.replace(config, schedule=with_rates(config.schedule, cluster))
     found: dict[str, float] = {}
     for each in choices(open_draft(config), config, ({"schedule": schedule} for schedule in schedules())):
         policy, seconds = each.schedule.policy, estimate(each, cluster).step_s

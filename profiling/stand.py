@@ -23,7 +23,8 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, Seconds
 from moe_jax.train.step import make_trainer
 
-_RUNS = 3  # that times of tasks are the median of
+_RUNS = 3  # traces that the shares of tasks are the median of
+_CLOCKED = 9  # steps that their times are the median of
 
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
 
@@ -89,7 +90,7 @@ def traced(step: Step, program: Compiled) -> list[Operation]:
 
 
 class Profile(NamedTuple):
-    """How long tasks take without communication: means of all processes, the same on each."""
+    """How long tasks take without communication: where processes differ the slowest counts, as they wait for it."""
 
     tasks: Seconds
     rest_s: float  # outside of tasks
@@ -99,25 +100,32 @@ class Profile(NamedTuple):
 
 def profiled(stand: Stand, config: Config, parts: Sequence[int]) -> Profile:
     """Time a step cut into so many parts. Traces say how it divides, the clock how long it takes."""
-    found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
-    rest_s, steps = [], []
+    steps, runs = {}, {}
     for count in parts:
         schedule = dataclasses.replace(
             config.schedule, policy="unified", microbatches=count, weight_grad="greedy", grad_reduce="block"
         )
         with without_communication():
             program = stand.compiled(dataclasses.replace(config, schedule=schedule))
-        step = stand.step_of(program)
-        runs = [_by_op(traced(step, program), config.model.block_kinds) for _ in range(_RUNS)]
-        step_s = statistics.median(seconds_per_step(step, 1) for _ in range(2 * _RUNS))
-        own = np.median(runs, axis=0)
-        shared = np.mean(multihost_utils.process_allgather(np.float32(own * step_s / own.sum())), axis=0)
-        steps.append((step, float(shared.sum())))
-        rest_s.append(float(shared[-1].sum()))
-        for op, times in zip(OPS, shared.tolist(), strict=False):
+        steps[count] = stand.step_of(program)
+        kinds = config.model.block_kinds
+        runs[count] = [_by_op(traced(steps[count], program), kinds) for _ in range(_RUNS)]
+    # in turn: what else goes on at the machine is the same for all
+    clock = [{count: seconds_per_step(step, 1) for count, step in steps.items()} for _ in range(_CLOCKED)]
+    found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
+    shared = {}
+    for count, step_s in {count: statistics.median(times[count] for times in clock) for count in steps}.items():
+        own = np.median(runs[count], axis=0)
+        shared[count] = np.max(multihost_utils.process_allgather(np.float32(own * step_s / own.sum())), axis=0)
+        for op, times in zip(OPS, shared[count].tolist(), strict=False):
             if any(times):
                 found[op][count] = dict(zip("FBW", times, strict=True))
-    return Profile({op: at for op, at in found.items() if at}, statistics.mean(rest_s), *steps[0])
+    return Profile(
+        {op: at for op, at in found.items() if at},
+        statistics.mean(float(each[-1].sum()) for each in shared.values()),
+        steps[parts[0]],
+        float(shared[parts[0]].sum()),
+    )
 
 
 def _by_op(operations: Sequence[Operation], kinds: Sequence[str]) -> list[list[float]]:

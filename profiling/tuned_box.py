@@ -21,8 +21,8 @@ from typing import Any
 
 import box
 import numpy as np
-from cluster_in_a_box import Stand, seconds_per_step, tell
 from results_file import RESULTS, quartiles, rounded, write_result
+from stand import Stand, seconds_per_step, tell
 from tuned_picture import write_picture
 from tuned_replay import SAMPLES, WITHIN, regrets
 
@@ -52,7 +52,7 @@ _STATE = "changed_at"
 
 def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: int) -> list[list[float]]:
     """Mean seconds per step of each size in each round, all processes of the box together."""
-    box.set_rate(rate)
+    box.set_data_rate(rate)
     stand = Stand(next(iter(configs.values())))
     steps = []
     for number, config in enumerate(configs.values()):
@@ -70,7 +70,7 @@ def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: in
 
 def live(config: Config, rates: tuple[float, float], deadline: float) -> None:
     """Train until the run has tuned itself at both rates."""
-    box.set_rate(rates[0])
+    box.set_data_rate(rates[0])
     with (
         _changed_rate(Path(config.log.dir), rates[1], deadline),
         Path(os.devnull).open("w") as nowhere,
@@ -95,7 +95,7 @@ def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
 
     def watch() -> None:
         if reached(1):
-            box.set_rate(rate)
+            box.set_data_rate(rate)
             if box.rank() == 0:
                 (run / _STATE).write_text(str(read_metrics(run)[-1]["step"]))
             reached(2)

@@ -1,0 +1,165 @@
+"""What two processes in a box know of the link between them: how long exchanges take, and what they take of compute."""
+
+import functools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import box
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from stand import Profile, Stand, seconds_per_step
+
+from moe_jax.parallel import background
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.plan.clusters import Cluster, Device, Level
+from moe_jax.plan.curves import fit_linear
+from moe_jax.plan.handling import Handling
+from moe_jax.plan.task_times import Linear
+
+_SIZES = (2**18, 2**20, 2**22)  # bytes that a process holds for both
+_REPEATS = 9
+_IN_A_ROW = 5  # collectives that are handed over by one program
+_ARRIVED_S = 0.02  # of patience, more than an exchange takes
+_SLOWED = 5  # steps beside transfers
+_LONGER = 2  # the transfers, than compute alone
+# Its tasks are measured, so its rates are never used.
+_CORE = Device(
+    name="CPU core",
+    platform="cpu",
+    memory_bytes=None,
+    matrix_flops_per_s=50e9,
+    memory_bytes_per_s=10e9,
+    matrix_efficiency=1.0,
+    watts=None,
+    dollars_per_hour=None,
+)
+
+Wait = Callable[[], None]
+
+
+class Link:
+    """Exchanges over the link of a stand's mesh."""
+
+    def __init__(self, stand: Stand):
+        self._axes = (Axis.DATA, Axis.EXPERT)
+        self._on_mesh = functools.partial(jax.shard_map, mesh=stand.mesh, out_specs=REPLICATED, check_vma=False)
+        self.handling = self._handling()
+
+    def cluster(self, rate: float, profile: Profile) -> Cluster:
+        """Both processes, with links of so many bits per second: the same on both."""
+        box.set_data_rate(rate)
+        fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(profile))
+        line = Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
+        slowdown = same(self._slowdown(profile, line))
+        return Cluster(
+            name=f"box at {rate / 1e6:.0f} Mbit/s",
+            device=_CORE,
+            devices=2,
+            levels=(Level(name="link", devices=2, alpha_s=line.alpha_s, bytes_per_s=1 / line.beta_s),),
+            compute_slowdown=max(slowdown, 1.0),
+            handling=self.handling,
+        )
+
+    def _transfers_s(self, profile: Profile) -> list[float]:
+        """Of one exchange of each size, while both processes compute: threads share their cores."""
+        engine, place, found = background.engine(), jax.process_index(), list[float]()
+
+        def exchange() -> None:
+            for size in _SIZES:
+                x = np.zeros((2, size // 8), np.float32)
+                taken = []
+                for _ in range(_REPEATS + 1):
+                    begin = time.perf_counter()
+                    engine.finish(engine.start("exchange", place, (0, 1), size, x))
+                    taken.append(time.perf_counter() - begin)
+                found.append(statistics.mean(taken[1:]))
+
+        multihost_utils.sync_global_devices("transfers")
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        while thread.is_alive():
+            jax.block_until_ready(profile.step())
+        return found
+
+    def _slowdown(self, profile: Profile, line: Linear) -> float:
+        """Of compute while exchanges are under way that take longer, against compute alone right before."""
+        size = _SIZES[-1]
+        enough = math.ceil(_LONGER * profile.step_s / line.seconds(size / 2))
+        found = []
+        for _ in range(_SLOWED):
+            alone_s = seconds_per_step(profile.step, 1)
+            multihost_utils.sync_global_devices("slowed")
+            under_way = [self._start(size) for _ in range(enough)]
+            begin = time.perf_counter()
+            jax.block_until_ready(profile.step())
+            found.append((time.perf_counter() - begin) / alone_s)
+            for finish in under_way:
+                finish()
+        return statistics.median(found)
+
+    def _handling(self) -> Handling:
+        """By what several in a row take longer than one; the link is as fast as it can be."""
+        times = [self._handled_s(size) for size in _SIZES]
+        start, finish = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
+        return Handling(start=_shared(start), finish=_shared(finish))
+
+    def _handled_s(self, num_bytes: int) -> tuple[float, float]:
+        found = []
+        for count in (1, _IN_A_ROW):
+            started, finished = [], []
+            for _ in range(_REPEATS + 1):
+                multihost_utils.sync_global_devices("start")
+                begin = time.perf_counter()
+                finish = self._start(num_bytes, count)
+                started.append(time.perf_counter() - begin)
+                multihost_utils.sync_global_devices("finish")
+                time.sleep(count * _ARRIVED_S)
+                begin = time.perf_counter()
+                finish()
+                finished.append(time.perf_counter() - begin)
+            found.append([statistics.median(times[1:]) for times in (started, finished)])
+        start_s, finish_s = ((many - one) / (_IN_A_ROW - 1) for one, many in zip(*found, strict=True))
+        return max(start_s, 1e-6), max(finish_s, 1e-6)
+
+    def _start(self, num_bytes: int, count: int = 1) -> Wait:
+        """Start exchanges of so many bytes, each process's own half included; what it returns waits for them."""
+        begin, end, x = self._programs(num_bytes, count)
+        tickets = jax.block_until_ready(begin(x))
+
+        def finish() -> None:
+            jax.block_until_ready(end(tickets))
+
+        return finish
+
+    @functools.cache  # noqa: B019 - a link lives as long as its process
+    def _programs(self, num_bytes: int, count: int) -> tuple[Any, Any, Any]:
+        rows = jax.ShapeDtypeStruct((2, num_bytes // 8), np.float32)
+
+        def begin(x: Any) -> list[Any]:
+            return [background.start(x + i, "exchange", self._axes) for i in range(count)]
+
+        def end(tickets: Sequence[Any]) -> list[Any]:
+            return [background.finish(ticket, rows)[0, 0] for ticket in tickets]
+
+        first, last = (jax.jit(self._on_mesh(each, in_specs=REPLICATED)) for each in (begin, end))
+        return first, last, np.zeros(rows.shape, rows.dtype)
+
+
+def same(value: float) -> float:
+    """The mean of both processes, on both."""
+    return float(np.mean(multihost_utils.process_allgather(np.float32(value))))
+
+
+def slowest(value: float) -> float:
+    """That of the slower process, on both."""
+    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+
+
+def _shared(line: Linear) -> Linear:
+    return Linear(same(line.alpha_s), same(line.beta_s))

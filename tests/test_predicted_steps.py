@@ -1,0 +1,33 @@
+"""What the benchmark of predicted steps makes of its measurements."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
+
+from predicted_summary import summary, table
+
+
+def row(mesh: str, rate: float, predicted_s: float, *measured_s: float) -> dict:
+    known = {"model": "small", "mesh": mesh, "way": "vanilla", "rate_mbit": rate}
+    link = {"alpha_s": 1e-3, "bytes_per_s": rate * 1e6 / 8, "slowdown": 1.1}
+    return known | link | {"predicted_s": predicted_s, "measured_s": list(measured_s)}
+
+
+def test_predictions_are_held_against_medians_and_the_first_against_the_fastest() -> None:
+    rows = [
+        *(row("expert", 100, 1.1, 9.0, 1.0, 0.9), row("data", 100, 2.0, 2.0)),
+        *(row("expert", 800, 0.4, 0.5), row("data", 800, 0.5, 0.4)),
+    ]
+    found = summary(rows)
+    assert [each["error"] for each in found["rows"]] == pytest.approx([0.1, 0, -0.2, 0.25])
+    assert found["median_error"] == pytest.approx(0.15)
+    assert found["ninth_decile_of_errors"] == pytest.approx(0.235)
+    assert {name: case["over_fastest"] for name, case in found["cases"].items()} == {
+        "small, 100 Mbit/s": 0,
+        "small, 800 Mbit/s": pytest.approx(0.25),
+    }
+    assert found["ranked_first_within_3_percent"] == 0.5
+    assert table(found).splitlines()[-1].startswith("4 configurations: median error 15.0%, nine in ten up to 23.5%")
