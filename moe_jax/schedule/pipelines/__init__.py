@@ -1,0 +1,9 @@
+"""Pipeline schedules: the order in which a stage works through microbatches. One file each."""
+
+from moe_jax.schedule.pipelines import gpipe, one_f_one_b
+from moe_jax.schedule.pipelines.protocol import Pipeline
+
+PIPELINES: dict[str, Pipeline] = {
+    "gpipe": gpipe.PIPELINE,
+    "1f1b": one_f_one_b.PIPELINE,
+}

@@ -1,0 +1,74 @@
+"""How long a table takes, and how much of that its stages are idle.
+
+Seconds are those of one work: forward, activation gradients, weight gradients (part of B where they are not split).
+A slot with F and B takes their sum, or `together_s` if they hide each other's exchanges. Sending takes no time.
+"""
+
+from moe_jax.schedule.pipelines.dependencies import inputs
+from moe_jax.schedule.pipelines.table import Slot, Table, Task
+
+
+def bubble(
+    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
+) -> float:
+    """The idle share of the step if a stage starts its next slot as soon as its inputs have come."""
+    slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
+    return _idle(slot_s, _played_s(table, slot_s))
+
+
+def lock_step_bubble(
+    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
+) -> float:
+    """The idle share of the step if all stages wait for each other behind every tick."""
+    slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
+    return _idle(slot_s, _lock_step_s(slot_s))
+
+
+def step_s(
+    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
+) -> float:
+    """Seconds of a step whose stages run their slots in order, each as soon as its inputs have come."""
+    return _played_s(table, _slot_seconds(table, forward_s, backward_s, weight_s, together_s))
+
+
+def lock_step_s(
+    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
+) -> float:
+    """Seconds of a step in which a tick takes as long as its longest slot."""
+    return _lock_step_s(_slot_seconds(table, forward_s, backward_s, weight_s, together_s))
+
+
+_SlotSeconds = list[list[float]]  # [tick][stage]
+
+
+def _slot_seconds(
+    table: Table, forward_s: float, backward_s: float, weight_s: float, together_s: float | None
+) -> _SlotSeconds:
+    times_s = {"F": forward_s, "B": backward_s + (0.0 if table.split_weight_grad else weight_s), "W": weight_s}
+
+    def of(slot: Slot) -> float:
+        if slot.forward and slot.backward and together_s is not None:
+            return together_s + (weight_s if slot.weight else 0.0)
+        return sum(times_s[direction] for direction, _ in slot.tasks())
+
+    return [[of(slot) for slot in slots] for slots in table.ticks]
+
+
+def _played_s(table: Table, slot_s: _SlotSeconds) -> float:
+    end_s: dict[Task, float] = {}
+    free_s = [0.0] * table.stages
+    for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick
+        for stage, slot in enumerate(slots):
+            tasks = [Task(direction, stage, work) for direction, work in slot.tasks()]
+            ready_s = [end_s[need] for task in tasks for need in inputs(task, table.stages, table.chunks)]
+            free_s[stage] = max([free_s[stage], *ready_s]) + seconds[stage]
+            end_s |= dict.fromkeys(tasks, free_s[stage])
+    return max(free_s)
+
+
+def _lock_step_s(slot_s: _SlotSeconds) -> float:
+    return sum(map(max, slot_s))
+
+
+def _idle(slot_s: _SlotSeconds, whole_s: float) -> float:
+    return 1 - sum(map(sum, slot_s)) / (len(slot_s[0]) * whole_s)

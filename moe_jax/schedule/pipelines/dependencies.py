@@ -1,0 +1,72 @@
+"""Which entry of a table needs which, and whether a table respects it."""
+
+from collections.abc import Mapping
+
+from moe_jax.schedule.actions import ScheduleError
+from moe_jax.schedule.pipelines.table import DIRECTIONS, Table, Task, Work
+
+
+def activation_from(task: Task, stages: int) -> Task | None:
+    """The forward task whose activations a forward task gets from the stage before; None: it reads tokens."""
+    _, stage, (microbatch, chunk) = task
+    if stage > 0:
+        return Task("F", stage - 1, task.work)
+    return Task("F", stages - 1, Work(microbatch, chunk - 1)) if chunk > 0 else None
+
+
+def gradient_from(task: Task, stages: int, chunks: int) -> Task | None:
+    """The backward task whose gradient a backward task gets from the stage behind; None: it starts at the loss."""
+    _, stage, (microbatch, chunk) = task
+    if stage < stages - 1:
+        return Task("B", stage + 1, task.work)
+    return Task("B", 0, Work(microbatch, chunk + 1)) if chunk < chunks - 1 else None
+
+
+def inputs(task: Task, stages: int, chunks: int) -> tuple[Task, ...]:
+    """The tasks that must end in a tick before.
+
+    F: the activations. B: what its own F saved, and the gradient. W: its B, which saw the gradient.
+    """
+    match task.direction:
+        case "F":
+            received = activation_from(task, stages)
+            return (received,) if received else ()
+        case "B":
+            received = gradient_from(task, stages, chunks)
+            own = task._replace(direction="F")
+            return (own, received) if received else (own,)
+        case _:
+            return (task._replace(direction="B"),)
+
+
+def check(table: Table) -> None:
+    """Raise ScheduleError if a task is missing, listed twice, unknown, or not in a tick behind all its inputs."""
+    ran: dict[Task, int] = {}
+    directions = DIRECTIONS if table.split_weight_grad else ("F", "B")
+    tasks = [Task(d, stage, work) for d in directions for stage in range(table.stages) for work in table.works()]
+    known = set(tasks)
+    for tick, slots in enumerate(table.ticks):
+        if len(slots) != table.stages:
+            raise ScheduleError(f"tick {tick} has {len(slots)} slots: write one for each of {table.stages} stages")
+    for tick, task in table.tasks():
+        if task not in known:
+            raise ScheduleError(
+                f"{task} in tick {tick} is no task of a table with {table.microbatches} microbatches, "
+                f"{table.chunks} chunks and split_weight_grad={table.split_weight_grad}: take it out"
+            )
+        if task in ran:
+            raise ScheduleError(f"{task} runs in tick {ran[task]} and in tick {tick}: take one out")
+        ran[task] = tick
+    for task in tasks:
+        if task not in ran:
+            raise ScheduleError(f"{task} is missing: add it")
+        _check_inputs(task, ran, table)
+
+
+def _check_inputs(task: Task, ran: Mapping[Task, int], table: Table) -> None:
+    for need in inputs(task, table.stages, table.chunks):
+        if ran.get(need, ran[task]) >= ran[task]:
+            where = f"runs in tick {ran[need]}" if need in ran else "is missing"
+            raise ScheduleError(
+                f"{task} runs in tick {ran[task]} and needs {need}, which {where}: move it to an earlier tick"
+            )

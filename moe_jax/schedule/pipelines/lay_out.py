@@ -1,0 +1,31 @@
+"""From each stage's own order to ticks that all stages share."""
+
+from collections.abc import Sequence
+
+from moe_jax.schedule.actions import ScheduleError
+from moe_jax.schedule.pipelines.dependencies import inputs
+from moe_jax.schedule.pipelines.table import Slot, Task
+
+
+def lay_out(orders: Sequence[Sequence[Slot]], chunks: int) -> tuple[tuple[Slot, ...], ...]:
+    """Ticks [tick][stage] in which every stage runs its slots in order, each as early as its inputs allow.
+
+    What a stage sends in a tick is there in the next one. Raises ScheduleError if stages wait for each other.
+    """
+    stages = len(orders)
+    done: set[Task] = set()
+    places = [0] * stages
+    ticks = []
+
+    def tasks(stage: int) -> list[Task]:
+        return [Task(direction, stage, work) for direction, work in orders[stage][places[stage]].tasks()]
+
+    while left := [stage for stage in range(stages) if places[stage] < len(orders[stage])]:
+        ready = {stage for stage in left if all(done.issuperset(inputs(task, stages, chunks)) for task in tasks(stage))}
+        if not ready:
+            stuck = tasks(left[0])[0]
+            raise ScheduleError(f"{stuck} waits for what never runs: check the order of each stage")
+        ticks.append(tuple(orders[stage][places[stage]] if stage in ready else Slot() for stage in range(stages)))
+        done |= {task for stage in ready for task in tasks(stage)}
+        places = [place + (stage in ready) for stage, place in enumerate(places)]
+    return tuple(ticks)

@@ -1,0 +1,21 @@
+"""One forward, one backward pass in turn (PipeDream-Flush, Narayanan et al. 2021): GPipe's time, less memory."""
+
+from moe_jax.schedule.pipelines.protocol import Pipeline
+from moe_jax.schedule.pipelines.table import Slot, Work
+
+
+def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
+    """A stage warms up with as many forward passes as there are stages behind it."""
+    works = [Work(m) for m in range(microbatches)]
+    return in_turn(works, works, warm_up=stages - stage - 1)
+
+
+def in_turn(forward: list[Work], backward: list[Work], warm_up: int) -> list[Slot]:
+    """`warm_up` forward passes, then one forward and one backward in turn, then what is left of the backward."""
+    slots = [Slot(forward=work) for work in forward[:warm_up]]
+    for ahead, behind in zip(forward[warm_up:], backward, strict=False):
+        slots += [Slot(forward=ahead), Slot(backward=behind)]
+    return slots + [Slot(backward=work) for work in backward[max(len(forward) - warm_up, 0) :]]
+
+
+PIPELINE = Pipeline(order)

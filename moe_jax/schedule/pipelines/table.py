@@ -1,0 +1,147 @@
+"""A pipeline schedule as a table: what each stage does in each tick, as data and as text.
+
+Model chunk c of stage s is group c·stages + s of the layers, so activations travel around a ring: from the last stage
+they go on to the next chunk of the first one.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_jax.schedule.actions import ScheduleError
+
+DIRECTIONS = ("F", "B", "W")  # forward, backward, weight gradients where they are split from B
+_IDLE = "."
+_BESIDE = "+"
+_CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?", re.ASCII)
+_WIDTH = 112  # characters of a line of ticks
+
+
+class Work(NamedTuple):
+    """One microbatch's pass through one model chunk of a stage."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+class Slot(NamedTuple):
+    """What one stage does in one tick; with nothing in it the stage is idle."""
+
+    forward: Work | None = None
+    backward: Work | None = None  # with `weight` apart: activation gradients only
+    weight: Work | None = None
+
+    def __str__(self) -> str:
+        return _BESIDE.join(direction + _write(work) for direction, work in self.tasks()) or _IDLE
+
+    @classmethod
+    def parse(cls, text: str) -> "Slot":
+        """The slot of a text like F3, F3+B0, W2.1 (microbatch 2, chunk 1) or a dot. Raises ScheduleError."""
+        found: dict[str, Work] = {}
+        for cell in [] if text == _IDLE else text.split(_BESIDE):
+            form = _CELL.fullmatch(cell)
+            if not form or form[1] in found:
+                raise ScheduleError(f"{text!r} is no slot of a pipeline: write F3, F3+B0, W2.1 or {_IDLE} for idle")
+            found[form[1]] = Work(int(form[2]), int(form[3] or 0))
+        return cls(*(found.get(direction) for direction in DIRECTIONS))
+
+    def tasks(self) -> Iterator[tuple[str, Work]]:
+        """(direction, work) of what the slot holds: F, B, W."""
+        return ((direction, work) for direction, work in zip(DIRECTIONS, self, strict=True) if work is not None)
+
+
+class Task(NamedTuple):
+    """One entry of a table."""
+
+    direction: str  # of DIRECTIONS
+    stage: int
+    work: Work
+
+    def __str__(self) -> str:
+        return f"{self.direction}{_write(self.work)} of stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A pipelined step; `check` tells whether it can run."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int  # model chunks of a stage
+    split_weight_grad: bool  # whether W is apart from B
+    ticks: tuple[tuple[Slot, ...], ...]  # [tick][stage]
+
+    def tasks(self) -> Iterator[tuple[int, Task]]:
+        """(tick, task) of all entries, tick by tick."""
+        for tick, slots in enumerate(self.ticks):
+            for stage, slot in enumerate(slots):
+                for direction, work in slot.tasks():
+                    yield tick, Task(direction, stage, work)
+
+    def works(self) -> Iterator[Work]:
+        """Every work of a stage."""
+        return (Work(m, c) for c in range(self.chunks) for m in range(self.microbatches))
+
+    def __str__(self) -> str:
+        cells = [[str(slots[stage]) for slots in self.ticks] for stage in range(self.stages)]
+        width = max((len(cell) for row in cells for cell in row), default=1)
+        at_once = _WIDTH // (width + 1)
+        lines = [f"{name}: {_write_value(getattr(self, name))}" for name in _HEADER]
+        for first in range(0, len(self.ticks), at_once):
+            bands = (" ".join(cell.ljust(width) for cell in row[first : first + at_once]) for row in cells)
+            lines += ["", *(f"stage {stage}: {band}".rstrip() for stage, band in enumerate(bands))]
+        return "\n".join([*lines, ""])
+
+    @classmethod
+    def parse(cls, text: str) -> "Table":
+        """The table of a text as `str` writes it; where its lines are cut is free. Raises ScheduleError.
+
+        Whether the table can run is not checked.
+        """
+        head, _, body = text.strip().partition("\n\n")
+        header = dict(_read_line(line) for line in head.splitlines())
+        if list(header) != list(_HEADER):
+            raise ScheduleError(f"the header of the table has {', '.join(header)}: write {', '.join(_HEADER)}")
+        rows: dict[str, list[Slot]] = {f"stage {stage}": [] for stage in range(int(header["stages"]))}
+        for line in filter(None, body.splitlines()):
+            label, value = _read_line(line)
+            if label not in rows:
+                raise ScheduleError(f"{label!r} is no stage of the table: write stage 0 to stage {len(rows) - 1}")
+            rows[label] += map(Slot.parse, value.split())
+        if len({len(row) for row in rows.values()}) > 1:
+            counts = ", ".join(f"{label} has {len(row)}" for label, row in rows.items())
+            raise ScheduleError(f"stages differ in their number of ticks ({counts}): write {_IDLE} where one is idle")
+        return cls(
+            name=header["name"],
+            stages=int(header["stages"]),
+            microbatches=int(header["microbatches"]),
+            chunks=int(header["chunks"]),
+            split_weight_grad=header["split_weight_grad"] == "true",
+            ticks=tuple(zip(*rows.values(), strict=True)),
+        )
+
+
+_HEADER = {  # fields before the ticks, and what their values look like
+    "name": r"\S+",
+    "stages": r"\d+",
+    "microbatches": r"\d+",
+    "chunks": r"\d+",
+    "split_weight_grad": "true|false",
+}
+
+
+def _read_line(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(": ")
+    if not colon or not re.fullmatch(_HEADER.get(name, ".*"), value, re.ASCII):
+        raise ScheduleError(f"{line!r} in the table cannot be read: write it as `name: value`")
+    return name, value
+
+
+def _write_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _write(work: Work) -> str:
+    return f"{work.microbatch}.{work.chunk}" if work.chunk else f"{work.microbatch}"
