@@ -1,14 +1,25 @@
 """Pipeline schedules: they can run, and their bubbles and activations in flight are the published ones."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from moe_jax.schedule.pipelines.bubble import bubble
+from moe_jax.schedule.actions import ScheduleError
+from moe_jax.schedule.pipelines import PIPELINES
+from moe_jax.schedule.pipelines.bubble import bubble, lock_step_bubble, lock_step_s, step_s
 from moe_jax.schedule.pipelines.build import make_table
-from moe_jax.schedule.pipelines.dependencies import check
-from moe_jax.schedule.pipelines.memory import in_flight
-from moe_jax.schedule.pipelines.table import Table
+from moe_jax.schedule.pipelines.dependencies import activation_from, check, gradient_from
+from moe_jax.schedule.pipelines.memory import in_flight, slots_of
+from moe_jax.schedule.pipelines.table import Slot, Table, Task, Work
 
-SIZES = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1, 2, stages, 3 * stages, 17)]
+SIZES = [(stages, m) for stages in range(1, 9) for m in sorted({1, 2, stages - 1, stages, 3 * stages, 17} - {0})]
+IN_GROUPS = [(stages, stages * groups, chunks) for stages in range(1, 9) for groups in (1, 2, 5) for chunks in (2, 3)]
+EVERY = [
+    *((name, *size, 1) for name in PIPELINES if name != "interleaved" for size in SIZES),
+    *((name, *size) for name in ("interleaved", "coscheduled") for size in IN_GROUPS),
+]
+COSTS = [(1.0, 1.0), (1.0, 2.0), (0.7, 1.1)]  # seconds of F and of the whole backward pass
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
@@ -16,8 +27,180 @@ def test_gpipe_and_1f1b_idle_alike_and_differ_in_memory(stages, microbatches):
     """Idle share (S-1)/(M+S-1); GPipe keeps all microbatches, 1F1B as many as there are stages to come."""
     gpipe, one_f_one_b = (make_table(name, stages, microbatches) for name in ("gpipe", "1f1b"))
     for table in (gpipe, one_f_one_b):
-        check(table)
-        assert Table.parse(str(table)) == table
-        assert bubble(table, 1.0, 2.0) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+        for costs in COSTS:
+            assert bubble(table, *costs) == pytest.approx((stages - 1) / (microbatches + stages - 1))
     assert in_flight(gpipe) == (microbatches,) * stages
     assert in_flight(one_f_one_b) == tuple(min(stages - stage, microbatches) for stage in range(stages))
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), IN_GROUPS)
+def test_interleaved_divides_the_bubble_by_its_chunks(stages, microbatches, chunks):
+    """Narayanan et al. 2021: (S-1)/(V·M+S-1); Korthikanti et al. 2022, eq. 4: V·S+S-1 chunks on the first stage."""
+    table = make_table("interleaved", stages, microbatches, chunks)
+    for costs in COSTS:
+        assert bubble(table, *costs) == pytest.approx((stages - 1) / (chunks * microbatches + stages - 1))
+    held = [(chunks + 1) * stages - 1 - 2 * stage for stage in range(stages)]
+    assert in_flight(table) == tuple(min(count, chunks * microbatches) for count in held)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_zero_bubble_saves_a_weight_gradient_for_each_stage(stages, microbatches):
+    """Qi et al. 2023, table 2: (S-1)(T_F+T_B-T_W) against 1F1B's (S-1)(T_F+T_B+T_W), if W is no longer than F or B.
+
+    With fewer microbatches than stages there are fewer W to fill with. Activations are 1F1B's; up to W, its largest.
+    """
+    table, one_f_one_b = (make_table(name, stages, microbatches) for name in ("zero_bubble", "1f1b"))
+    for costs in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.7), (1.2, 1.0, 0.9)):
+        forward_s, backward_s, weight_s = costs
+        work_s = microbatches * sum(costs)
+        filled_s = (min(stages, microbatches) - 1) * weight_s
+        assert step_s(table, *costs) - work_s == pytest.approx((stages - 1) * (forward_s + backward_s) - filled_s)
+        assert step_s(one_f_one_b, *costs) - work_s == pytest.approx((stages - 1) * sum(costs))
+    assert in_flight(table, until="B") == in_flight(one_f_one_b)
+    assert slots_of(table, until="B").saved.num_slots == min(stages, microbatches)
+    assert in_flight(table) == (min(stages, microbatches),) * stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [*((*size, 1) for size in SIZES if size[1] >= 2 * size[0]), *IN_GROUPS]
+)
+def test_coscheduled_loses_nothing_in_lock_step(stages, microbatches, chunks):
+    """The bubble of 1F1B (interleaved, with chunks) even if stages wait for each other, for one more forward pass."""
+    table = make_table("coscheduled", stages, microbatches, chunks)
+    for costs in COSTS:
+        share = (stages - 1) / (chunks * microbatches + stages - 1)
+        assert bubble(table, *costs) == pytest.approx(share)
+        assert lock_step_bubble(table, *costs) == pytest.approx(share)
+    held = [(chunks + 1) * stages - 2 * stage for stage in range(stages)]
+    assert in_flight(table) == tuple(min(count, chunks * microbatches) for count in held)
+    pairs = max(chunks * microbatches - held[0] + 1, 0)
+    assert sum(None not in slots[0][:2] for slots in table.ticks) == pairs
+    hidden_s = step_s(table, 1.0, 2.0) - step_s(table, 1.0, 2.0, together_s=2.5)
+    assert hidden_s >= 0.5 * pairs * (1 - 1e-9)
+
+
+def test_1f1b_loses_in_lock_step_where_passes_differ():
+    """Neighbours alternate, so every tick is as long as a backward pass: why `coscheduled` exists even without W."""
+    table = make_table("1f1b", 4, 64)
+    assert lock_step_s(table, 1.0, 1.0) == step_s(table, 1.0, 1.0)
+    assert lock_step_s(table, 1.0, 2.0) > 1.3 * step_s(table, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), EVERY)
+def test_a_table_runs_with_its_buffers(name, stages, microbatches, chunks):
+    """Replayed as the runtime does: arrivals are stored behind a tick, and whatever is read is what was meant."""
+    table = make_table(name, stages, microbatches, chunks)
+    check(table)
+    assert Table.parse(str(table)) == table
+    slots = slots_of(table)
+    assert slots.saved.num_slots == max(in_flight(table))
+    memory = [{name: [None] * buffers.num_slots for name, buffers in slots._asdict().items()} for _ in range(stages)]
+
+    def access(kind: str, task: Task, write: bool = False) -> None:
+        place = getattr(slots, kind).slot[task.stage, task.work]
+        if write:
+            memory[task.stage][kind][place] = task.work
+        assert memory[task.stage][kind][place] == task.work, f"{kind} of {task} is lost"
+
+    for tick in table.ticks:
+        tasks = [Task(d, stage, work) for stage, slot in enumerate(tick) for d, work in slot.tasks()]
+        for task in tasks:
+            if task.direction == "F":
+                access("saved", task, write=True)
+                if activation_from(task, stages):
+                    access("activations", task)
+            elif task.direction == "B":
+                access("saved", task)
+                if gradient_from(task, stages, chunks):
+                    access("gradients", task)
+                if table.split_weight_grad:
+                    access("weight", task, write=True)
+            else:
+                access("saved", task)
+                access("weight", task)
+        for task in tasks:
+            for kind, sender, direction in (("activations", "F", "F"), ("gradients", "B", "B")):
+                receiver = _receiver(task, stages, chunks) if task.direction == sender else None
+                if receiver:
+                    access(kind, receiver._replace(direction=direction), write=True)
+
+
+def _receiver(task: Task, stages: int, chunks: int) -> Task | None:
+    """Forward: the next of stage 0, 1, …, 0, 1, … of all layer groups; backward: the one before."""
+    group = task.work.chunk * stages + task.stage + (1 if task.direction == "F" else -1)
+    if not 0 <= group < stages * chunks:
+        return None
+    return task._replace(stage=group % stages, work=Work(task.work.microbatch, group // stages))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_received_activations_and_gradients_hardly_wait(name):
+    """With one chunk a stage needs one buffer for each; interleaved groups of microbatches a few."""
+    chunks = 2 if name == "interleaved" else 1
+    slots = slots_of(make_table(name, 4, 16, chunks))
+    assert slots.activations.num_slots <= chunks
+    assert slots.gradients.num_slots <= chunks
+
+
+def test_a_drawn_table():
+    text = str(make_table("zero_bubble", 2, 3))
+    assert text == (
+        "name: zero_bubble\nstages: 2\nmicrobatches: 3\nchunks: 1\nsplit_weight_grad: true\n\n"
+        "stage 0: F0 F1 .  B0 W0 F2 B1 W1 B2 W2\n"
+        "stage 1: .  F0 B0 F1 B1 W0 F2 B2 W1 W2\n"
+    )
+    assert str(Slot.parse("F3.1+B0")) == "F3.1+B0"
+    long = make_table("coscheduled", 8, 64)
+    assert max(map(len, str(long).splitlines())) <= 120
+
+
+def test_damage_is_named():
+    table = make_table("1f1b", 2, 2)
+    idle = (Slot(), Slot())
+    damaged = [
+        (table.ticks[:-1], r"B1 of stage 0 is missing: add it"),
+        ((*table.ticks, table.ticks[-1]), r"B1 of stage 0 runs in tick \d and in tick \d: take one out"),
+        ((*table.ticks, (Slot(weight=Work(0)), Slot())), r"W0 of stage 0 in tick \d is no task .*: take it out"),
+        ((table.ticks[1], table.ticks[0], *table.ticks[2:]), r"F0 of stage 1 .* needs F0 of stage 0, which runs"),
+        ((*table.ticks[:2], idle[:1], *table.ticks[2:]), r"tick 2 has 1 slots: write one for each of 2 stages"),
+    ]
+    for ticks, message in damaged:
+        with pytest.raises(ScheduleError, match=message):
+            check(replace(table, ticks=ticks))
+    check(replace(table, ticks=(idle, *table.ticks, idle)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("stages: 2", "stages: two", r"'stages: two' .* cannot be read"),
+        ("chunks: 1\n", "", r"header of the table has .*: write name, stages, microbatches, chunks"),
+        ("F0 F1", "F0 G1", r"'G1' is no slot of a pipeline: write F3"),
+        ("F0 F1", "F0+F1", r"'F0\+F1' is no slot"),
+        ("stage 1:", "stage 2:", r"'stage 2' is no stage of the table: write stage 0 to stage 1"),
+        ("F0 F1", "F0 . F1", r"differ in their number of ticks \(stage 0 has 7, stage 1 has 6\)"),
+    ],
+)
+def test_a_text_that_is_no_table_is_answered(old, new, message):
+    text = str(make_table("1f1b", 2, 2))
+    with pytest.raises(ScheduleError, match=message):
+        Table.parse(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1bb", 2, 2), "pipeline='1f1bb' is unknown: use gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 2), "stages=0 of a pipeline: use at least 1"),
+        (("gpipe", 2, 0), "microbatches=0 of a pipeline: use at least 1"),
+        (("coscheduled", 2, 2, 0), "chunks=0 of a pipeline: use at least 1"),
+        (("1f1b", 2, 2, 2), "chunks=2 needs .*: use pipeline=interleaved or coscheduled, or chunks=1"),
+        (("interleaved", 2, 2), "chunks=1 is too few for pipeline=interleaved: use at least 2, or pipeline=1f1b"),
+        (("interleaved", 4, 6, 2), "microbatches=6 cannot go around 4 stages .*: use 4 or 8, or chunks=1"),
+        (("coscheduled", 4, 3, 2), "microbatches=3 cannot go around 4 stages .*: use 4, or chunks=1"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_answered(arguments, message):
+    with pytest.raises(ScheduleError, match=message) as error:
+        make_table(*arguments)
+    assert not re.search("\n", str(error.value))

@@ -17,7 +17,7 @@ class Buffers(NamedTuple):
 class Slots(NamedTuple):
     """Where everything that outlives a tick is kept. A slot is written again only behind the tick of its last use."""
 
-    saved: Buffers  # what F saved: from the tick of F to that of B, or of W where it is split
+    saved: Buffers  # what F saved: from the tick of F to that of W where it is split, else of B
     weight: Buffers  # what B leaves to W: from the tick of B to that of W; empty where W is not split
     activations: Buffers  # received by F: from the tick behind the sender's to that of F
     gradients: Buffers  # received by B: likewise
@@ -42,8 +42,11 @@ def in_flight(table: Table, until: str | None = None) -> tuple[int, ...]:
     return tuple(_most_at_once(_of_stage(lives, stage).values()) for stage in range(table.stages))
 
 
-def slots_of(table: Table) -> Slots:
-    """A static place for everything that outlives a tick, with as few slots as possible."""
+def slots_of(table: Table, until: str | None = None) -> Slots:
+    """A static place for everything that outlives a tick, with as few slots as possible.
+
+    What F saved is kept `until` as in `in_flight`: "B" if B hands on to W all that W needs.
+    """
     ran = _ran(table)
     activations: _Lives = {}
     gradients: _Lives = {}
@@ -56,7 +59,7 @@ def slots_of(table: Table) -> Slots:
             gradients[key] = _Life(ran[sender] + 1, tick)
         if task.direction == "W":
             weight[key] = _Life(ran[task._replace(direction="B")], tick)
-    lives = (_saved(table, _last(table)), weight, activations, gradients)
+    lives = (_saved(table, until or _last(table)), weight, activations, gradients)
     return Slots(*(_place(each, table.stages) for each in lives))
 
 

@@ -1,0 +1,22 @@
+"""ZB-H1 (Qi et al. 2023, §3.1): 1F1B with weight gradients apart, which fill the ends of the later stages.
+
+The stage before needs only activation gradients, so B comes back sooner. Stage s runs W behind B s microbatches later:
+then all stages have as many microbatches between F and W, and none more than 1F1B's first stage.
+"""
+
+from moe_jax.schedule.pipelines import one_f_one_b
+from moe_jax.schedule.pipelines.protocol import Pipeline
+from moe_jax.schedule.pipelines.table import Slot, Work
+
+
+def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
+    """1F1B's order, W behind B with a lag of `stage` microbatches, and what is left of them at the end."""
+    slots: list[Slot] = []
+    for slot in one_f_one_b.order(stage, stages, microbatches, chunks):
+        slots.append(slot)
+        if slot.backward and slot.backward.microbatch >= stage:
+            slots.append(Slot(weight=Work(slot.backward.microbatch - stage)))
+    return slots + [Slot(weight=Work(m)) for m in range(max(microbatches - stage, 0), microbatches)]
+
+
+PIPELINE = Pipeline(order, split_weight_grad=True)
