@@ -1,4 +1,4 @@
-"""ZB-H1 (Qi et al. 2023, §3.1): 1F1B with weight gradients apart, which fill the ends of the later stages.
+"""ZB-H1 (Qi et al. 2023, §2.1): 1F1B with weight gradients apart, which fill the ends of the later stages.
 
 The stage before needs only activation gradients, so B comes back sooner. Stage s runs W behind B s microbatches later:
 then all stages have as many microbatches between F and W, and none more than 1F1B's first stage.
