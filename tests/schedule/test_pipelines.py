@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from moe_jax.schedule.pipelines.table import Slot, Table, Task, Work
 
 SIZES = [(stages, m) for stages in range(1, 9) for m in sorted({1, 2, stages - 1, stages, 3 * stages, 17} - {0})]
 IN_GROUPS = [(stages, stages * groups, chunks) for stages in range(1, 9) for groups in (1, 2, 5) for chunks in (2, 3)]
+DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 EVERY = [
     *((name, *size, 1) for name in PIPELINES if name != "interleaved" for size in SIZES),
     *((name, *size) for name in ("interleaved", "coscheduled") for size in IN_GROUPS),
@@ -135,11 +137,12 @@ def _receiver(task: Task, stages: int, chunks: int) -> Task | None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_received_activations_and_gradients_hardly_wait(name):
-    """With one chunk a stage needs one buffer for each; interleaved groups of microbatches a few."""
-    chunks = 2 if name == "interleaved" else 1
-    slots = slots_of(make_table(name, 4, 16, chunks))
-    assert slots.activations.num_slots <= chunks
-    assert slots.gradients.num_slots <= chunks
+    """One buffer for each; only interleaved gradients wait where a stage still fills its next chunk."""
+    for stages in range(2, 9):
+        slots = slots_of(make_table(name, stages, 3 * stages, 2 if name == "interleaved" else 1))
+        activations, gradients = (2, max(2, (stages + 1) // 2)) if name == "interleaved" else (1, 1)
+        assert slots.activations.num_slots <= activations
+        assert slots.gradients.num_slots <= gradients
 
 
 def test_a_drawn_table():
@@ -152,6 +155,13 @@ def test_a_drawn_table():
     assert str(Slot.parse("F3.1+B0")) == "F3.1+B0"
     long = make_table("coscheduled", 8, 64)
     assert max(map(len, str(long).splitlines())) <= 120
+
+
+def test_drawn_tables_of_the_docs_are_those_that_are_made():
+    drawn = [Table.parse(text) for text in re.findall(r"```\n(name: .*?)```", DOCS.read_text(), re.DOTALL)]
+    assert [table.name for table in drawn] == ["1f1b", "zero_bubble", "coscheduled"]
+    for table in drawn:
+        assert table == make_table(table.name, table.stages, table.microbatches, table.chunks)
 
 
 def test_damage_is_named():

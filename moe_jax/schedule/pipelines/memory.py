@@ -1,6 +1,7 @@
 """What a table keeps in memory: activations in flight, and the buffers that hold them."""
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_from
@@ -85,8 +86,8 @@ def _of_stage(lives: _Lives, stage: int) -> dict[Work, _Life]:
 
 
 def _most_at_once(lives: Iterable[_Life]) -> int:
-    lives = list(lives)
-    return max((sum(other.first <= life.first <= other.last for other in lives) for life in lives), default=0)
+    changes = [change for life in lives for change in ((life.first, 1), (life.last + 1, -1))]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def _place(lives: _Lives, stages: int) -> Buffers:

@@ -125,9 +125,9 @@ class Table:
 
 _HEADER = {  # fields before the ticks, and what their values look like
     "name": r"\S+",
-    "stages": r"\d+",
-    "microbatches": r"\d+",
-    "chunks": r"\d+",
+    "stages": r"[1-9]\d*",
+    "microbatches": r"[1-9]\d*",
+    "chunks": r"[1-9]\d*",
     "split_weight_grad": "true|false",
 }
 
