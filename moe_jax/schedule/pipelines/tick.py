@@ -80,7 +80,7 @@ def _rest(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: St
 
 
 def _merge(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf, first: _Rank) -> list[Action]:
-    """Always the task that can start earliest; of several the one of the lowest rank, weight gradients last."""
+    """Always the task that can start earliest; of several the one of the lowest rank."""
     lanes = _lanes(apart, stream_of)
     end_s: dict[Action, float] = {}
     free_s: dict[object, float] = defaultdict(float)
@@ -89,7 +89,7 @@ def _merge(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: S
         return max([free_s[stream_of(action)], *(end_s[need] for need in needs[action])])
 
     while heads := [lane for lane in lanes if lane and needs[lane[0]] <= end_s.keys()]:
-        lane = min(heads, key=lambda lane: (start_s(lane[0]), lane[0].direction == "W", first(lane[0])))
+        lane = min(heads, key=lambda lane: (start_s(lane[0]), first(lane[0])))
         action = lane.popleft()
         end_s[action] = free_s[stream_of(action)] = start_s(action) + seconds(action)
     return list(end_s)
