@@ -7,21 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.parallel.mesh import TOKEN_AXES
+from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
 
 
 def sync_gradients(grads: Any, specs: Any) -> Any:
-    """Sum each gradient over the axes that cut tokens and that its parameter is replicated on.
+    """Sum each gradient over the axes that cut tokens or blocks and that its parameter is replicated on.
 
     A device's gradient covers its own tokens. An expert's parameters live on one expert rank, whose gradient
     already covers the tokens of every rank that sent it some: they are summed over the data axis only. Heads and
-    hidden widths of a tensor rank have seen the tokens of all tensor ranks.
+    hidden widths of a tensor rank have seen the tokens of all tensor ranks. What lies outside of all blocks is used by
+    one pipeline stage, or two, and the others' gradient is 0.
     """
 
     def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-        axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec))
+        axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded_axes(spec))
         with jax.named_scope("grad_reduce"):
             return jax.lax.psum(grad, axes) if axes else grad
 

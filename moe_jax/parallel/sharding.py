@@ -16,8 +16,8 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "hidden": (Axis.TENSOR,),
     "heads": (Axis.TENSOR,),
     "kv_heads": (Axis.TENSOR,),
+    "layers": (Axis.PIPELINE,),  # the stacked blocks of a segment
     # whole on every device
-    "layers": (),  # the stacked blocks of a segment
     "vocab": (),
     "model": (),
     "head": (),
