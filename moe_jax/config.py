@@ -186,6 +186,10 @@ class Schedule:
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
+    # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
+    # docs/pipelines.md
+    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled"] = "1f1b"
+    virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
 
 
 @dataclass(frozen=True, kw_only=True)

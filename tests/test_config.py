@@ -88,11 +88,40 @@ REFUSED = {
     ),
     "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
     "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
-    "mesh.pipeline=2": (
-        "mesh.pipeline=2 is not supported: only data, expert and tensor may exceed 1, so set mesh.pipeline=1"
+    "mesh.data=1 mesh.pipeline=-1": "mesh.pipeline=-1 leaves open which blocks a stage holds: use a number of stages",
+    "mesh.pipeline=2 schedule.pipeline=zero_bubble": (
+        "schedule.pipeline=zero_bubble does not run yet: use schedule.pipeline=1f1b"
+    ),
+    "schedule.virtual_stages=2": (
+        "schedule.virtual_stages=2 cuts the blocks of pipeline stages, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.virtual_stages=1"
+    ),
+    "mesh.pipeline=2 schedule.virtual_stages=2": (
+        "schedule.virtual_stages=2 is not for schedule.pipeline=1f1b, whose stages hold one group of blocks: "
+        "use schedule.pipeline=interleaved or coscheduled, or schedule.virtual_stages=1"
+    ),
+    "mesh.pipeline=2 schedule.pipeline=interleaved": (
+        "schedule.virtual_stages=1 leaves nothing to interleave with schedule.pipeline=interleaved: "
+        "use schedule.virtual_stages=2 or more, or schedule.pipeline=1f1b"
+    ),
+    "mesh.pipeline=4 schedule.pipeline=interleaved schedule.virtual_stages=2 train.grad_accumulation=6": (
+        "train.grad_accumulation=6 (the pipeline's microbatches) is not divisible by mesh.pipeline=4, "
+        "which schedule.virtual_stages=2 needs: use 4 or 8"
+    ),
+    "mesh.pipeline=2 exchange.algorithm=ring": (
+        "exchange.algorithm=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 stages: "
+        "use exchange.algorithm=flat or hier_2d"
+    ),
+    "mesh.pipeline=2 exchange.reduction=ring": (
+        "exchange.reduction=ring is not for mesh.pipeline=2, which sums gradients behind its last tick: "
+        "use exchange.reduction=all_reduce"
+    ),
+    "mesh.pipeline=2 schedule.grad_reduce=block": (
+        "schedule.grad_reduce=block is not for mesh.pipeline=2, which sums gradients behind its last tick: "
+        "use schedule.grad_reduce=end"
     ),
     "mesh.context=-1": (
-        "mesh.context=-1 is not supported: only data, expert and tensor may exceed 1, so set mesh.context=1"
+        "mesh.context=-1 is not supported: only data, expert, pipeline and tensor may exceed 1, so set mesh.context=1"
     ),
     "mesh.tensor=4 model.num_kv_heads=2": (
         "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"

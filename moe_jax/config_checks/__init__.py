@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_jax.config_checks.mesh import check_batch_split, check_expert_split, check_mesh, check_tensor_split
 from moe_jax.config_checks.model import check_model
+from moe_jax.config_checks.pipeline import check_pipeline
 from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
 from moe_jax.config_checks.schedule import check_exchange, check_node_split, check_schedule
 from moe_jax.config_checks.training import check_training
@@ -33,6 +34,7 @@ def check_config(config: "Config") -> None:
     check_parts(config)
     check_model(config.model)
     check_mesh(config)
+    check_pipeline(config)
     check_schedule(config)
     check_exchange(config)
     check_training(config)

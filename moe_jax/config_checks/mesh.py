@@ -16,9 +16,10 @@ def check_mesh(config: "Config") -> None:
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
-        if name in ("pipeline", "context") and size != 1:
+        if name == "context" and size != 1:
             raise ConfigError(
-                f"mesh.{name}={size} is not supported: only data, expert and tensor may exceed 1, so set mesh.{name}=1"
+                f"mesh.{name}={size} is not supported: only data, expert, pipeline and tensor may exceed 1, "
+                f"so set mesh.{name}=1"
             )
     if sizes["tensor"] > 1:
         check_tensor_split(config, sizes["tensor"])

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.models.stages import Stages
 from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
@@ -87,6 +88,16 @@ def check_same_run(config: Config, run: Path) -> None:
                 f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
                 f"use {name}={there}, or another log.dir"
             )
+    if Stages.of(config).layout != Stages.of(saved).layout:
+        here, there = (_stages_text(each) for each in (config, saved))
+        raise CheckpointError(
+            f"{here}, but the checkpoints in log.dir={run} hold blocks in the order of {there}: "
+            f"use {there}, or another log.dir"
+        )
+
+
+def _stages_text(config: Config) -> str:
+    return f"mesh.pipeline={config.mesh.pipeline} with schedule.virtual_stages={config.schedule.virtual_stages}"
 
 
 def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]:

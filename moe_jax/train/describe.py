@@ -1,5 +1,7 @@
 """What a run is going to do, in words: printed at its start, and by a dry run instead of it."""
 
+import math
+
 import jax
 
 from moe_jax.config import Config
@@ -8,6 +10,9 @@ from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import Computation
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.schedule.pipelines.bubble import lock_step_bubble
+from moe_jax.schedule.pipelines.memory import in_flight
+from moe_jax.schedule.pipelines.table import Table
 from moe_jax.train.metrics import human_seconds
 from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.setup import Run, compile_programs, open_run
@@ -20,7 +25,8 @@ def describe(run: Run) -> dict[str, str]:
     config, shape = run.config, run.trainer.mesh.shape
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
-    memory = step_memory(config, Computation.of(config, run.trainer.mesh).platform, shape)
+    table = run.trainer.table
+    memory = _state_memory(run) if table else _memory(_predicted(run))
     return (
         {
             "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
@@ -28,10 +34,11 @@ def describe(run: Run) -> dict[str, str]:
             "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
             "blocks": " ".join(config.model.block_kinds),
             "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
-            "memory": _memory(memory),
+            "memory": memory,
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
+        | ({"pipeline": _pipeline(table)} if table else {})
         | _tuning(run)
         | _trace(run)
     )
@@ -49,6 +56,28 @@ def dry_run(config: Config) -> dict[str, str]:
         "temporaries": f"{memory.temp_size_in_bytes / _MIB:,.1f} MiB per device, as compiled",
         "step time": f"at least {floor_s:.3g} s: {flops:.3g} FLOP at the matrix rate measured here",
     }
+
+
+def _predicted(run: Run) -> StepMemory:
+    shape = run.trainer.mesh.shape
+    return step_memory(run.config, Computation.of(run.config, run.trainer.mesh).platform, shape)
+
+
+def _state_memory(run: Run) -> str:
+    """What a stage's share of parameters and moments takes; the rest depends on its passes."""
+    leaves = jax.tree.leaves(run.trainer.state_shapes)
+    num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return f"state {num_bytes / _MIB:,.1f} MiB per device, and what a stage keeps of microbatches in flight"
+
+
+def _pipeline(table: Table) -> str:
+    """If a backward pass takes as long as two forward passes."""
+    idle = lock_step_bubble(table, forward_s=1, backward_s=1, weight_s=1)
+    chunks = f" × {table.chunks} chunks" if table.chunks > 1 else ""
+    return (
+        f"{table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches, in flight "
+        f"{' '.join(map(str, in_flight(table)))}, idle {idle:.0%} of {len(table.ticks)} ticks"
+    )
 
 
 def _memory(memory: StepMemory) -> str:

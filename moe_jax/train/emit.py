@@ -64,7 +64,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = Computation.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
-    times = order_times(config, mesh.shape, platform, sent, _measured(config))
+    times = order_times(config, mesh.shape, platform, sent, measured_times(config))
     looped = None
     if turns := _turns(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
@@ -93,7 +93,7 @@ def reductions_of(model: Model, mesh: Mesh, chunk_mb: float | None) -> tuple[Red
     )
 
 
-def _measured(config: Config) -> Mapping[str, Stage]:
+def measured_times(config: Config) -> Mapping[str, Stage]:
     """Times that a file gives, the same on all processes: collectives in another order would wait for each other."""
     path = config.schedule.task_times
     if path is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from moe_jax.config import Config
+from moe_jax.config import Config, View
 from moe_jax.models import routing
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Buffer, Order, buffer_of
@@ -28,6 +28,11 @@ class Facts:
     shape: Shape
     global_tokens: int
     tokens: int  # of this device
+    first_block: int | None = None  # of the model, where the shape's blocks are those of a pipeline stage
+
+    def view(self, block: int) -> View:
+        """How a block's attention sees tokens."""
+        return self.config.model.views[(self.first_block or 0) + block]
 
     @property
     def num_pieces(self) -> int:
@@ -36,7 +41,9 @@ class Facts:
 
     @property
     def last_moe(self) -> int:
-        """The highest block with experts."""
+        """The highest block with experts; none where its backward pass is not what comes next."""
+        if self.first_block is not None:
+            return NO_BLOCK
         return max((block for block, kind in enumerate(self.shape.kinds) if kind == "moe"), default=NO_BLOCK)
 
     @property

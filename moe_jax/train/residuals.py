@@ -43,6 +43,12 @@ class Turn:
         self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
         self._of_weights = jaxpr_as_fun(ClosedJaxpr(of_weights, self._traced.consts))
 
+    @property
+    def stacked_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what is to be stacked."""
+        avals: list[Any] = [var.aval for var in self._stacked]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
     def __call__(self, carry: Tree, weights: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         """Carry, results, and what is to be stacked."""
         out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, weights)))

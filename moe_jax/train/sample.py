@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_jax.config import Config, Mesh
 from moe_jax.errors import ConfigError
 from moe_jax.models.decode import sample
+from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
@@ -26,13 +27,14 @@ def one_device_mesh() -> jax.sharding.Mesh:
 def sample_tokens(
     config: Config, params: Any, prompt: NDArray[np.int32], count: int, temperature: float, seed: int
 ) -> NDArray[np.int32]:
-    """`count` tokens that follow a non-empty prompt. `params` lie on one device or on a mesh of this process.
+    """`count` tokens that follow a non-empty prompt. `params` lie on one device or on a mesh of this process,
+    as the config's pipeline stages hold them.
 
     The model sees at most the `data.seq_len` tokens it was trained with: text longer than that is sampled in
     windows, each beginning with the second half of the one before.
     """
     mesh, length = one_device_mesh(), config.data.seq_len
-    params = jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED))
+    params = Stages.of(config).in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)))
     body = functools.partial(sample, model=config.model, how=Computation.of(config, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)

@@ -15,18 +15,22 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from moe_jax.config import Config
-from moe_jax.models.parameters import init_params, param_dims, param_shapes
+from moe_jax.models.parameters import init_params, param_dims
+from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
+from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train import zero
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
+from moe_jax.train.pipeline import plan as pipeline
+from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
 
 # Random numbers run once, and LLVM takes seconds to optimise them; the values are the same without.
 _INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
@@ -39,7 +43,8 @@ class Trainer:
     """The programs of a run, all over the same mesh and state layout."""
 
     mesh: Mesh
-    schedule: schedule.Schedule | None  # None: autodiff's and the compiler's order
+    schedule: schedule.Schedule | None  # None: autodiff's and the compiler's order, or a pipeline
+    table: Table | None  # of a pipeline
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
     step: Wrapped  # State (donated), batch → State, metrics
@@ -51,7 +56,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes.
     """
-    dims, shapes = param_dims(config.model), param_shapes(config.model)
+    stages = Stages.of(config)
+    dims, shapes = param_dims(config.model), stages.shapes
     optimizer, specs = make_optimizer(config, dims), partitions(dims)
     cuts = zero.cuts_of(shapes, specs, mesh.shape if config.optimizer.sharded else dict.fromkeys(mesh.shape, 1))
     moments = state_partitions(optimizer, shapes, zero.part_specs(cuts, specs))
@@ -59,19 +65,23 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     placed = shardings(mesh, layout)
 
     def init() -> State:
-        params = init_params(config.model, config.train.seed)
+        params = stages.stored(init_params(config.model, config.train.seed))
         return {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
-    plan = None if config.is_plain else make_plan(config, mesh)
+    staged = pipeline.make_plan(config, mesh) if stages.stages > 1 else None
+    plan = None if config.is_plain or staged else make_plan(config, mesh)
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
+        if staged:
+            grads, parts = pipelined_gradients(state["params"], token_BN1, config, how, global_tokens, specs, staged)
+        else:
+            grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
         norm = global_norm(grads, specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
@@ -87,6 +97,9 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
 
     def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
+        if staged:
+            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, staged))
+
         def share(token_bN1: jax.Array) -> jax.Array:
             return local_objective(params, token_bN1, config.model, how, global_tokens)[1].cross_entropy
 
@@ -95,6 +108,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     return Trainer(
         mesh=mesh,
         schedule=plan.schedule if plan else None,
+        table=staged.table if staged else None,
         state_shapes=jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             jax.eval_shape(init),
@@ -104,7 +118,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         step=jax.jit(
             on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)),
             donate_argnums=0,
-            compiler_options=compiler_options(how.platform) if plan else None,
+            compiler_options=compiler_options(how.platform) if plan or staged else None,
         ),
         evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )

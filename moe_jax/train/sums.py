@@ -61,7 +61,7 @@ class Sums:
         assert stats is not None  # the shape has no counts without routers
         way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
         self.counts = self._started(way, stats.count_E.ravel(), TOKEN_AXES)
-        moe = [block for block, kind in enumerate(self.model.block_kinds) if kind == "moe"]
+        moe = [block for block, kind in enumerate(self.tasks.facts.shape.kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
 
     @functools.cached_property

@@ -107,7 +107,7 @@ class Tasks:
     def _attend(self, action: Action) -> None:
         facts, block = self.facts, action.block
         model, weights = facts.config.model, self.blocks[block]
-        view = model.views[block]
+        view = facts.view(block)
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":

@@ -270,9 +270,10 @@ MESH = [
         "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1",
     ),
     (
-        "an axis that is not there yet",
-        "mesh.pipeline=2",
-        "mesh.pipeline=2 is not supported: only data, expert and tensor may exceed 1, so set mesh.pipeline=1",
+        "more stages than blocks",
+        "mesh.pipeline=8 mesh.data=1",
+        "mesh.pipeline=8 needs as many groups of blocks, and model.num_layers=1 has 1 (whole periods of kinds of "
+        "blocks): use mesh.pipeline=1 or less, or more blocks",
     ),
     (
         "tensor ranks that do not divide the heads",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import chex
@@ -32,7 +33,7 @@ class Result(NamedTuple):
 
 
 def mesh_of(config: Config) -> jax.sharding.Mesh:
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data * config.mesh.expert * config.mesh.tensor])
+    mesh = make_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
     background.connect(mesh)
     return mesh
 

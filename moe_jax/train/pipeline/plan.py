@@ -1,0 +1,109 @@
+"""What a pipelined step runs: its table of ticks, the blocks of each stage, and the order of tasks inside a pass."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from moe_jax.config import Config
+from moe_jax.models.stages import Held, Stages
+from moe_jax.models.transformer import Computation
+from moe_jax.plan.costs import order_times
+from moe_jax.schedule.actions import two_streams
+from moe_jax.schedule.build import make_schedule, make_shape
+from moe_jax.schedule.dependencies import check as check_schedule
+from moe_jax.schedule.pipelines.build import make_table
+from moe_jax.schedule.pipelines.dependencies import check as check_table
+from moe_jax.schedule.pipelines.memory import Slots, slots_of
+from moe_jax.schedule.pipelines.table import Table
+from moe_jax.schedule.schedule import Schedule
+from moe_jax.train.emit import measured_times
+from moe_jax.train.pipeline.rows import Row, rows_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A table, and the schedule of a model chunk for each structure that chunks have."""
+
+    stages: Stages
+    table: Table
+    schedules: tuple[Schedule, ...]
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """Of the buffers."""
+        return slots_of(self.table)
+
+    @functools.cached_property
+    def rows(self) -> Row:
+        """The table as arrays [ticks, stages]."""
+        return rows_of(self.table, self.slots, self.structure_of)
+
+    @functools.cached_property
+    def structures(self) -> tuple[tuple[Held, ...], ...]:
+        """The different ones of the groups, each once."""
+        return tuple(dict.fromkeys(self.stages.groups))
+
+    def structure_of(self, stage: int, chunk: int) -> int:
+        """The number of a model chunk's structure."""
+        return self.structures.index(self.stages.groups[self.stages.group(stage, chunk)])
+
+    def first_block(self, structure: int) -> int:
+        """The lowest block of the model with this place in a structure; others have the same kinds and views."""
+        return self.stages.first_block[self.stages.groups.index(self.structures[structure])]
+
+    def moe_rows(self, structure: int) -> NDArray[np.int32]:
+        """[stages, chunks, m]: which of the model's blocks with experts are a chunk's; 0 where it is another one's."""
+        kinds = self.stages.model.block_kinds
+        count = sum(held.kind == "moe" for held in self.structures[structure])
+        rows = np.zeros((self.table.stages, self.table.chunks, count), np.int32)
+        for stage in range(self.table.stages):
+            for chunk in range(self.table.chunks):
+                if self.structure_of(stage, chunk) == structure:
+                    below = kinds[: self.stages.first_block[self.stages.group(stage, chunk)]].count("moe")
+                    rows[stage, chunk] = below + np.arange(count)
+        return rows
+
+    def forward_rows(self) -> Row:
+        """The arrays of forward passes alone, as early as they can run."""
+        name = "gpipe" if self.table.chunks == 1 else self.table.name
+        table = make_table(name, self.table.stages, self.table.microbatches, self.table.chunks)
+        rows = rows_of(table, slots_of(table), self.structure_of)
+        last = int(np.flatnonzero(rows.forward.runs.any(axis=1))[-1])
+        return jax.tree.map(lambda x: x[: last + 1], rows)
+
+
+def make_plan(config: Config, mesh: Mesh) -> Plan:
+    """As a config says. Raises ScheduleError or ConfigError."""
+    settings, sizes = config.schedule, mesh.shape
+    table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
+    check_table(table)
+    unscheduled = Plan(Stages.of(config), table, ())
+    platform = Computation.of(config, mesh).platform
+    schedules = tuple(
+        _schedule_of([held.kind for held in structure], config, sizes, platform, table.split_weight_grad)
+        for structure in unscheduled.structures
+    )
+    return dataclasses.replace(unscheduled, schedules=schedules)
+
+
+def _schedule_of(kinds: list[str], config: Config, mesh: Mapping[str, int], platform: str, split: bool) -> Schedule:
+    """Of a chunk's blocks; sums over devices come behind the last tick."""
+    settings, nothing = config.schedule, (0,) * (len(kinds) + 2)
+    shape = make_shape(
+        settings.policy,
+        kinds,
+        settings.microbatches,
+        settings.backward_microbatches,
+        settings.expert_chunks,
+        weight_grad="greedy" if split else settings.weight_grad,
+        reductions=nothing,
+    )
+    times = order_times(config, mesh, platform, [()] * len(nothing), measured_times(config))
+    schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
+    check_schedule(schedule)
+    return schedule

@@ -1,0 +1,73 @@
+"""A table of ticks as arrays, from which every stage reads what it does."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_from
+from moe_jax.schedule.pipelines.memory import Slots
+from moe_jax.schedule.pipelines.table import DIRECTIONS, Table, Task, Work
+
+
+class Pass(NamedTuple):
+    """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts."""
+
+    runs: Any  # 1: it does, 0: it does not
+    microbatch: Any
+    chunk: Any
+    structure: Any  # of the chunk's blocks: a number of `Stages`
+    at_end: Any  # 1: of the lowest blocks
+    at_loss: Any  # 1: of the highest blocks
+    saved: Any  # slots of buffers, see `schedule.pipelines.memory`
+    weight: Any
+    received: Any
+
+
+class Row(NamedTuple):
+    """What happens in a tick: arrivals, then passes."""
+
+    forward: Pass
+    backward: Pass
+    weight: Pass
+    activation_to: Any  # the slot that what comes from the stage before goes to
+    gradient_to: Any  # likewise from the stage behind
+
+
+def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int]) -> Row:
+    """The table's arrays. `structure_of(stage, chunk)` numbers the structures of model chunks.
+
+    The slot behind the last one of received activations, and of gradients, takes what nobody waits for, and what a
+    stage at either end of the model receives from itself.
+    """
+    nothing_x, nothing_dx = slots.activations.num_slots, slots.gradients.num_slots
+    shape = (len(table.ticks), table.stages)
+    passes = {direction: Pass(*(np.zeros(shape, np.int32) for _ in Pass._fields)) for direction in DIRECTIONS}
+    activation_to, gradient_to = np.full(shape, nothing_x, np.int32), np.full(shape, nothing_dx, np.int32)
+    tick_of: Mapping[Task, int] = {task: tick for tick, task in table.tasks()}
+    for task, tick in tick_of.items():
+        direction, stage, work = task
+        key, chunks = (stage, work), table.chunks
+        received = {"F": slots.activations.slot.get(key, nothing_x), "B": slots.gradients.slot.get(key, nothing_dx)}
+        values = Pass(
+            runs=1,
+            microbatch=work.microbatch,
+            chunk=work.chunk,
+            structure=structure_of(stage, work.chunk),
+            at_end=_is_lowest(stage, work),
+            at_loss=stage == table.stages - 1 and work.chunk == chunks - 1,
+            saved=slots.saved.slot[key],
+            weight=slots.weight.slot.get(key, 0),
+            received=received.get(direction, 0),
+        )
+        for array, value in zip(passes[direction], values, strict=True):
+            array[tick, stage] = value
+        if direction == "F" and (sender := activation_from(task, table.stages)):
+            activation_to[tick_of[sender] + 1, stage] = slots.activations.slot[key]
+        if direction == "B" and (sender := gradient_from(task, table.stages, chunks)):
+            gradient_to[tick_of[sender] + 1, stage] = slots.gradients.slot[key]
+    return Row(passes["F"], passes["B"], passes["W"], activation_to, gradient_to)
+
+
+def _is_lowest(stage: int, work: Work) -> bool:
+    return stage == 0 and work.chunk == 0
