@@ -89,9 +89,6 @@ REFUSED = {
     "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
     "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
     "mesh.data=1 mesh.pipeline=-1": "mesh.pipeline=-1 leaves open which blocks a stage holds: use a number of stages",
-    "mesh.pipeline=2 schedule.pipeline=zero_bubble": (
-        "schedule.pipeline=zero_bubble does not run yet: use schedule.pipeline=1f1b"
-    ),
     "schedule.virtual_stages=2": (
         "schedule.virtual_stages=2 cuts the blocks of pipeline stages, and mesh.pipeline=1: "
         "set mesh.pipeline, or schedule.virtual_stages=1"

@@ -26,8 +26,6 @@ def check_pipeline(config: "Config") -> None:
                 "set mesh.pipeline, or schedule.virtual_stages=1"
             )
         return
-    if name == "zero_bubble":
-        raise ConfigError("schedule.pipeline=zero_bubble does not run yet: use schedule.pipeline=1f1b")
     if chunks > 1 and name not in _SEVERAL_CHUNKS:
         raise ConfigError(
             f"schedule.virtual_stages={chunks} is not for schedule.pipeline={name}, whose stages hold one group of "

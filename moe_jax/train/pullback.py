@@ -5,12 +5,13 @@ does. The pullback of a whole task is taken apart by what each of its operations
 input gradients need, later the rest. No operation runs twice.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 from jax.tree_util import Partial
 
 from moe_jax.train.jaxprs import evaluate, inlined, needed_for, value_of, values_of, variables
@@ -93,7 +94,7 @@ def _least(
 
 
 class SplitPullback:
-    """One call of a pullback in two parts, inside one trace."""
+    """One call of a pullback in two parts: inside one trace, or in two with `held` and `holding`."""
 
     def __init__(
         self,
@@ -123,15 +124,30 @@ class SplitPullback:
         evaluate(self._first, self._values)
         return jax.tree.unflatten(self._structures[1], [value_of(self._values, var) for var in self._input_vars])
 
+    def held(self) -> list[jax.Array]:
+        """What `weights` reads; to be called behind `inputs`."""
+        return [self._values[var] for var in self._read]
+
+    def holding(self, values: Sequence[jax.Array]) -> "SplitPullback":
+        """The same in another trace, which has these values of `held`."""
+        other = copy.copy(self)
+        other._values = dict(zip(self._read, values, strict=True))
+        return other
+
+    @property
+    def _read(self) -> list[Var]:
+        """In the same order on all processes."""
+        made = {var for eqn in self._rest for var in eqn.outvars}
+        read = variables([operand for eqn in self._rest for operand in eqn.invars] + list(self._weight_vars))
+        return list(dict.fromkeys(var for var in read if var not in made))
+
     def weights(self, tie: Callable[[jax.Array], jax.Array]) -> Tree:
         """Gradients of the weights: all that `inputs` did not need.
 
         `tie` is applied to every cotangent that they are made of, so that they can be kept from starting early.
         """
         made = {var for eqn in self._first for var in eqn.outvars} | set(self._cotangents)
-        made -= {var for eqn in self._rest for var in eqn.outvars}
-        read = dict.fromkeys(var for eqn in self._rest for var in variables(eqn.invars))
-        for var in filter(made.__contains__, read):  # in the same order on all processes
+        for var in filter(made.__contains__, self._read):
             if self._values[var].size and is_float(self._values[var]):
                 self._values[var] = tie(self._values[var])
         evaluate(self._rest, self._values)

@@ -1,7 +1,7 @@
 """Rows that find no room in their expert's lane, through a step: see `models.orders.irregular.Overflow`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,6 +17,14 @@ def lane_widths(facts: Facts, count_E: jax.Array) -> ragged.Widths:
     """Of the lanes for a microbatch."""
     room = Room(facts.slots, count_E, facts.microbatches)
     return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
+
+
+class Held(NamedTuple):
+    """Of one block and piece."""
+
+    overflow: irregular.Overflow
+    rows_R: jax.Array
+    d_rest_R: jax.Array
 
 
 class RareRows:
@@ -58,6 +66,16 @@ class RareRows:
         """The rows' gradient."""
         self._d_rest[block, p] = d_rest_R
         return self.overflows[block, p].backward(self._weights.stored(block), self._rest[block, p], d_rest_R)
+
+    def held(self) -> dict[tuple[int, int], Held]:
+        """What `add_weights` reads of all pieces that have been backward, without what is no array."""
+        return {key: Held(self.overflows[key], self._rest[key].rows_R, d_rest) for key, d_rest in self._d_rest.items()}
+
+    def hold(self, held: dict[tuple[int, int], Held], other: "RareRows") -> None:
+        """Go on in another trace with what `other` held."""
+        for key, (overflow, rows_R, d_rest_R) in held.items():
+            self.overflows[key], self._d_rest[key] = overflow, d_rest_R
+            self._rest[key] = other._rest[key]._replace(rows_R=rows_R)
 
     def add_weights(self, block: int, gradient: Any) -> Any:
         """The gradient of a block's experts, with these rows' part of all pieces that have been backward."""

@@ -15,6 +15,8 @@ Tree = Any
 class Turn:
     """`function(carry, weights)` → carry, results, saved: one turn of a scan, traced once.
 
+    The carry may leave in another form than it came.
+
     Of `saved`, a value that several leaves share is stacked once, and what follows from the weights alone (the weights
     themselves, their casts, masks) not at all: `rebuild` computes it again.
     """
@@ -29,7 +31,7 @@ class Turn:
 
         self._traced = jax.make_jaxpr(flat)(carry, weights)
         self._of_carry, self._of_results, self._of_saved = structures
-        self._num_carry = len(jax.tree.leaves(carry))
+        self._num_carry, self._num_carried = len(jax.tree.leaves(carry)), self._of_carry.num_leaves
         jaxpr, num_saved = self._traced.jaxpr, self._of_saved.num_leaves
         moving = _depend(jaxpr.invars[: self._num_carry], jaxpr.eqns)
         self._saved = jaxpr.outvars[len(jaxpr.outvars) - num_saved :]
@@ -49,12 +51,18 @@ class Turn:
         avals: list[Any] = [var.aval for var in self._stacked]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
+    @property
+    def stacked_inputs(self) -> list[int | None]:
+        """Which leaf of the carry each value that is to be stacked is, if it is one."""
+        place = {var: i for i, var in enumerate(self._traced.jaxpr.invars[: self._num_carry])}
+        return [place.get(var) for var in self._stacked]
+
     def __call__(self, carry: Tree, weights: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         """Carry, results, and what is to be stacked."""
         out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, weights)))
-        results = out[self._num_carry : len(out) - len(self._saved)]
+        results = out[self._num_carried : len(out) - len(self._saved)]
         return (
-            jax.tree.unflatten(self._of_carry, out[: self._num_carry]),
+            jax.tree.unflatten(self._of_carry, out[: self._num_carried]),
             jax.tree.unflatten(self._of_results, results),
             [out[place] for place in self._places],
         )

@@ -23,6 +23,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": "gpipe"},
     "1f1b": {"pipeline": "1f1b"},
     "interleaved": {"pipeline": "interleaved", "virtual_stages": 2},
+    "zero_bubble": {"pipeline": "zero_bubble"},
     "coscheduled": {"pipeline": "coscheduled"},
     "coscheduled-chunks": {"pipeline": "coscheduled", "virtual_stages": 2},
 }
@@ -47,6 +48,8 @@ CASES = [
     ("gpipe", (2, 2, 2), "uneven", "expert_pipeline", 2),
     ("interleaved", (2, 2, 2), "uneven-chunks", "vanilla", 2),
     ("interleaved", (2, 1, 4), "tied", "expert_pipeline", 4),
+    ("zero_bubble", (2, 2, 2), "uneven", "vanilla", 2),
+    ("zero_bubble", (4, 1, 2), "even", "unified", 4),
     ("coscheduled", (4, 1, 2), "even", "expert_pipeline", 4),
     ("coscheduled-chunks", (2, 1, 4), "tied", "greedy", 4),
 ]

@@ -37,6 +37,7 @@ class State(NamedTuple):
     activations: jax.Array  # received: [slots, b, N, D]
     gradients: jax.Array
     saved: list[jax.Array]  # buffers of what forward passes keep
+    weight: list[jax.Array]  # and of what backward passes leave to weight gradients
     grads: Tree  # float32, like the parameters of this device
     parts: Parts
 
@@ -58,7 +59,8 @@ class Stage:
                 config, how, schedule.shape, global_tokens, sequences * length, first_block=plan.first_block(number)
             )
             weights = jax.eval_shape(functools.partial(self._weights, number, jnp.int32(0)))
-            self.chunks.append(Chunk(facts, schedule, self._x_bND, weights))
+            self.chunks.append(Chunk(facts, schedule, self._x_bND, weights, plan.table.split_weight_grad))
+        self.weight = Buffers([chunk.held_shapes for chunk in self.chunks], plan.slots.weight.num_slots)
         self.saved = Buffers([chunk.saved_shapes for chunk in self.chunks], plan.slots.saved.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
@@ -74,6 +76,7 @@ class Stage:
             activations=jnp.zeros((slots.activations.num_slots + 1, *zeros.shape), zeros.dtype),
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
             saved=self.saved.empty() if backward else [],
+            weight=self.weight.empty() if backward else [],
             grads=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params) if backward else {},
             parts=Parts(nothing, nothing, nothing, counts_ME, nothing),
         )
@@ -85,7 +88,10 @@ class Stage:
             gradients=_put(state.gradients, to_previous(state.dx_bND), row.gradient_to),
         )
         state = self._run_forward(state, row.forward)
-        return self._run_backward(state, row.backward)
+        state = self._run_backward(state, row.backward)
+        if not self.plan.table.split_weight_grad:
+            return state
+        return self._turn_of_structure(row.weight, self._weight_gradients, state)
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
@@ -95,17 +101,18 @@ class Stage:
 
     def _run_forward(self, state: State, work: Pass, keep: bool = True) -> State:
         state = turn_if(work.runs & work.at_end, functools.partial(self._embed, work), state)
-        for number in range(len(self.chunks)):
-            forward = functools.partial(self._forward, work, number, keep)
-            state = turn_if(work.runs & (work.structure == number), forward, state)
-        return state
+        return self._turn_of_structure(work, functools.partial(self._forward, keep=keep), state)
 
     def _run_backward(self, state: State, work: Pass) -> State:
         state = turn_if(work.runs & work.at_loss, functools.partial(self._head, work), state)
-        for number in range(len(self.chunks)):
-            backward = functools.partial(self._backward, work, number)
-            state = turn_if(work.runs & (work.structure == number), backward, state)
+        backward = self._input_gradient if self.plan.table.split_weight_grad else self._backward
+        state = self._turn_of_structure(work, backward, state)
         return turn_if(work.runs & work.at_end, functools.partial(self._embed_back, work), state)
+
+    def _turn_of_structure(self, work: Pass, body: Callable[[Pass, int, State], State], state: State) -> State:
+        for number in range(len(self.chunks)):
+            state = turn_if(work.runs & (work.structure == number), functools.partial(body, work, number), state)
+        return state
 
     # passes
 
@@ -113,7 +120,7 @@ class Stage:
         x_bND = embedded(self.params, self._tokens(work), self.how)
         return state._replace(activations=_put(state.activations, x_bND, work.received))
 
-    def _forward(self, work: Pass, number: int, keep: bool, state: State) -> State:
+    def _forward(self, work: Pass, number: int, state: State, keep: bool) -> State:
         chunk, x_bND = self.chunks[number], _get(state.activations, work.received)
         x_bND, parts, kept = chunk.forward(x_bND, self._weights(number, work.chunk))
         if parts is not None:
@@ -140,6 +147,19 @@ class Stage:
         kept = self.saved.read(state.saved, number, work.saved)
         dx_bND, grads = chunk.backward(dx_bND, self._weights(number, work.chunk), kept)
         return state._replace(dx_bND=dx_bND, grads=self._added(state.grads, number, work.chunk, grads))
+
+    def _input_gradient(self, work: Pass, number: int, state: State) -> State:
+        kept = self.saved.read(state.saved, number, work.saved)
+        dx_bND, held = self.chunks[number].input_gradient(
+            _get(state.gradients, work.received), self._weights(number, work.chunk), kept
+        )
+        return state._replace(dx_bND=dx_bND, weight=self.weight.write(state.weight, number, work.weight, held))
+
+    def _weight_gradients(self, work: Pass, number: int, state: State) -> State:
+        kept = self.saved.read(state.saved, number, work.saved)
+        held = self.weight.read(state.weight, number, work.weight)
+        grads = self.chunks[number].weight_gradients(self._weights(number, work.chunk), kept, held)
+        return state._replace(grads=self._added(state.grads, number, work.chunk, grads))
 
     def _embed_back(self, work: Pass, state: State) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
