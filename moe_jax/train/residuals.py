@@ -67,6 +67,12 @@ class Turn:
             [out[place] for place in self._places],
         )
 
+    def stacked_of(self, saved: Tree) -> list[jax.Array]:
+        """What is to be stacked, from the `saved` of a function that computes the same in another order."""
+        leaves, traced = jax.tree.leaves(saved), list(self._saved)
+        assert len(leaves) == len(traced), "another function"
+        return [leaves[traced.index(var)] for var in self._stacked]
+
     def rebuild(self, weights: Tree, stacked: Sequence[jax.Array]) -> Tree:
         """`saved` of a turn, from its weights and what was stacked."""
         unused = [None] * self._num_carry

@@ -38,9 +38,19 @@ class Buffers:
         """The arrays with the values of one structure in a slot."""
         arrays = list(arrays)
         for place, value in zip(self._places[structure], values, strict=True):
-            arrays[place] = jax.lax.dynamic_update_index_in_dim(arrays[place], value, slot, axis=0)
+            arrays[place] = put(arrays[place], value, slot)
         return arrays
 
     def read(self, arrays: list[jax.Array], structure: int, slot: jax.Array) -> list[jax.Array]:
         """What was written."""
-        return [jax.lax.dynamic_index_in_dim(arrays[place], slot, keepdims=False) for place in self._places[structure]]
+        return [get(arrays[place], slot) for place in self._places[structure]]
+
+
+def get(x: jax.Array, place: jax.Array | int) -> jax.Array:
+    """An element along the leading dimension."""
+    return x[place] if isinstance(place, int) else jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+
+def put(x: jax.Array, value: jax.Array, place: jax.Array | int) -> jax.Array:
+    """The same array with another element there."""
+    return jax.lax.dynamic_update_index_in_dim(x, value, place, axis=0)

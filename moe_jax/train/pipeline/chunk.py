@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
-from moe_jax.schedule.actions import Action
-from moe_jax.schedule.schedule import Schedule
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
+from moe_jax.train.pipeline.plan import Orders
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.residuals import Turn
 from moe_jax.train.sums import Sums
@@ -24,7 +23,7 @@ from moe_jax.train.tasks import Tasks
 from moe_jax.train.turns import run
 
 Tree = Any
-_ENDS = ("embed", "head")
+Weights = dict[int, Tree]  # by block of the chunk
 
 
 class _Saved(NamedTuple):
@@ -36,63 +35,88 @@ class _Saved(NamedTuple):
     x_bND: jax.Array  # behind the highest block
 
 
-class Chunk:
-    """A chunk of this schedule. Made inside `shard_map`; `weights` are those of each block, as shapes.
+class Forward(NamedTuple):
+    """What comes out of a forward pass."""
 
-    `saved_shapes` are those of the arrays that the forward pass keeps; with `weight_apart`, `held_shapes` of those that
-    activation gradients leave to weight gradients.
+    x_bND: jax.Array  # the residual stream behind the chunk
+    parts: Parts | None  # of the objective; None without experts
+    kept: list[jax.Array]  # for the backward pass
+
+
+class Backward(NamedTuple):
+    """What comes out of a backward pass."""
+
+    dx_bND: jax.Array  # gradient of the chunk's input
+    grads: list[Tree]  # of each block's parameters
+
+
+class Chunk:
+    """A chunk whose passes have these orders. Made inside `shard_map`; `weights` are shapes.
+
+    `saved_shapes` are those of the arrays that the forward pass keeps; `held_shapes`, if weight gradients are apart, of
+    those that activation gradients leave to them beside.
     """
 
-    def __init__(
-        self,
-        facts: Facts,
-        schedule: Schedule,
-        x_bND: jax.ShapeDtypeStruct,
-        weights: dict[int, Tree],
-        weight_apart: bool,
-    ):
-        self.facts = facts
-        self._up = [a for a in schedule.actions if a.op not in _ENDS and (a.direction == "F" or a.op == "counts")]
-        self._down = [a for a in schedule.actions if a.op not in _ENDS and a.direction in ("B", "W")]
-        self._down_b, self._down_w = ([a for a in self._down if a.direction == d] for d in ("B", "W"))
+    def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, weights: Weights):
+        self.facts, self._orders = facts, orders
         self._microbatches = range(facts.microbatches)
         self._num_blocks = len(facts.shape.kinds)
         self._moe = [block for block, kind in enumerate(facts.shape.kinds) if kind == "moe"]
-        self._turn = Turn(self._forward, x_bND, weights)
+        self._turn = Turn(self._run_forward, x_bND, weights)
         self.saved_shapes = self._turn.stacked_shapes
         self.held_shapes: list[jax.ShapeDtypeStruct] = []
-        if weight_apart:
-            self._turn_back = Turn(self._input_gradient, (x_bND, self.saved_shapes), weights)
-            # what B reads of the forward pass lies where it is; behind the gradient come the values kept
+        if orders.weight:
+            self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), weights)
+            # what is kept of the forward pass anyway, behind the gradient in the turn's carry
             self._place = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
             stacked = zip(self._turn_back.stacked_shapes, self._place, strict=True)
             self.held_shapes = [shape for shape, place in stacked if place is None]
 
-    def forward(self, x_bND: jax.Array, weights: dict[int, Tree]) -> tuple[jax.Array, Parts | None, list[jax.Array]]:
-        """The residual stream behind the chunk, its part of the objective, and what is to be kept."""
-        return self._turn(x_bND, weights)
+    def forward(self, x_bND: jax.Array, weights: Weights) -> Forward:
+        """The forward pass."""
+        return Forward(*self._turn(x_bND, weights))
 
-    def output(self, weights: dict[int, Tree], kept: Sequence[jax.Array]) -> jax.Array:
+    def output(self, weights: Weights, kept: Sequence[jax.Array]) -> jax.Array:
         """The residual stream behind the chunk, from what was kept."""
         return self._turn.rebuild(weights, kept).x_bND
 
-    def backward(
-        self, dx_bND: jax.Array, weights: dict[int, Tree], kept: Sequence[jax.Array]
-    ) -> tuple[jax.Array, list[Tree]]:
-        """Gradients of the chunk's input and of each block's parameters."""
-        tasks = self._run_down(self._down, dx_bND, weights, kept)
-        return self._joined(tasks.dx), self._gradients(tasks)
+    def backward(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> Backward:
+        """The backward pass."""
+        tasks = self._start_backward(dx_bND, weights, kept)
+        run(self._orders.backward, tasks, self._sums(tasks))
+        return Backward(self._joined(tasks.dx), self._gradients(tasks))
+
+    def together(
+        self,
+        x_bND: jax.Array,
+        forward_weights: Weights,
+        dx_bND: jax.Array,
+        backward_weights: Weights,
+        kept: Sequence[jax.Array],
+    ) -> tuple[Forward, Backward]:
+        """The forward pass of one microbatch beside the backward pass of another."""
+        ahead, behind = (
+            self._start_forward(x_bND, forward_weights),
+            self._start_backward(dx_bND, backward_weights, kept),
+        )
+        behind.ties = ahead.ties
+        sides = {"F": (ahead, self._sums(ahead)), "B": (behind, self._sums(behind))}
+        for side, action in self._orders.together:
+            run([action], *sides[side])
+        x_bND, parts, saved = self._end_forward(*sides["F"])
+        return (
+            Forward(x_bND, parts, self._turn.stacked_of(saved)),
+            Backward(self._joined(behind.dx), self._gradients(behind)),
+        )
 
     def input_gradient(
-        self, dx_bND: jax.Array, weights: dict[int, Tree], kept: Sequence[jax.Array]
+        self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The gradient of the chunk's input, and what `weight_gradients` needs beside what was kept."""
         dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), weights)
         return dx_bND, [value for value, place in zip(stacked, self._place, strict=True) if place is None]
 
-    def weight_gradients(
-        self, weights: dict[int, Tree], kept: Sequence[jax.Array], held: Sequence[jax.Array]
-    ) -> list[Tree]:
+    def weight_gradients(self, weights: Weights, kept: Sequence[jax.Array], held: Sequence[jax.Array]) -> list[Tree]:
         """Gradients of each block's parameters."""
         own = iter(held)
         stacked = [next(own) if place is None else kept[place] for place in self._place]
@@ -100,36 +124,29 @@ class Chunk:
         tasks = self._tasks(weights)
         tasks.waiting = {key: self._traced.waiting[key].holding(values) for key, values in waiting.items()}
         tasks.rare.hold(rare, self._traced.rare)
-        run(self._down_w, tasks, self._sums(tasks))
+        run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _input_gradient(
-        self, given: tuple[jax.Array, list[jax.Array]], weights: dict[int, Tree]
+    def _run_forward(self, x_bND: jax.Array, weights: Weights) -> tuple[jax.Array, Parts | None, _Saved]:
+        tasks = self._start_forward(x_bND, weights)
+        sums = self._sums(tasks)
+        run(self._orders.forward, tasks, sums)
+        return self._end_forward(tasks, sums)
+
+    def _run_input_gradient(
+        self, given: tuple[jax.Array, list[jax.Array]], weights: Weights
     ) -> tuple[jax.Array, None, Any]:
-        tasks = self._traced = self._run_down(self._down_b, given[0], weights, given[1])
+        tasks = self._traced = self._start_backward(given[0], weights, given[1])
+        run(self._orders.backward, tasks, self._sums(tasks))
         held = {key: pullback.held() for key, pullback in tasks.waiting.items()}
         return self._joined(tasks.dx), None, (held, tasks.rare.held())
 
-    def _run_down(
-        self, actions: Sequence[Action], dx_bND: jax.Array, weights: dict[int, Tree], kept: Sequence[jax.Array]
-    ) -> Tasks:
-        """Backward tasks, from the gradient of what is behind the chunk."""
-        saved: _Saved = self._turn.rebuild(weights, kept)
-        tasks = self._tasks(weights)
-        tasks.pullbacks, tasks.rare.overflows = saved.pullbacks, saved.overflows
-        tasks.widths = self._widths
-        tasks.share = lambda block: saved.share_mE[self._moe.index(block)]
-        tasks.dx = dict(enumerate(jnp.split(dx_bND, len(self._microbatches))))
-        for r in reversed(self._microbatches):
-            tasks.settle_back(r, self._num_blocks)
-        run(actions, tasks, self._sums(tasks))
-        return tasks
-
-    def _forward(self, x_bND: jax.Array, weights: dict[int, Tree]) -> tuple[jax.Array, Parts | None, _Saved]:
+    def _start_forward(self, x_bND: jax.Array, weights: Weights) -> Tasks:
         tasks = self._tasks(weights)
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
-        sums = self._sums(tasks)
-        run(self._up, tasks, sums)
+        return tasks
+
+    def _end_forward(self, tasks: Tasks, sums: Sums) -> tuple[jax.Array, Parts | None, _Saved]:
         for r in self._microbatches:
             tasks.settle(r, self._num_blocks)
         self._widths = tasks.widths
@@ -141,6 +158,17 @@ class Chunk:
         saved = _Saved(tasks.pullbacks, tasks.rare.overflows, sums.share_ME if self._moe else None, x_bND)
         return x_bND, parts, saved
 
+    def _start_backward(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> Tasks:
+        saved: _Saved = self._turn.rebuild(weights, kept)
+        tasks = self._tasks(weights)
+        tasks.pullbacks, tasks.rare.overflows = saved.pullbacks, saved.overflows
+        tasks.widths = self._widths
+        tasks.share = lambda block: saved.share_mE[self._moe.index(block)]
+        tasks.dx = dict(enumerate(jnp.split(dx_bND, len(self._microbatches))))
+        for r in reversed(self._microbatches):
+            tasks.settle_back(r, self._num_blocks)
+        return tasks
+
     def _joined(self, parts: dict[int, jax.Array]) -> jax.Array:
         return jnp.concatenate([parts[r] for r in self._microbatches])
 
@@ -148,7 +176,7 @@ class Chunk:
         sums = self._sums(tasks)
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
-    def _tasks(self, weights: dict[int, Tree]) -> Tasks:
+    def _tasks(self, weights: Weights) -> Tasks:
         return Tasks(self.facts, None, weights, None)
 
     def _sums(self, tasks: Tasks) -> Sums:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,30 +14,46 @@ from moe_jax.config import Config
 from moe_jax.models.stages import Held, Stages
 from moe_jax.models.transformer import Computation
 from moe_jax.plan.costs import order_times
-from moe_jax.schedule.actions import two_streams
+from moe_jax.schedule.actions import Action, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check as check_schedule
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import check as check_table
 from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
+from moe_jax.schedule.shape import Shape
 from moe_jax.train.emit import measured_times
 from moe_jax.train.pipeline.rows import Row, rows_of
 
 
+class Orders(NamedTuple):
+    """In which order tasks of a model chunk's passes are issued."""
+
+    shape: Shape
+    forward: Sequence[Action]
+    backward: Sequence[Action]
+    weight: Sequence[Action]  # where weight gradients are a pass of their own
+    together: Sequence[tuple[str, Action]]  # a forward and a backward pass, F and B, where ticks have both
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A table, and the schedule of a model chunk for each structure that chunks have."""
+    """A table, and the orders of tasks for each structure that model chunks have."""
 
     stages: Stages
     table: Table
-    schedules: tuple[Schedule, ...]
+    orders: tuple[Orders, ...]
 
     @functools.cached_property
     def slots(self) -> Slots:
         """Of the buffers."""
         return slots_of(self.table)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether ticks have a forward beside a backward pass."""
+        return any(orders.together for orders in self.orders)
 
     @functools.cached_property
     def rows(self) -> Row:
@@ -84,16 +101,17 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     check_table(table)
     unscheduled = Plan(Stages.of(config), table, ())
     platform = Computation.of(config, mesh).platform
-    schedules = tuple(
-        _schedule_of([held.kind for held in structure], config, sizes, platform, table.split_weight_grad)
+    orders = tuple(
+        _orders_of([held.kind for held in structure], config, sizes, platform, table)
         for structure in unscheduled.structures
     )
-    return dataclasses.replace(unscheduled, schedules=schedules)
+    return dataclasses.replace(unscheduled, orders=orders)
 
 
-def _schedule_of(kinds: list[str], config: Config, mesh: Mapping[str, int], platform: str, split: bool) -> Schedule:
-    """Of a chunk's blocks; sums over devices come behind the last tick."""
+def _orders_of(kinds: list[str], config: Config, mesh: Mapping[str, int], platform: str, table: Table) -> Orders:
+    """Of a chunk's blocks; sums of gradients over devices come behind the last tick."""
     settings, nothing = config.schedule, (0,) * (len(kinds) + 2)
+    split = table.split_weight_grad
     shape = make_shape(
         settings.policy,
         kinds,
@@ -106,4 +124,18 @@ def _schedule_of(kinds: list[str], config: Config, mesh: Mapping[str, int], plat
     times = order_times(config, mesh, platform, [()] * len(nothing), measured_times(config))
     schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check_schedule(schedule)
-    return schedule
+    actions = [action for action in schedule.actions if action.op not in _ENDS]
+    together: list[tuple[str, Action]] = []
+    if any(slot.forward and slot.backward for slots in table.ticks for slot in slots):
+        tick = coscheduled_tick(settings.policy, shape, times.of(shape), two_streams)
+        together = [(side, action) for side, action in tick if action.op not in _ENDS]
+    return Orders(
+        shape=shape,
+        forward=[action for action in actions if side_of(action) == "F"],
+        backward=[action for action in actions if action.direction == "B" or (action.direction == "W" and not split)],
+        weight=[action for action in actions if action.direction == "W" and split],
+        together=together,
+    )
+
+
+_ENDS = ("embed", "head")  # which not every chunk has

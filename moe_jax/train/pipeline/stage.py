@@ -20,8 +20,9 @@ from moe_jax.parallel.pipeline import stage, to_next, to_previous
 from moe_jax.parallel.tensor_axis import own_tokens
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
-from moe_jax.train.pipeline.buffers import Buffers
-from moe_jax.train.pipeline.chunk import Chunk
+from moe_jax.train.pipeline.blocks import added, weights_of
+from moe_jax.train.pipeline.buffers import Buffers, get, put
+from moe_jax.train.pipeline.chunk import Chunk, Forward
 from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_loss, through_head
 from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.pipeline.rows import Pass, Row
@@ -54,12 +55,12 @@ class Stage:
         sequences, length = self.token_MbN1.shape[1], self.token_MbN1.shape[2] - 1
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.d_model), jnp.dtype(how.dtype))
         self.chunks = []
-        for number, schedule in enumerate(plan.schedules):
+        for number, orders in enumerate(plan.orders):
             facts = Facts(
-                config, how, schedule.shape, global_tokens, sequences * length, first_block=plan.first_block(number)
+                config, how, orders.shape, global_tokens, sequences * length, first_block=plan.first_block(number)
             )
-            weights = jax.eval_shape(functools.partial(self._weights, number, jnp.int32(0)))
-            self.chunks.append(Chunk(facts, schedule, self._x_bND, weights, plan.table.split_weight_grad))
+            weights = jax.eval_shape(functools.partial(weights_of, self.params, plan, number, jnp.int32(0)))
+            self.chunks.append(Chunk(facts, orders, self._x_bND, weights))
         self.weight = Buffers([chunk.held_shapes for chunk in self.chunks], plan.slots.weight.num_slots)
         self.saved = Buffers([chunk.saved_shapes for chunk in self.chunks], plan.slots.saved.num_slots)
 
@@ -83,31 +84,32 @@ class Stage:
 
     def tick(self, state: State, row: Row) -> State:
         """Let arrive what other stages sent, then run what the table says."""
+        ahead, behind, table = row.forward, row.backward, self.plan.table
         state = state._replace(
-            activations=_put(state.activations, to_next(state.x_bND), row.activation_to),
-            gradients=_put(state.gradients, to_previous(state.dx_bND), row.gradient_to),
+            activations=put(state.activations, to_next(state.x_bND), row.activation_to),
+            gradients=put(state.gradients, to_previous(state.dx_bND), row.gradient_to),
         )
-        state = self._run_forward(state, row.forward)
-        state = self._run_backward(state, row.backward)
-        if not self.plan.table.split_weight_grad:
-            return state
-        return self._turn_of_structure(row.weight, self._weight_gradients, state)
+        state = turn_if(ahead.runs & ahead.at_end, functools.partial(self._embed, ahead), state)
+        state = turn_if(behind.runs & behind.at_loss, functools.partial(self._head, behind), state)
+        if self.plan.has_pairs:
+            both = ahead.runs & behind.runs & (ahead.structure == behind.structure)
+            together = functools.partial(self._together, ahead)
+            state = self._turn_of_structure(behind._replace(runs=both), together, state)
+            ahead, behind = (work._replace(runs=work.runs - both) for work in (ahead, behind))
+        state = self._turn_of_structure(ahead, functools.partial(self._forward, keep=True), state)
+        backward = self._input_gradient if table.split_weight_grad else self._backward
+        state = self._turn_of_structure(behind, backward, state)
+        last = row.backward
+        state = turn_if(last.runs & last.at_end, functools.partial(self._embed_back, last), state)
+        return self._turn_of_structure(row.weight, self._weight_gradients, state) if table.split_weight_grad else state
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
-        state = state._replace(activations=_put(state.activations, to_next(state.x_bND), row.activation_to))
-        state = self._run_forward(state, row.forward, keep=False)
-        return turn_if(row.forward.runs & row.forward.at_loss, functools.partial(self._lose, row.forward), state)
-
-    def _run_forward(self, state: State, work: Pass, keep: bool = True) -> State:
-        state = turn_if(work.runs & work.at_end, functools.partial(self._embed, work), state)
-        return self._turn_of_structure(work, functools.partial(self._forward, keep=keep), state)
-
-    def _run_backward(self, state: State, work: Pass) -> State:
-        state = turn_if(work.runs & work.at_loss, functools.partial(self._head, work), state)
-        backward = self._input_gradient if self.plan.table.split_weight_grad else self._backward
-        state = self._turn_of_structure(work, backward, state)
-        return turn_if(work.runs & work.at_end, functools.partial(self._embed_back, work), state)
+        ahead = row.forward
+        state = state._replace(activations=put(state.activations, to_next(state.x_bND), row.activation_to))
+        state = turn_if(ahead.runs & ahead.at_end, functools.partial(self._embed, ahead), state)
+        state = self._turn_of_structure(ahead, functools.partial(self._forward, keep=False), state)
+        return turn_if(ahead.runs & ahead.at_loss, functools.partial(self._lose, ahead), state)
 
     def _turn_of_structure(self, work: Pass, body: Callable[[Pass, int, State], State], state: State) -> State:
         for number in range(len(self.chunks)):
@@ -118,48 +120,48 @@ class Stage:
 
     def _embed(self, work: Pass, state: State) -> State:
         x_bND = embedded(self.params, self._tokens(work), self.how)
-        return state._replace(activations=_put(state.activations, x_bND, work.received))
+        return state._replace(activations=put(state.activations, x_bND, work.received))
 
     def _forward(self, work: Pass, number: int, state: State, keep: bool) -> State:
-        chunk, x_bND = self.chunks[number], _get(state.activations, work.received)
-        x_bND, parts, kept = chunk.forward(x_bND, self._weights(number, work.chunk))
-        if parts is not None:
-            rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
-            counts_ME = jnp.zeros_like(state.parts.count_ME).at[rows_m].set(parts.count_ME)
-            state = state._replace(parts=jax.tree.map(jnp.add, state.parts, parts._replace(count_ME=counts_ME)))
-        if keep:
-            state = state._replace(saved=self.saved.write(state.saved, number, work.saved, kept))
-        return state._replace(x_bND=x_bND)
+        done = self.chunks[number].forward(get(state.activations, work.received), self._weights(number, work))
+        return self._with_forward(state, work, number, done, keep)
+
+    def _together(self, ahead: Pass, behind: Pass, number: int, state: State) -> State:
+        forward, backward = self.chunks[number].together(
+            get(state.activations, ahead.received),
+            self._weights(number, ahead),
+            get(state.gradients, behind.received),
+            self._weights(number, behind),
+            self._kept(state, behind, number),
+        )
+        state = self._with_forward(state, ahead, number, forward)
+        return self._with_gradients(state._replace(dx_bND=backward.dx_bND), behind, number, backward.grads)
 
     def _lose(self, work: Pass, state: State) -> State:
         return self._add_loss(state, share_of_loss(self._top.facts, self.params, state.x_bND, self._tokens(work)))
 
     def _head(self, work: Pass, state: State) -> State:
-        kept = self.saved.read(state.saved, self._number_of_top, work.saved)
-        x_bND = self._top.output(self._weights(self._number_of_top, work.chunk), kept)
+        top = self._number_of_top
+        x_bND = self._top.output(self._weights(top, work), self._kept(state, work, top))
         loss, dx_bND, grads = through_head(self._top.facts, self.params, x_bND, self._tokens(work))
         state = self._add_loss(state, loss)
         added = {name: state.grads[name] + grad for name, grad in grads.items()}
-        return state._replace(gradients=_put(state.gradients, dx_bND, work.received), grads=state.grads | added)
+        return state._replace(gradients=put(state.gradients, dx_bND, work.received), grads=state.grads | added)
 
     def _backward(self, work: Pass, number: int, state: State) -> State:
-        chunk, dx_bND = self.chunks[number], _get(state.gradients, work.received)
-        kept = self.saved.read(state.saved, number, work.saved)
-        dx_bND, grads = chunk.backward(dx_bND, self._weights(number, work.chunk), kept)
-        return state._replace(dx_bND=dx_bND, grads=self._added(state.grads, number, work.chunk, grads))
+        dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
+        done = self.chunks[number].backward(dx_bND, self._weights(number, work), kept)
+        return self._with_gradients(state._replace(dx_bND=done.dx_bND), work, number, done.grads)
 
     def _input_gradient(self, work: Pass, number: int, state: State) -> State:
-        kept = self.saved.read(state.saved, number, work.saved)
-        dx_bND, held = self.chunks[number].input_gradient(
-            _get(state.gradients, work.received), self._weights(number, work.chunk), kept
-        )
+        dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
+        dx_bND, held = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
         return state._replace(dx_bND=dx_bND, weight=self.weight.write(state.weight, number, work.weight, held))
 
     def _weight_gradients(self, work: Pass, number: int, state: State) -> State:
-        kept = self.saved.read(state.saved, number, work.saved)
         held = self.weight.read(state.weight, number, work.weight)
-        grads = self.chunks[number].weight_gradients(self._weights(number, work.chunk), kept, held)
-        return state._replace(grads=self._added(state.grads, number, work.chunk, grads))
+        weights, kept = self._weights(number, work), self._kept(state, work, number)
+        return self._with_gradients(state, work, number, self.chunks[number].weight_gradients(weights, kept, held))
 
     def _embed_back(self, work: Pass, state: State) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
@@ -177,34 +179,26 @@ class Stage:
         return self.chunks[self._number_of_top]
 
     def _tokens(self, work: Pass) -> jax.Array:
-        return _get(self.token_MbN1, work.microbatch)
+        return get(self.token_MbN1, work.microbatch)
 
-    def _weights(self, number: int, chunk: jax.Array) -> dict[int, Tree]:
-        """Of the blocks of a model chunk."""
-        weights = {}
-        for block, held in enumerate(self.plan.structures[number]):
-            take = functools.partial(_get, place=self._row(number, block, chunk))
-            weights[block] = jax.tree.map(take, self.params["segments"][held.segment][held.place])
-        return weights
+    def _weights(self, number: int, work: Pass) -> dict[int, Tree]:
+        return weights_of(self.params, self.plan, number, work.chunk)
 
-    def _added(self, grads: Tree, number: int, chunk: jax.Array, new: list[Tree]) -> Tree:
-        """The sums of gradients with those of a model chunk's blocks."""
-        segments = {segment: dict(places) for segment, places in grads["segments"].items()}
-        for block, held in enumerate(self.plan.structures[number]):
-            row = self._row(number, block, chunk)
-            segments[held.segment][held.place] = jax.tree.map(
-                lambda total, grad, row=row: _put(total, _get(total, row) + grad, row),
-                segments[held.segment][held.place],
-                new[block],
-            )
-        return grads | {"segments": segments}
+    def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
+        return self.saved.read(state.saved, number, work.saved)
 
-    def _row(self, number: int, block: int, chunk: jax.Array) -> jax.Array | int:
-        """Of a block in the stacked arrays of this stage."""
-        held = self.plan.structures[number][block]
-        if self.plan.table.chunks == 1:
-            return held.row
-        return chunk * self.plan.stages.rows[held.segment] + held.row
+    def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Tree]) -> State:
+        return state._replace(grads=added(state.grads, self.plan, number, work.chunk, grads))
+
+    def _with_forward(self, state: State, work: Pass, number: int, done: Forward, keep: bool = True) -> State:
+        if done.parts is not None:
+            rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
+            counts_ME = jnp.zeros_like(state.parts.count_ME).at[rows_m].set(done.parts.count_ME)
+            parts = jax.tree.map(jnp.add, state.parts, done.parts._replace(count_ME=counts_ME))
+            state = state._replace(parts=parts)
+        if keep:
+            state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.kept))
+        return state._replace(x_bND=done.x_bND)
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
@@ -213,11 +207,3 @@ class Stage:
 def turn_if(condition: jax.Array, body: Callable[[State], State], state: State) -> State:
     """`body(state)` where the condition holds, in a loop of one turn or none."""
     return jax.lax.fori_loop(0, jnp.int32(condition), lambda _, state: body(state), state)
-
-
-def _get(x: jax.Array, place: jax.Array | int) -> jax.Array:
-    return x[place] if isinstance(place, int) else jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
-
-
-def _put(x: jax.Array, value: jax.Array, place: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, value, place, axis=0)
