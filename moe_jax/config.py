@@ -187,7 +187,7 @@ class Schedule:
     unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
     # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
-    # docs/pipelines.md
+    # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
     pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled"] = "1f1b"
     virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
 
@@ -314,6 +314,11 @@ class Config(Sections):
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a step runs a table of ticks."""
+        return self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled"
 
     @property
     def is_plain(self) -> bool:

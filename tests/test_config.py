@@ -110,12 +110,20 @@ REFUSED = {
         "use exchange.algorithm=flat or hier_2d"
     ),
     "mesh.pipeline=2 exchange.reduction=ring": (
-        "exchange.reduction=ring is not for mesh.pipeline=2, which sums gradients behind its last tick: "
+        "exchange.reduction=ring is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
         "use exchange.reduction=all_reduce"
     ),
     "mesh.pipeline=2 schedule.grad_reduce=block": (
-        "schedule.grad_reduce=block is not for mesh.pipeline=2, which sums gradients behind its last tick: "
+        "schedule.grad_reduce=block is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
         "use schedule.grad_reduce=end"
+    ),
+    "schedule.pipeline=gpipe": (
+        "schedule.pipeline=gpipe orders what pipeline stages do, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.pipeline=1f1b"
+    ),
+    "schedule.pipeline=coscheduled": (
+        "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
+        "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
     ),
     "mesh.context=-1": (
         "mesh.context=-1 is not supported: only data, expert, pipeline and tensor may exceed 1, so set mesh.context=1"

@@ -103,6 +103,7 @@ FIXED = {
         "schedule.microbatches",
         "schedule.expert_chunks",
         "schedule.virtual_stages",
+        "schedule.pipeline",
         "mesh.context",
     ),
     "tune.over",

@@ -19,13 +19,21 @@ def check_pipeline(config: "Config") -> None:
     name, chunks = settings.pipeline, settings.virtual_stages
     if stages == -1:
         raise ConfigError("mesh.pipeline=-1 leaves open which blocks a stage holds: use a number of stages")
-    if stages == 1:
-        if chunks > 1:
-            raise ConfigError(
-                f"schedule.virtual_stages={chunks} cuts the blocks of pipeline stages, and mesh.pipeline=1: "
-                "set mesh.pipeline, or schedule.virtual_stages=1"
-            )
-        return
+    if chunks > 1 and stages == 1:
+        raise ConfigError(
+            f"schedule.virtual_stages={chunks} cuts the blocks of pipeline stages, and mesh.pipeline=1: "
+            "set mesh.pipeline, or schedule.virtual_stages=1"
+        )
+    if name not in ("1f1b", "coscheduled") and stages == 1:
+        raise ConfigError(
+            f"schedule.pipeline={name} orders what pipeline stages do, and mesh.pipeline=1: set mesh.pipeline, or "
+            "schedule.pipeline=1f1b"
+        )
+    if config.is_pipelined and stages == 1 and config.train.grad_accumulation == 1:
+        raise ConfigError(
+            "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
+            "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
+        )
     if chunks > 1 and name not in _SEVERAL_CHUNKS:
         raise ConfigError(
             f"schedule.virtual_stages={chunks} is not for schedule.pipeline={name}, whose stages hold one group of "
@@ -42,23 +50,21 @@ def check_pipeline(config: "Config") -> None:
             f"train.grad_accumulation={parts} (the pipeline's microbatches) is not divisible by mesh.pipeline="
             f"{stages}, which schedule.virtual_stages={chunks} needs: use {nearest_multiples(parts, stages)}"
         )
-    _check_collectives(config)
+    if config.is_pipelined:
+        _check_collectives(config)
 
 
 def _check_collectives(config: "Config") -> None:
     stages, exchange, grad_reduce = config.mesh.pipeline, config.exchange, config.schedule.grad_reduce
-    if exchange.algorithm in _PERMUTES:
+    if exchange.algorithm in _PERMUTES and stages > 1:
         raise ConfigError(
             f"exchange.algorithm={exchange.algorithm} sends from rank to rank, which waits for the devices of all "
             f"mesh.pipeline={stages} stages: use exchange.algorithm=flat or hier_2d"
         )
+    ticks = f"the ticks of schedule.pipeline={config.schedule.pipeline}, behind which gradients are summed"
     if exchange.reduction != "all_reduce":
         raise ConfigError(
-            f"exchange.reduction={exchange.reduction} is not for mesh.pipeline={stages}, which sums gradients behind "
-            "its last tick: use exchange.reduction=all_reduce"
+            f"exchange.reduction={exchange.reduction} is not for {ticks}: use exchange.reduction=all_reduce"
         )
     if grad_reduce != "end":
-        raise ConfigError(
-            f"schedule.grad_reduce={grad_reduce} is not for mesh.pipeline={stages}, which sums gradients behind its "
-            "last tick: use schedule.grad_reduce=end"
-        )
+        raise ConfigError(f"schedule.grad_reduce={grad_reduce} is not for {ticks}: use schedule.grad_reduce=end")

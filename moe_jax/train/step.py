@@ -72,7 +72,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
-    staged = pipeline.make_plan(config, mesh) if stages.stages > 1 else None
+    staged = pipeline.make_plan(config, mesh) if config.is_pipelined else None
     plan = None if config.is_plain or staged else make_plan(config, mesh)
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)

@@ -52,6 +52,7 @@ CASES = [
     ("zero_bubble", (4, 1, 2), "even", "unified", 4),
     ("coscheduled", (4, 1, 2), "even", "expert_pipeline", 4),
     ("coscheduled-chunks", (2, 1, 4), "tied", "greedy", 4),
+    ("coscheduled", (1, 2, 2), "uneven", "vanilla", 2),
 ]
 
 
