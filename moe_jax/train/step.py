@@ -72,16 +72,12 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     how = Computation.of(config, mesh)
     global_tokens = config.train.batch_size * config.data.seq_len
 
-    staged = pipeline.make_plan(config, mesh) if config.is_pipelined else None
-    plan = None if config.is_plain or staged else make_plan(config, mesh)
+    plan = plan_of(config, mesh)
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        if staged:
-            grads, parts = pipelined_gradients(state["params"], token_BN1, config, how, global_tokens, specs, staged)
-        else:
-            grads, parts = _accumulate(state["params"], token_BN1, config, how, global_tokens, specs, plan)
+        grads, parts = gradients_of(state["params"], token_BN1, config, how, global_tokens, specs, plan)
         norm = global_norm(grads, specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
@@ -97,8 +93,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
 
     def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
-        if staged:
-            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, staged))
+        if isinstance(plan, pipeline.Plan):
+            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan))
 
         def share(token_bN1: jax.Array) -> jax.Array:
             return local_objective(params, token_bN1, config.model, how, global_tokens)[1].cross_entropy
@@ -107,8 +103,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     return Trainer(
         mesh=mesh,
-        schedule=plan.schedule if plan else None,
-        table=staged.table if staged else None,
+        schedule=plan.schedule if isinstance(plan, Plan) else None,
+        table=plan.table if isinstance(plan, pipeline.Plan) else None,
         state_shapes=jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             jax.eval_shape(init),
@@ -118,7 +114,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         step=jax.jit(
             on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)),
             donate_argnums=0,
-            compiler_options=compiler_options(how.platform) if plan or staged else None,
+            compiler_options=compiler_options(how.platform) if plan else None,
         ),
         evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
     )
@@ -129,20 +125,29 @@ def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
     return token_BN1.reshape(config.train.grad_accumulation, -1, token_BN1.shape[-1])
 
 
-def _accumulate(
+def plan_of(config: Config, mesh: Mesh) -> Plan | pipeline.Plan | None:
+    """In which order a step's tasks run; None: autodiff's and the compiler's. Raises ScheduleError or ConfigError."""
+    if config.is_pipelined:
+        return pipeline.make_plan(config, mesh)
+    return None if config.is_plain else make_plan(config, mesh)
+
+
+def gradients_of(
     params: Any,
     token_BN1: jax.Array,
     config: Config,
     how: Computation,
     global_tokens: int,
     specs: Any,
-    plan: Plan | None,
+    plan: Plan | pipeline.Plan | None,
 ) -> tuple[Any, Parts]:
     """Gradients summed over devices, and this device's parts, of `train.grad_accumulation` parts of the batch.
 
-    Parts run one after another, and devices are summed with the last. The load-balance loss looks at one part's tokens
-    at a time, and the parts' losses are averaged.
+    Parts run one after another, if not in a pipeline, and devices are summed with the last. The load-balance loss looks
+    at one part's tokens at a time, and the parts' losses are averaged.
     """
+    if isinstance(plan, pipeline.Plan):
+        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, plan)
     plain = jax.grad(local_objective, has_aux=True)
 
     def gradients(token_bN1: jax.Array) -> tuple[Any, Parts]:
