@@ -20,6 +20,7 @@ def small_config(
     batch_size: int = 8,
     seq_len: int = 12,
     tensor: int = 1,
+    context: int = 1,
     **moe,
 ) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
@@ -27,7 +28,7 @@ def small_config(
     shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
     return Config(
         model=Model(**(shape | (model or {})), moe=MoE(**moe)),
-        mesh=Mesh(data=data, expert=expert, tensor=tensor),
+        mesh=Mesh(data=data, expert=expert, tensor=tensor, context=context),
         schedule=Schedule(**(schedule or {})),
         exchange=Exchange(**(exchange or {})),
         data=Data(seq_len=seq_len),

@@ -89,10 +89,15 @@ REFUSED = {
     "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
     "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
     "mesh.pipeline=2": (
-        "mesh.pipeline=2 is not supported: only data, expert and tensor may exceed 1, so set mesh.pipeline=1"
+        "mesh.pipeline=2 is not supported: only data, expert, tensor and context may exceed 1, so set mesh.pipeline=1"
     ),
-    "mesh.context=-1": (
-        "mesh.context=-1 is not supported: only data, expert and tensor may exceed 1, so set mesh.context=1"
+    "mesh.data=1 mesh.context=3": (
+        "data.seq_len=256 is not divisible into two pieces for each of mesh.context=3: "
+        "use 252 or 258, or mesh.context=1, 2, 4, 8, 16 … or 128"
+    ),
+    "mesh.context=4 mesh.tensor=4 data.seq_len=24": (
+        "data.seq_len=24 is not divisible into two pieces for each of mesh.context=4 × mesh.tensor=4: "
+        "use 16 or 32, or mesh.context=1, 2, 3 or 6"
     ),
     "mesh.tensor=4 model.num_kv_heads=2": (
         "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"

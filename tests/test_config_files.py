@@ -98,7 +98,7 @@ def candidates(name: str) -> Iterator[Any]:
 
 
 FIXED = {
-    *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "mesh.pipeline", "mesh.context"),
+    *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "mesh.pipeline"),
     "tune.over",
     *("model.latent.q_lora_rank", "model.attention.full_every"),
 }

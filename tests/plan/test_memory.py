@@ -119,7 +119,7 @@ def test_published_formulas_are_those_of_the_papers() -> None:
         moe=MoE(num_experts=2, top_k=2, hidden_dim=8),
     )
     config = Config(model=model, mesh=Mesh(data=1, expert=2), data=Data(seq_len=16), train=Train(batch_size=2))
-    sizes = {"data": 1, "expert": 2, "tensor": 1}
+    sizes = {"data": 1, "expert": 2, "tensor": 1, "context": 1}
     experts, activations = 48 * 4 * 8, 16 * (12 * 4 + 4 * 16 + 2 * 2 * (3 * 8 + 4))
     assert piper_bytes(config, sizes) == 64 * 16 + experts + activations
     counts = count_parameters(model)
