@@ -132,6 +132,18 @@ def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
         plan(load_draft(None, [*SMALL, "mesh.expert=auto", "mesh.tensor=3"]), H100S)
 
 
+def test_context_ranks_are_planned_around() -> None:
+    """They cut what a device keeps, and gradients are summed over them, too."""
+    long = [*SMALL, "data.seq_len=4096"]
+    cut, whole = (
+        plan(load_draft(None, [*long, "mesh.data=auto", f"mesh.context={context}"]), H100S).best for context in (2, 1)
+    )
+    assert (cut.config.mesh.data, cut.config.mesh.context) == (8, 2)
+    assert cut.memory.activations < 0.6 * whole.memory.activations
+    with pytest.raises(PlanError, match=r"mesh.context=32 is no mesh of 16 devices"):
+        plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)
+
+
 def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:
     tight = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(16e9)))
     config = config_of(layers=8, batch_size=256)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from moe_jax.plan.gradients import sums_of
+from moe_jax.train.emit import make_plan
 from moe_jax.train.step import make_trainer
 from tests.small import small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of
@@ -42,6 +44,13 @@ def test_loss_and_gradients_equal_the_reference(context, expert, data, settings)
 )
 def test_scheduled_steps_equal_the_reference(context, expert, schedule, settings):
     assert_equals_reference(context_config(context, expert, schedule=schedule, **settings))
+
+
+def test_sums_of_gradients_are_planned_as_they_are_made():
+    config = context_config(2, 2, tensor=2, schedule=UNIFIED, every=1)
+    made = [reduction.sent_bytes(config.mesh.sizes) for reduction in make_plan(config, mesh_of(config)).reductions]
+    planned = sums_of(config.model, config.mesh.sizes, config.schedule.chunk_mb)
+    assert [sum(each.sent_bytes for each in owner) for owner in planned] == list(map(sum, made))
 
 
 def test_one_rank_compiles_to_the_program_without_context_ranks():
