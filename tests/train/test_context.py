@@ -1,5 +1,7 @@
 """The training step over context ranks: each sequence cut, the function stays the same."""
 
+import jax
+import numpy as np
 import pytest
 
 from moe_jax.plan.gradients import sums_of
@@ -44,6 +46,21 @@ def test_loss_and_gradients_equal_the_reference(context, expert, data, settings)
 )
 def test_scheduled_steps_equal_the_reference(context, expert, schedule, settings):
     assert_equals_reference(context_config(context, expert, schedule=schedule, **settings))
+
+
+def test_memory_is_that_of_a_ranks_own_tokens():
+    """However many ranks there are: no squares of a sequence, and nothing for each hop of the ring."""
+
+    def temporaries(context: int, seq_len: int) -> int:
+        config = context_config(context, seq_len=seq_len, batch_size=1, num_experts=0, model={"num_layers": 1})
+        trainer = make_trainer(config, mesh_of(config))
+        batch = jax.ShapeDtypeStruct((1, seq_len + 1), np.int32)
+        return trainer.step.lower(trainer.state_shapes, batch).compile().memory_analysis().temp_size_in_bytes
+
+    of_eight = temporaries(8, 4096)
+    assert of_eight < 4 * 4 * 512 * 4096 / 4, "less than a quarter of a rank's logits"
+    assert of_eight < temporaries(2, 4096) / 3
+    assert of_eight < 1.1 * temporaries(4, 2048)
 
 
 def test_sums_of_gradients_are_planned_as_they_are_made():
