@@ -78,6 +78,8 @@ def _backward(
     mean_BnGJ = jnp.sum(dout.astype(jnp.float32) * _by_group(out_BnHV, key_BnGK).astype(jnp.float32), axis=-1)
     seen = Seen(dout, log_sum_BGJn, jnp.moveaxis(mean_BnGJ, 1, 3))
     tile, (first, *others) = ring_of(context_ranks(), own, window, TILE)
+    # the other way around: XLA would merge hops that are those of the forward pass, and keep what they brought till now
+    others.reverse()
 
     def gradients(dquery: jax.Array, hop: Hop, held: Held) -> tuple[jax.Array, Held]:
         """Of the queries so far, and of a hop's keys and values."""
