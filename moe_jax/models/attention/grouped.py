@@ -29,7 +29,7 @@ def heads(
     query, key, value = _project(params, h_BND, positions, model, view)
     if context_ranks() > 1:
         scale = query.shape[-1] ** -0.5
-        return FORMS[context_form](query, key, value, params.get("sink"), view.window, scale)
+        return FORMS[context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
     if view.window is None and "sink" not in params:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))

@@ -31,13 +31,13 @@ def heads(
     query_BNQ, latent_BNR, key_BNP = jnp.split(gathered(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
     position_BN = jnp.broadcast_to(own_positions(key_BNP.shape[1]), key_BNP.shape[:2])
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
-    key_BNHP = jnp.broadcast_to(_rotated(key_BNP[:, :, None], position_BN, model, view), rotated.shape)
-    key = jnp.concatenate([_of_heads(params, "key", latent_BNR), key_BNHP], axis=-1)
+    held = latent_BNR, _rotated(key_BNP[:, :, None], position_BN, model, view)
     query = jnp.concatenate([plain, rotated], axis=-1)
-    value = _of_heads(params, "value", latent_BNR)
+    weights = {name: params[name] for name in ("key", "value")}
     scale, sink = model.qk_width**-0.5, params.get("sink")
-    if context_ranks() > 1:
-        return FORMS[context_form](query, key, value, sink, view.window, scale)
+    if context_ranks() > 1:  # latents are short: they travel, not what is made of them
+        return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
+    key, value = _keys_and_values(weights, held)
     seen = seen_before(position_BN[0], position_BN[0], view.window)
     return weighted_values(query, key, value, seen, scale, sink)
 
@@ -83,6 +83,16 @@ def _latents(
         query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], model.norm_eps)
     latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], model.norm_eps)
     return query, latent, matmul(h_BND, params["rope_key"])
+
+
+def _keys_and_values(
+    weights: Any, held: tuple[Float[Array, "B N R"], Float[Array, "B N 1 P"]]
+) -> tuple[Float[Array, "B N H KP"], Float[Array, "B N H V"]]:
+    """Of latents and the rotated key that all heads share."""
+    latent_BNR, key_BN1P = held
+    plain = _of_heads(weights, "key", latent_BNR)
+    key_BNHP = jnp.broadcast_to(key_BN1P, (*plain.shape[:3], key_BN1P.shape[-1]))
+    return jnp.concatenate([plain, key_BNHP], axis=-1), _of_heads(weights, "value", latent_BNR)
 
 
 def _queries(
