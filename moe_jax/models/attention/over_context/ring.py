@@ -70,7 +70,7 @@ def _forward(
     for hop, following in zip(hops, (*hops[1:], None), strict=True):
         if following is not None:
             held = _passed_on(held, following.distance - hop.distance)
-        sums = absorbed(sums, Square(query, key, value, *_of_rank(hop, own), tile, window, scale))
+        sums = absorbed(sums, _square(hop, query, (key, value), tile, window, scale))
         if following is not None:
             key, value = _made(make, weights, held)
     out = sums.value_BnGJV / jnp.moveaxis(sums.total_BGJn, 3, 1)[..., None]
@@ -94,8 +94,7 @@ def _backward(
 
     def gradients(dquery: jax.Array, hop: Hop, keys: Pair) -> tuple[jax.Array, Pair]:
         """Of the queries so far, and of a hop's keys and values."""
-        square = Square(query, *keys, *_of_rank(hop, own), tile, window, scale)
-        dquery, *dkeys = with_gradients(dquery, square, seen)
+        dquery, *dkeys = with_gradients(dquery, _square(hop, query, keys, tile, window, scale), seen)
         return dquery, (dkeys[0], dkeys[1])
 
     # Own keys come at both ends: there is something to compute while the first keys travel, and while the last sums do.
@@ -151,13 +150,15 @@ def _pullback(make: Make | None, weights: Any, held: Pair) -> tuple[Pair, Callab
     return keys, pulled
 
 
-def _of_rank(hop: Hop, own: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """What this rank computes in a hop: pairs, and the positions of `own` queries and keys, if some are not seen."""
-    rank = jax.lax.axis_index(Axis.CONTEXT)
+def _square(hop: Hop, query_BnGJK: jax.Array, keys: Pair, tile: int, window: int | None, scale: float) -> Square:
+    """What this rank computes in a hop."""
+    rank, own, positions = jax.lax.axis_index(Axis.CONTEXT), query_BnGJK.shape[1], None
     pairs_P2 = jnp.asarray(hop.pairs_CP2)[rank]
-    if not hop.masked:
-        return pairs_P2, None
-    return pairs_P2, (own_positions(own), positions_of((rank - hop.distance) % context_ranks(), own))
+    if hop.masked:
+        positions = own_positions(own), positions_of((rank - hop.distance) % context_ranks(), own)
+    # else JAX would find that masks are the same in all blocks, and make those of all tiles in front of a scan of these
+    pairs_P2, positions, query_BnGJK = jax.lax.optimization_barrier((pairs_P2, positions, query_BnGJK))
+    return Square(query_BnGJK, *keys, pairs_P2, positions, tile, window, scale)
 
 
 def _by_group(x_BnHV: Float[Array, "B n H V"], key_BnGK: Float[Array, "B n G K"]) -> Float[Array, "B n G J V"]:
