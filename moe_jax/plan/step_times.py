@@ -206,12 +206,14 @@ class Step:
         Those of a ring travel beside the squares; backward, gradients in float32 follow them. What is gathered comes
         first, and its gradients are summed behind.
         """
-        width = model.kv_heads * (model.qk_width + model.v_width) * self.tokens  # of all tensor ranks' heads and tokens
+        width = float(model.kv_heads * (model.qk_width + model.v_width))  # each tensor rank passes on its part
+        if model.latent.kv_lora_rank is not None:
+            width = self.tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)  # or all
         group = Group(self.context, self.experts.ranks * self.tensor)
-        once = self.fabric.ring((self.context - 1) * width * self._item, group)
+        once = self.fabric.ring((self.context - 1) * self.tokens * width * self._item, group)
         if not has_ring(self.config):
             return once, once
-        sums = self.fabric.ring((self.context - 1) * width * ITEM_BYTES["float32"], group)
+        sums = self.fabric.ring((self.context - 1) * self.tokens * width * ITEM_BYTES["float32"], group)
         squares_s = self.squares_s()
         return max(once - squares_s, 0.0), max(once + sums - 2 * squares_s, 0.0)
 
