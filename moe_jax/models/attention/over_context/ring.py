@@ -69,6 +69,7 @@ def _forward(
     tile, hops = ring_of(context_ranks(), own, window, TILE)
     for hop, following in zip(hops, (*hops[1:], None), strict=True):
         if following is not None:
+            held, sums = jax.lax.optimization_barrier((held, sums))  # else all hops could be taken at once, and kept
             held = _passed_on(held, following.distance - hop.distance)
         sums = absorbed(sums, _square(hop, query, (key, value), tile, window, scale))
         if following is not None:
@@ -108,6 +109,7 @@ def _backward(
     for hop, following in zip(others, (*others[1:], None), strict=True) if others else ():
         keys, pull = _pullback(make, weights, held)
         if following is not None:
+            held, dquery = jax.lax.optimization_barrier((held, dquery))
             held = _passed_on(held, following.distance - hop.distance)
         if travelling is not None:
             travelling = _passed_on(travelling, hop.distance - distance)
