@@ -204,6 +204,9 @@ class Exchange:
     # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
     tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
     tensor_chunks: int = 2  # of o2 and o3
+    # how attention sees the tokens of other context ranks, see docs/context.md: their keys and values go around a ring
+    # while those that came are computed with, or all are gathered first
+    context_form: Literal["ring", "all_gather"] = "ring"
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped

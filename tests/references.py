@@ -143,13 +143,19 @@ def keep(chosen_TE, moe: MoE, prob_TE=None):
     return kept
 
 
-def shares(tokens: int, sources: int, sequences: int, tensor: int) -> np.ndarray:
-    """The tokens of each device: of a source's consecutive sequences, each tensor rank has an equal part."""
-    numbers = np.arange(tokens).reshape(sources, sequences // sources, tensor, -1)
-    return numbers.swapaxes(1, 2).reshape(sources * tensor, -1)
+def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int) -> np.ndarray:
+    """The tokens of each device: of a source's consecutive sequences, each context rank has a piece from the front and
+    the one as far from the end, of which each tensor rank has an equal part.
+    """
+    numbers = np.arange(tokens).reshape(sequences, -1)
+    if context > 1:
+        pieces = np.split(numbers, 2 * context, axis=1)
+        numbers = np.concatenate([piece for r in range(context) for piece in (pieces[r], pieces[-1 - r])], axis=1)
+    numbers = numbers.reshape(sources, sequences // sources, context * tensor, -1)
+    return numbers.swapaxes(1, 2).reshape(sources * context * tensor, -1)
 
 
-def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tensor: int = 1):
+def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tensor: int = 1, context: int = 1):
     """Output, load-balance loss, mean squared log-sum-exp, pairs per expert and dropped pairs of the whole batch.
 
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
@@ -159,10 +165,11 @@ def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tens
     weight_TE, prob_TE, best_Tk = gate(logit_TE, moe)
     chosen_TE = chosen(best_Tk, moe)
     kept_TE = np.zeros_like(chosen_TE)
-    for own in shares(len(h_TD), sources, sequences, tensor):
+    for own in shares(len(h_TD), sources, sequences, tensor, context):
         kept_TE[own] = keep(chosen_TE[own], moe, prob_TE[own])
     if buffer is not None:
-        kept_TE = np.concatenate([keep_in_buffer(best, moe, buffer) for best in np.split(best_Tk, sequences * tensor)])
+        for own in shares(len(h_TD), sequences, sequences, tensor, context):
+            kept_TE[own] = keep_in_buffer(best_Tk[own], moe, buffer)
     out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
     for expert in range(moe.num_experts):
         own = jax.tree.map(lambda w, expert=expert: w[expert], p["experts"])
@@ -183,7 +190,7 @@ def block_params(params, model: Model):
     return blocks
 
 
-def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor: int = 1):
+def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor: int = 1, context: int = 1):
     """The loss of the whole batch, and its parts and what the routers counted by name."""
     x = params["embedding"][token_BN1[:, :-1]]
     balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
@@ -194,7 +201,7 @@ def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor
             x = x + mlp(p["mlp"], h)
             continue
         y, balance, z_loss, count_E, lost = moe_layer(
-            p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x), buffer, tensor
+            p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x), buffer, tensor, context
         )
         x = x + y.reshape(x.shape)
         balances, z_losses, dropped = balances + balance, z_losses + z_loss, dropped + lost

@@ -22,6 +22,7 @@ def small_config(
     tensor: int = 1,
     pipeline: int = 1,
     grad_accumulation: int = 1,
+    context: int = 1,
     **moe,
 ) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
@@ -29,7 +30,7 @@ def small_config(
     shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
     return Config(
         model=Model(**(shape | (model or {})), moe=MoE(**moe)),
-        mesh=Mesh(data=data, expert=expert, tensor=tensor, pipeline=pipeline),
+        mesh=Mesh(data=data, expert=expert, tensor=tensor, pipeline=pipeline, context=context),
         schedule=Schedule(**(schedule or {})),
         exchange=Exchange(**(exchange or {})),
         data=Data(seq_len=seq_len),

@@ -125,8 +125,17 @@ REFUSED = {
         "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
         "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
     ),
-    "mesh.context=-1": (
-        "mesh.context=-1 is not supported: only data, expert, pipeline and tensor may exceed 1, so set mesh.context=1"
+    "mesh.pipeline=2 mesh.context=2": (
+        "exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 stages: "
+        "use exchange.context_form=all_gather, or mesh.context=1"
+    ),
+    "mesh.data=1 mesh.context=3": (
+        "data.seq_len=256 is not divisible into two pieces for each of mesh.context=3: "
+        "use 252 or 258, or mesh.context=1, 2, 4, 8, 16 … or 128"
+    ),
+    "mesh.context=4 mesh.tensor=4 data.seq_len=24": (
+        "data.seq_len=24 is not divisible into two pieces for each of mesh.context=4 × mesh.tensor=4: "
+        "use 16 or 32, or mesh.context=1, 2, 3 or 6"
     ),
     "mesh.tensor=4 model.num_kv_heads=2": (
         "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"

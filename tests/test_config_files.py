@@ -98,14 +98,8 @@ def candidates(name: str) -> Iterator[Any]:
 
 
 FIXED = {
-    *(
-        "schedule.chunk_mb",
-        "schedule.microbatches",
-        "schedule.expert_chunks",
-        "schedule.virtual_stages",
-        "schedule.pipeline",
-        "mesh.context",
-    ),
+    *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
+    "schedule.pipeline",
     "tune.over",
     *("model.latent.q_lora_rank", "model.attention.full_every"),
 }

@@ -5,7 +5,13 @@ Each refusal gives the setting, its value and the cure.
 
 from typing import TYPE_CHECKING
 
-from moe_jax.config_checks.mesh import check_batch_split, check_expert_split, check_mesh, check_tensor_split
+from moe_jax.config_checks.mesh import (
+    check_batch_split,
+    check_context_split,
+    check_expert_split,
+    check_mesh,
+    check_tensor_split,
+)
 from moe_jax.config_checks.model import check_model
 from moe_jax.config_checks.pipeline import check_pipeline
 from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
@@ -20,6 +26,7 @@ if TYPE_CHECKING:  # a Config checks itself with what stands here
 __all__ = [
     "check_batch_split",
     "check_config",
+    "check_context_split",
     "check_expert_split",
     "check_node_split",
     "check_tensor_split",

@@ -16,13 +16,10 @@ def check_mesh(config: "Config") -> None:
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
-        if name == "context" and size != 1:
-            raise ConfigError(
-                f"mesh.{name}={size} is not supported: only data, expert, pipeline and tensor may exceed 1, "
-                f"so set mesh.{name}=1"
-            )
     if sizes["tensor"] > 1:
         check_tensor_split(config, sizes["tensor"])
+    if sizes["context"] > 1:
+        check_context_split(config, sizes["context"], max(sizes["tensor"], 1))
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(
@@ -56,6 +53,20 @@ def check_tensor_split(config: "Config", ranks: int) -> None:
         raise ConfigError(
             f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
             "or mesh.tensor=1"
+        )
+
+
+def check_context_split(config: "Config", ranks: int, tensor_ranks: int) -> None:
+    """Raise ConfigError unless sequences divide into two pieces for each context rank, and these over tensor ranks."""
+    if ranks == 1:
+        return
+    length, unit = config.data.seq_len, ranks * math.lcm(2, tensor_ranks)
+    if length % unit:
+        tensor = f" × mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
+        rest = length // math.lcm(2, tensor_ranks) if length % math.lcm(2, tensor_ranks) == 0 else 1
+        raise ConfigError(
+            f"data.seq_len={length} is not divisible into two pieces for each of mesh.context={ranks}{tensor}: "
+            f"use {nearest_multiples(length, unit)}, or mesh.context={divisors_text(rest)}"
         )
 
 

@@ -61,6 +61,11 @@ def _check_collectives(config: "Config") -> None:
             f"exchange.algorithm={exchange.algorithm} sends from rank to rank, which waits for the devices of all "
             f"mesh.pipeline={stages} stages: use exchange.algorithm=flat or hier_2d"
         )
+    if config.mesh.context != 1 and exchange.context_form == "ring" and stages > 1:
+        raise ConfigError(
+            f"exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline="
+            f"{stages} stages: use exchange.context_form=all_gather, or mesh.context=1"
+        )
     ticks = f"the ticks of schedule.pipeline={config.schedule.pipeline}, behind which gradients are summed"
     if exchange.reduction != "all_reduce":
         raise ConfigError(

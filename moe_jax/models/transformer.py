@@ -1,7 +1,7 @@
 """The decoder, inside `shard_map`: per-device code, every collective a visible call.
 
-B sequences of this device, N tokens of each that are its own (its tensor rank's share), T = B·N, D model width,
-V vocabulary, M blocks with experts, E experts.
+B sequences of this device, N tokens of each that are its own (its context and tensor ranks' share), T = B·N, D model
+width, V vocabulary, M blocks with experts, E experts.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, Exchange, Model, View
-from moe_jax.config_checks import check_node_split, check_tensor_split
+from moe_jax.config_checks import check_context_split, check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
@@ -44,6 +44,7 @@ class Computation:
     buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
+    context_form: str = "ring"  # how attention of one context rank sees tokens of others
 
     @property
     def route(self) -> Route:
@@ -60,6 +61,7 @@ class Computation:
                 part_of(config.model.moe)  # refused now if it is none
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         check_tensor_split(config, mesh.shape[Axis.TENSOR])
+        check_context_split(config, mesh.shape[Axis.CONTEXT], mesh.shape[Axis.TENSOR])
         size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
         if per_node is None:
             per_node = ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
@@ -77,6 +79,7 @@ class Computation:
             buffer_factor=config.exchange.buffer_factor,
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
+            context_form=config.exchange.context_form,
         )
 
 
@@ -109,13 +112,19 @@ class Routed(NamedTuple):
 
 
 def attend_and_route(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, room: Room | None = None, ragged: bool = False
+    params: Any,
+    x_BND: Float[Array, "B N D"],
+    model: Model,
+    view: View,
+    context_form: str,
+    room: Room | None = None,
+    ragged: bool = False,
 ) -> Routed:
     """Attention, MLPs beside the experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
 
     `ragged`: the rows are for an irregular exchange.
     """
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, context_form)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
@@ -131,9 +140,11 @@ def rejoin(
     return x_BND + moe_layer.combine(returned, ticket, model.moe, ragged).reshape(x_BND.shape)
 
 
-def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View) -> Float[Array, "B N D"]:
+def dense_block(
+    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, context_form: str
+) -> Float[Array, "B N D"]:
     """One block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, context_form)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
 
 
@@ -147,11 +158,11 @@ def block(
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
-        return dense_block(params, x_BND, model, view), None
+        return dense_block(params, x_BND, model, view, how.context_form), None
     length, ranks = x_BND.shape[1], jax.lax.axis_size(Axis.EXPERT)
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, room)
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how.context_form, room)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 
 

@@ -22,7 +22,7 @@ class Axis(StrEnum):
 
 
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
-TOKEN_AXES = (*BATCH_AXES, Axis.TENSOR)  # and the tokens of each over tensor ranks
+TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)  # and the tokens of each over context and tensor ranks
 
 
 def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:

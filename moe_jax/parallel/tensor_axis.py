@@ -6,18 +6,18 @@ itself. With one rank nothing happens. All functions run inside `shard_map`.
 """
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from moe_jax.parallel.mesh import Axis
 
 
-def own_tokens(token_BN1: Int[Array, "B N1"]) -> Int[Array, "B n1"]:
-    """This rank's N/t tokens of each sequence, and the one behind them."""
-    ranks, length = jax.lax.axis_size(Axis.TENSOR), token_BN1.shape[1] - 1
+def own_share(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
+    """This rank's share along `dim` of what all have."""
+    ranks = jax.lax.axis_size(Axis.TENSOR)
     if ranks == 1:
-        return token_BN1
-    own = length // ranks
-    return jax.lax.dynamic_slice_in_dim(token_BN1, jax.lax.axis_index(Axis.TENSOR) * own, own + 1, axis=1)
+        return x
+    own = x.shape[dim] // ranks
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(Axis.TENSOR) * own, own, axis=dim)
 
 
 def gathered(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:

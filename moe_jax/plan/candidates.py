@@ -60,13 +60,17 @@ def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
     """Devices along the axes; those that are not open are as the draft says."""
     experts = draft.model.moe.num_experts
     given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
-    for tensor in divisors(cluster.devices):
+    context = draft.mesh.context
+    if context < 1 or cluster.devices % context:
+        return
+    devices = cluster.devices // context
+    for tensor in divisors(devices):
         if tensor > cluster.node_devices and "tensor" not in given:
             return
-        for expert in divisors(cluster.devices // tensor):
+        for expert in divisors(devices // tensor):
             if "expert" not in given and (expert > max(experts, 1) or experts % expert):
                 continue
-            sizes = {"data": cluster.devices // (tensor * expert), "expert": expert, "tensor": tensor}
+            sizes = {"data": devices // (tensor * expert), "expert": expert, "tensor": tensor, "context": context}
             if all(given.get(name, size) == size for name, size in sizes.items()):
                 yield sizes
 

@@ -65,9 +65,9 @@ def order_times(
 ) -> TaskTimes:
     """What the order of a step's tasks is made by, on a mesh of these sizes; otherwise like `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
-    expert, tensor = mesh["expert"], mesh["tensor"]
-    rates = rates_of(config, platform, expert, tensor, mesh["data"] * expert * tensor)
-    tokens = sequences * config.data.seq_len // tensor
+    expert, tensor, context = mesh["expert"], mesh["tensor"], mesh["context"]
+    rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * expert * tensor)
+    tokens = sequences * config.data.seq_len // (tensor * context)
     return task_times(config, tokens, expert, tensor, reduction_bytes, rates, measured)
 
 
@@ -83,7 +83,7 @@ def task_times(
     """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
 
     Ops that were `measured` are not estimated. Tensor ranks gather what was exchanged; what they gather and sum in
-    attention and MLPs is not counted.
+    attention and MLPs is not counted, nor what context ranks pass on.
     """
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens).items()}

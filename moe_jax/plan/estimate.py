@@ -105,7 +105,7 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
 def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
     """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
     counts, mesh = count_parameters(config.model), config.mesh.sizes
-    data, expert, tensor = (mesh[name] for name in ("data", "expert", "tensor"))
+    data, expert, tensor = mesh["data"] * mesh["context"], mesh["expert"], mesh["tensor"]
     own = [
         (Group(data * expert * tensor, 1), counts.total - counts.expert - counts.heads_and_hidden),
         (Group(data * expert, tensor), counts.heads_and_hidden / tensor),

@@ -30,7 +30,7 @@ def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tu
 
 
 def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
-    data, expert, tensor = mesh["data"], mesh["expert"], mesh["tensor"]
+    data, expert, tensor = mesh["data"] * mesh["context"], mesh["expert"], mesh["tensor"]  # whose tokens differ alike
     of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
     of_group[Group(data * expert * tensor, 1)] += owned.whole
     of_group[Group(data * expert, tensor)] += owned.heads_and_hidden // tensor

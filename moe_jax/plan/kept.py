@@ -6,8 +6,8 @@ The values are those that jax stacks up for the backward loop, read off the trac
 - *dots*, *full*: what `schedule.remat` leaves. A plain step keeps the input of a period of blocks, a scheduled one that
   of every task: rows are not sent again.
 
-T tokens of a device, n of them its tensor rank's own; D model width, H·K and G·K widths of its query and key heads,
-F hidden widths, all as its tensor rank has them.
+T tokens of a context rank, n of them its tensor rank's own; D model width, H·K and G·K widths of its query and key
+heads, F hidden widths, all as its tensor rank has them.
 """
 
 import math
@@ -17,9 +17,9 @@ from fractions import Fraction
 from typing import Literal
 
 from moe_jax.config import Config, Model
+from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _TILES = {"gpu": (64, 512), "tpu": (128, 512), "cpu": (8, 64)}  # of grouped products, see models/grouped_matmul.py
 _LANE_TILE = 8  # rows, see models/orders/irregular.py
 
@@ -42,7 +42,9 @@ class Sizes:
     sequences: float
     tokens: float
     own_tokens: float
-    length: int
+    length: int  # of this context rank's share of a sequence
+    keys: int  # that its queries are computed with at once
+    ring: bool  # of context ranks
     microbatches: int
     heads: float
     kv_heads: float
@@ -51,27 +53,30 @@ class Sizes:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key, masked ones included."""
-        return self.sequences * self.heads * self.length**2
+        """Of a query and a key that are in memory at once, masked ones included."""
+        return self.sequences * self.heads * (self.keys**2 if self.ring else self.length * self.keys)
 
 
 def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
     """For devices along each axis of `mesh`, none of them -1."""
     model, schedule = config.model, config.schedule
-    tensor = mesh["tensor"]
+    tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
+    ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
     sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
     parts = schedule.microbatches if schedule.policy == "unified" else 1
     return Sizes(
         item=ITEM_BYTES[config.train.compute_dtype],
         sequences=sequences,
-        tokens=sequences * config.data.seq_len,
-        own_tokens=sequences * config.data.seq_len / tensor,
-        length=config.data.seq_len,
+        tokens=sequences * length,
+        own_tokens=sequences * length / tensor,
+        length=length,
+        keys=ring_tile(config.data.seq_len, mesh["context"]) if ring else config.data.seq_len,
+        ring=ring,
         microbatches=parts,
         heads=model.num_heads / tensor,
         kv_heads=model.kv_heads / tensor,
         tensor=tensor,
-        rows=_rows(config, platform, mesh, parts, int(sequences * config.data.seq_len / tensor)),
+        rows=_rows(config, platform, mesh, parts, int(sequences * length / tensor)),
     )
 
 
@@ -82,7 +87,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         return Rows(sent=0, computed=0)
     held, part = moe.num_experts // ranks, tokens // parts
     if moe.capacity_factor is None:
-        own = config.data.seq_len // tensor
+        own = config.data.seq_len // (tensor * mesh["context"])
         width = own * min(moe.top_k, held)
         if config.exchange.buffer_factor is not None:
             width = min(width, math.ceil(Fraction(str(config.exchange.buffer_factor)) * own * moe.top_k / ranks))
@@ -109,19 +114,21 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     stream, stream_32 = own * model.d_model * item, own * model.d_model * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
+    keys = key * (1 if sizes.ring else sizes.keys / sizes.length)  # of other context ranks, too, if they are gathered
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
+    squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
     hidden = (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim) / sizes.tensor
     hidden_values = sizes.tokens * hidden * item
     matrices = 2 if model.activation == "swiglu" else 1  # in front of the activation
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
-        total = sizes.pairs * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
-        total += 6 * stream_32 + stream + item * 2 * (query + key)
+        total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
+        total += 6 * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
         total += 6 * hidden_values + (stream if hidden else 0)
         total += 2 * gathered * model.d_model * item
     elif mode == "least":
-        total = sizes.pairs * 4 + 2 * statistics + 2 * stream + item * 2 * (query + key)
+        total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
         total += item * (query + key) if model.qk_norm else 0
         total += matrices * hidden_values + 2 * gathered * model.d_model * item
     else:

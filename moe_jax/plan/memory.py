@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Model
 from moe_jax.errors import ConfigError
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, sizes_of
 from moe_jax.plan.resources import count_parameters, state_bytes_per_device
@@ -139,7 +139,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         moment=moment,
         parameters=4 * count,
         optimizer=int(8 * _with_moments(config, mesh)),
-        batch=int(4 * sizes.sequences * config.train.grad_accumulation * (sizes.length + 1)),
+        batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
     )
@@ -159,7 +159,7 @@ def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
     model, expert, tensor = config.model, mesh["expert"], mesh["tensor"]
     if not config.optimizer.sharded:
         return state_bytes_per_device(model, expert, tensor) / 12
-    counts, copies = count_parameters(model), mesh["data"] * expert
+    counts, copies = count_parameters(model), mesh["data"] * mesh["context"] * expert
     experts = counts.expert / (copies * tensor)
     return experts + (counts.total - counts.expert) / (copies * tensor)
 
@@ -189,13 +189,16 @@ def _working(config: Config, sizes: Sizes, compiler: _Compiler, mode: Mode, mesh
     model, rows, item = config.model, sizes.rows, sizes.item
     in_block = _in_blocks(config, mesh) / model.num_layers
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
+    if sizes.ring:
+        squares += _ring_bytes(sizes, model)
     hidden = rows.computed * model.moe.hidden_dim / sizes.tensor
     flowing = 4 * item * (rows.sent * model.d_model + hidden)
     if mode in ("dots", "full"):
         blocks = _period(config) if config.is_plain else 1
         of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=True) for kind in set(model.block_kinds)}
         kinds = model.block_kinds[-blocks:]
-        again = sum(of_kind[kind] for kind in kinds) - len(kinds) * sizes.pairs * item  # quotients are made anew
+        again = sum(of_kind[kind] for kind in kinds)
+        again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are made anew
         # experts go backward with all that was computed again in memory, attention when their part is gone
         of_rows = item * (model.d_model * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
         total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
@@ -213,11 +216,18 @@ def _working(config: Config, sizes: Sizes, compiler: _Compiler, mode: Mode, mesh
     return total
 
 
+def _ring_bytes(sizes: Sizes, model: Model) -> float:
+    """Of a block's backward pass: gradients of queries and of the keys of three ranks in float32, keys of two ranks."""
+    query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
+    return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
+
+
 def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
     """Of a turn of a schedule's loop, as chunks that are summed over devices and put together again."""
     counts, schedule = count_parameters(config.model), config.schedule
     if schedule.grad_reduce == "end":
         return 0.0
-    summed = counts.heads_and_hidden / mesh["tensor"] * (mesh["data"] * mesh["expert"] > 1)
-    summed += counts.expert / (mesh["expert"] * mesh["tensor"]) * (mesh["data"] > 1)
+    data = mesh["data"] * mesh["context"]
+    summed = counts.heads_and_hidden / mesh["tensor"] * (data * mesh["expert"] > 1)
+    summed += counts.expert / (mesh["expert"] * mesh["tensor"]) * (data > 1)
     return 2 * 4 * summed * min(schedule.unroll * _period(config) / config.model.num_layers, 1)

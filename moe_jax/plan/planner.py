@@ -221,7 +221,7 @@ class _Search:
 
 
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:
-    axes = ("data", "expert", "tensor")
+    axes = ("data", "expert", "tensor", *(("context",) if draft.mesh.context != 1 else ()))
     given = [f"mesh.{name}={getattr(draft.mesh, name)}" for name in axes if f"mesh.{name}" not in draft.open]
     return f"{' × '.join(given)} is no mesh of {cluster.devices} devices that divides its experts"
 

@@ -21,5 +21,5 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         reductions=tuple(reductions),
         tied=model.tie_embeddings,
         # all tensor ranks have the vectors behind their parts of an expert
-        local_experts=mesh["data"] == 1 and not (model.moe.bias and mesh["tensor"] > 1),
+        local_experts=mesh["data"] * mesh["context"] == 1 and not (model.moe.bias and mesh["tensor"] > 1),
     )

@@ -20,7 +20,7 @@ from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
-from moe_jax.plan.work import ITEM_BYTES, Work, exchange_bytes, expert_rows, work_of
+from moe_jax.plan.work import ITEM_BYTES, Work, computed_keys, exchange_bytes, expert_rows, has_ring, work_of
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
@@ -41,11 +41,11 @@ class Step:
         self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
         self.slowdown, self.handling, self.measured = cluster.compute_slowdown, cluster.handling, measured
         self.fabric = Fabric(cluster)
-        self.tensor = self.mesh["tensor"]
+        self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
         self.experts = Group(self.mesh["expert"], self.tensor)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
-        self.tokens = self.sequences * config.data.seq_len / self.tensor
+        self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
         self._item = ITEM_BYTES[config.train.compute_dtype]
 
     @cached_property
@@ -112,8 +112,8 @@ class Step:
 
     @property
     def _pairs(self) -> float:
-        """Of tokens, for each head."""
-        return self.sequences * self.config.data.seq_len**2 * self.config.model.num_heads / self.tensor
+        """Of own queries and keys, for each head."""
+        return self.tokens * computed_keys(self.config) * self.config.model.num_heads
 
     def squares_s(self) -> float:
         """Seconds of attention's products of activations and what lies between them, forward, in one block."""
@@ -162,6 +162,7 @@ class Step:
                 self._weights(part._replace(expert=0, expert_whole=0)),
                 [a * self._pairs + b * passes for a, b in zip(_PAIR_BYTES, _TOKEN_PASSES, strict=True)],
                 self._gathered(model, kind),
+                self._from_others(model),
                 "attend",
             )
             for kind, part in of_kind.items()
@@ -199,12 +200,30 @@ class Step:
         leaving = (self.tensor - 1) * self.tokens * model.d_model * self._item
         return times * self.fabric.ring(leaving, Group(self.tensor, 1))
 
+    def _from_others(self, model: Model) -> tuple[float, float]:
+        """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
+
+        Those of a ring travel beside the squares; backward, gradients in float32 follow them. What is gathered comes
+        first, and its gradients are summed behind.
+        """
+        width = float(model.kv_heads * (model.qk_width + model.v_width))  # each tensor rank passes on its part
+        if model.latent.kv_lora_rank is not None:
+            width = self.tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)  # or all
+        group = Group(self.context, self.experts.ranks * self.tensor)
+        once = self.fabric.ring((self.context - 1) * self.tokens * width * self._item, group)
+        if not has_ring(self.config):
+            return once, once
+        sums = self.fabric.ring((self.context - 1) * self.tokens * width * ITEM_BYTES["float32"], group)
+        squares_s = self.squares_s()
+        return max(once - squares_s, 0.0), max(once + sums - 2 * squares_s, 0.0)
+
     def _task(
         self,
         work: Work,
         weights_s: float,
         moved: list[float],
         gathered_s: float = 0.0,
+        waited_s: tuple[float, float] = (0.0, 0.0),
         op: str = "head",
         again_s: float = 0.0,
     ) -> Compute:
@@ -214,11 +233,11 @@ class Step:
         forward_moved, backward_moved = (num_bytes / self.device.memory_bytes_per_s for num_bytes in moved)
         again = again_s
         if self.config.schedule.remat != "none" and op != "head":
-            again += rest_s + forward_moved
+            again += rest_s + forward_moved + waited_s[0]
             if self.config.schedule.remat == "full" or op == "expert":
                 again += products_s + gathered_s
-        forward = products_s + rest_s + forward_moved + gathered_s
-        backward = products_s + 2 * rest_s + backward_moved + gathered_s + again
+        forward = products_s + rest_s + forward_moved + gathered_s + waited_s[0]
+        backward = products_s + 2 * rest_s + backward_moved + gathered_s + waited_s[1] + again
         return Compute(rate=Linear(weights_s, 1.0), forward=forward, backward=backward, weight=products_s)
 
 

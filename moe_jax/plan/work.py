@@ -6,6 +6,7 @@ from moe_jax.config import Config, Model
 from moe_jax.plan.resources import attention_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_RING_TILE = 512
 
 
 class Work(NamedTuple):
@@ -20,7 +21,7 @@ def work_of(config: Config, tokens: float) -> dict[str, Work]:
     model, moe = config.model, config.model.moe
     matrices = 3 if model.activation == "swiglu" else 2
     attention = 2 * tokens * attention_matrices(model)
-    scores = 2 * tokens * config.data.seq_len * model.num_heads * (model.qk_width + model.v_width)
+    scores = 2 * tokens * computed_keys(config) * model.num_heads * (model.qk_width + model.v_width)
     dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
     shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
     shared += dense if moe.dense_residual else 0
@@ -31,6 +32,22 @@ def work_of(config: Config, tokens: float) -> dict[str, Work]:
         "expert": Work(2 * expert_rows(model, tokens) * matrices * model.d_model * moe.hidden_dim),
         "head": Work(2 * tokens * model.d_model * model.vocab_size),
     }
+
+
+def computed_keys(config: Config) -> float:
+    """Of a query, masked ones that are computed with included; all of a sequence, unless a ring leaves out tiles."""
+    length, context = config.data.seq_len, config.mesh.context
+    return (length + ring_tile(length, context)) / 2 if has_ring(config) else length
+
+
+def has_ring(config: Config) -> bool:
+    """Whether keys and values go around a ring of context ranks."""
+    return config.mesh.context > 1 and config.exchange.context_form == "ring"
+
+
+def ring_tile(length: int, context: int) -> int:
+    """Tokens of a tile of queries or keys (models/attention/over_context/tiles.py), where pieces divide by 512."""
+    return min(_RING_TILE, length // (2 * context))
 
 
 def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:

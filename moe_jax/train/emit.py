@@ -16,8 +16,8 @@ from moe_jax.config import Config, Model
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes, segments
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import partitions
-from moe_jax.parallel.tensor_axis import own_tokens
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.step_shape import step_shape
@@ -156,12 +156,12 @@ def scheduled_gradients(
     as `jax.grad` of `local_objective` and `sync_gradients`, to round-off.
     """
     shape, model, looped = plan.schedule.shape, config.model, plan.looped
-    token_BN1 = own_tokens(token_BN1)
-    facts = Facts(config, how, shape, global_tokens, tokens=token_BN1[:, 1:].size)
+    tokens = own_tokens(token_BN1)
+    facts = Facts(config, how, shape, global_tokens, tokens=tokens.input_Bn.size)
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: _owned(params, model, block + 1, _slice) for block in outside}
-    tasks = Tasks(facts, params, blocks, token_BN1, functools.partial(_stored, params, model))
+    tasks = Tasks(facts, params, blocks, tokens, functools.partial(_stored, params, model))
     sums = Sums(
         plan.reductions, tasks, None if earlier is None else lambda owner: _owned(earlier, model, owner, _slice)
     )

@@ -14,6 +14,7 @@ from moe_jax.models import routing
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Buffer, Order, buffer_of
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.schedule.shape import Shape
@@ -78,7 +79,7 @@ class Facts:
     def buffer(self) -> Buffer | None:
         """What an expert rank has room for; inside `shard_map`."""
         config, ranks = self.config, jax.lax.axis_size(Axis.EXPERT)
-        own = config.data.seq_len // jax.lax.axis_size(Axis.TENSOR)
+        own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
         return buffer_of(config.model.moe, self.how.buffer_factor, own, ranks)
 
     def microbatches_of(self, action: Action) -> range:

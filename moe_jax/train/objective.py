@@ -13,7 +13,7 @@ from moe_jax.config import Model
 from moe_jax.models.moe import RouterStats, load_balance_loss
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.tensor_axis import own_tokens
+from moe_jax.parallel.own_tokens import own_tokens
 
 
 class Parts(NamedTuple):
@@ -32,11 +32,12 @@ def local_objective(
     """This device's share of cross-entropy + weighted load-balance and router z losses.
 
     `global_tokens` counts the predicted tokens of all devices. No collective here is differentiated but the
-    exchanges and those of tensor ranks, which are each other's transposes.
+    exchanges, those of tensor ranks, which are each other's transposes, and those of context ranks, whose transposes
+    move the same values back.
     """
-    token_BN1 = own_tokens(token_BN1)
-    logit_BNV, stats = forward(params, token_BN1[:, :-1], model, how)
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BNV, token_BN1[:, 1:])
+    input_Bn, target_Bn = own_tokens(token_BN1)
+    logit_BnV, stats = forward(params, input_Bn, model, how)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
     cross_entropy = losses.sum() / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(cross_entropy, stats, counts_ME, global_tokens)

@@ -26,6 +26,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.schedule.actions import Action
 from moe_jax.train.expert_weights import ExpertWeights
 from moe_jax.train.facts import Facts
@@ -50,13 +51,16 @@ class Tasks:
         facts: Facts,
         ends: Tree,
         blocks: dict[int, Tree],
-        token_BN1: jax.Array | None,
+        tokens: OwnTokens | None,
         stored: Callable[[int], irregular.Stored] | None = None,
     ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
         self.expert_weights = ExpertWeights(facts, blocks, stored)
         self.rare = RareRows(facts, self.expert_weights)
-        self.token = [] if token_BN1 is None else jnp.split(token_BN1, facts.microbatches)
+        self.tokens: list[OwnTokens] = []  # of each microbatch
+        if tokens is not None:
+            parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
+            self.tokens = list(map(OwnTokens, *parts))
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
@@ -86,8 +90,7 @@ class Tasks:
 
     def _embed(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            tokens = self.token[r][:, :-1]
-            look_up = partial(_look_up, tokens=tokens, how=self.facts.how)
+            look_up = partial(_look_up, tokens=self.tokens[r].input_Bn, how=self.facts.how)
             self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
 
     def settle(self, r: int, consumer: int) -> None:
@@ -107,17 +110,16 @@ class Tasks:
     def _attend(self, action: Action) -> None:
         facts, block = self.facts, action.block
         model, weights = facts.config.model, self.blocks[block]
-        view = facts.view(block)
+        view, form = facts.view(block), facts.how.context_form
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view))
+                function = self._remat(partial(dense_block, model=model, view=view, context_form=form))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue
-            function = self._remat(
-                partial(attend_and_route, model=model, view=view, room=self._room(block, r), ragged=facts.ragged)
-            )
+            route = partial(attend_and_route, model=model, view=view, context_form=form)
+            function = self._remat(partial(route, room=self._room(block, r), ragged=facts.ragged))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
             self.ties.computed(floats_of(routed.sent)[0])
@@ -166,7 +168,7 @@ class Tasks:
         weights = {name: self.ends[name] for name in ("norm", matrix)}
         for r in self.facts.microbatches_of(action):
             self.settle(r, blocks)
-            function = partial(share, tokens=self.token[r][:, 1:])
+            function = partial(share, tokens=self.tokens[r].target_Bn)
             loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
             self.ties.computed(loss)
             self.cross_entropy += loss

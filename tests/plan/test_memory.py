@@ -30,13 +30,12 @@ SCHEDULED = {"policy": "unified", "weight_grad": "greedy"}
 MODEL = {"vocab_size": 64, "d_model": 104, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 30}
 
 
-def config_of(mesh: tuple[int, int, int] = (2, 4, 1), schedule: Any = None, **settings: Any) -> Config:
+def config_of(mesh: tuple[int, ...] = (2, 4, 1), schedule: Any = None, **settings: Any) -> Config:
     model = MODEL | {"hidden_dim": 92} | settings.pop("model", {})
     moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 68, "every": 1, "capacity_factor": 1.25} | settings
-    data, expert, tensor = mesh
-    config = small_config(
-        data, expert, tensor=tensor, model=model, schedule=schedule, batch_size=2 * data * expert, seq_len=48, **moe
-    )
+    data, expert, tensor, context = (*mesh, 1)[:4]
+    sizes = {"tensor": tensor, "context": context, "batch_size": 2 * data * expert, "seq_len": 48}
+    config = small_config(data, expert, **sizes, model=model, schedule=schedule, **moe)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
 
 
@@ -67,6 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dropless": {"capacity_factor": None},
     "scheduled": {"schedule": SCHEDULED | {"microbatches": 2}, "mesh": (2, 2, 2)},
     "scheduled full": {"schedule": SCHEDULED | {"remat": "full"}},
+    "ring": {"mesh": (1, 4, 1, 2)},
+    "ring scheduled": {"mesh": (1, 2, 2, 2), "schedule": SCHEDULED},
+    "ring dots": {"mesh": (1, 4, 1, 2), "schedule": {"remat": "dots"}},
+    "context gathered": {"mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
+    "least ring": {"mesh": (1, 4, 1, 2), "schedule": SCHEDULED, "model": {"qk_norm": True}},
     "least": _MIXED | {"schedule": SCHEDULED},
 }
 
@@ -119,7 +123,7 @@ def test_published_formulas_are_those_of_the_papers() -> None:
         moe=MoE(num_experts=2, top_k=2, hidden_dim=8),
     )
     config = Config(model=model, mesh=Mesh(data=1, expert=2), data=Data(seq_len=16), train=Train(batch_size=2))
-    sizes = {"data": 1, "expert": 2, "tensor": 1}
+    sizes = {"data": 1, "expert": 2, "tensor": 1, "context": 1}
     experts, activations = 48 * 4 * 8, 16 * (12 * 4 + 4 * 16 + 2 * 2 * (3 * 8 + 4))
     assert piper_bytes(config, sizes) == 64 * 16 + experts + activations
     counts = count_parameters(model)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
 from moe_jax.config_checks import setting
 from moe_jax.config_files import load_draft
 from moe_jax.draft import PLANNED, Draft, open_draft, sections_of
@@ -130,6 +130,20 @@ def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
     assert {each.config.mesh.tensor for each in plan(draft, H100S).ranked} == {2}
     with pytest.raises(PlanError, match=r"\(mesh.tensor=3 is no mesh of 16 devices"):
         plan(load_draft(None, [*SMALL, "mesh.expert=auto", "mesh.tensor=3"]), H100S)
+
+
+def test_context_ranks_are_planned_around() -> None:
+    """They cut what a device keeps; a ring's hops pass beside products."""
+    long = [*SMALL, "data.seq_len=4096"]
+    cut, whole = (
+        plan(load_draft(None, [*long, "mesh.data=auto", f"mesh.context={context}"]), H100S).best for context in (2, 1)
+    )
+    assert (cut.config.mesh.data, cut.config.mesh.context) == (8, 2)
+    assert cut.memory.activations < 0.6 * whole.memory.activations
+    gathered = dataclasses.replace(cut.config, exchange=Exchange(context_form="all_gather"))
+    assert estimate(gathered, H100S).step_s > cut.estimate.step_s
+    with pytest.raises(PlanError, match=r"mesh.context=32 is no mesh of 16 devices"):
+        plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)
 
 
 def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:

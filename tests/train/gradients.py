@@ -65,13 +65,19 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Res
 
 @functools.cache
 def reference_gradients(
-    model: Model, sources: int, batch_size: int, seq_len: int, buffer: tuple[float, int] | None, tensor: int
+    model: Model,
+    sources: int,
+    batch_size: int,
+    seq_len: int,
+    buffer: tuple[float, int] | None,
+    tensor: int,
+    context: int,
 ) -> tuple[Any, Parts, Any]:
     """Loss, its parts and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
     config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
     config = dataclasses.replace(config, model=model)
     run = jax.value_and_grad(references.objective, has_aux=True)
-    (loss, parts), grads = run(first_params(model), tokens_of(config), model, sources, buffer, tensor)
+    (loss, parts), grads = run(first_params(model), tokens_of(config), model, sources, buffer, tensor, context)
     return loss, Parts(**parts), grads
 
 
@@ -87,7 +93,9 @@ def assert_is_reference(config: Config, result: Result) -> None:
     buffer = None
     if moe.sends_sized_rows and config.exchange.buffer_factor is not None:
         buffer = config.exchange.buffer_factor, config.mesh.expert
-    loss, parts, grads = reference_gradients(config.model, sources, batch_size, seq_len, buffer, config.mesh.tensor)
+    loss, parts, grads = reference_gradients(
+        config.model, sources, batch_size, seq_len, buffer, config.mesh.tensor, config.mesh.context
+    )
     np.testing.assert_array_equal(result.parts.count_ME, parts.count_ME, err_msg=f"pairs per expert, {mesh}")
     assert result.parts.num_dropped == parts.num_dropped, mesh
     for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):

@@ -105,6 +105,19 @@ def test_a_pipelined_step_computes_what_a_step_without_stages_computes(pipeline,
     assert_same(result, without_stages(*mesh[1:], model, parts))
 
 
+def test_context_ranks_of_each_stage_share_its_sequences():
+    stages, none = (
+        small_config(
+            *(1, 2),
+            **{"pipeline": size, "context": 2, "batch_size": 8, "seq_len": 8, "grad_accumulation": 2},
+            exchange={"context_form": "all_gather"},
+            **MODELS["dense below"],
+        )
+        for size in (2, 1)
+    )
+    assert_same(result_of(stages), result_of(none))
+
+
 def assert_same(result: Result, expected: Result) -> None:
     np.testing.assert_array_equal(result.parts.count_ME, expected.parts.count_ME)
     chex.assert_trees_all_close(result.parts, expected.parts, rtol=1e-5)

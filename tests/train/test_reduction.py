@@ -35,7 +35,7 @@ def is_shape(leaf: object) -> bool:
 
 def reduction_of(mesh: dict[str, int], chunk_mb: float | None) -> Reduction:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape)
-    return Reduction.of(shapes, SPECS, {"data": 1, "expert": 1, "tensor": 1} | mesh, chunk_mb)
+    return Reduction.of(shapes, SPECS, {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh, chunk_mb)
 
 
 def gradients() -> dict:

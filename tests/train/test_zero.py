@@ -54,5 +54,5 @@ def test_each_device_has_its_part_of_the_moments():
     ],
 )
 def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec, expected):
-    mesh = {"data": 2, "expert": 4, "tensor": 1}
+    mesh = {"data": 2, "expert": 4, "tensor": 1, "context": 1}
     assert cuts_of(jax.ShapeDtypeStruct(shape, "float32"), PartitionSpec(*spec), mesh) == expected

@@ -1,7 +1,7 @@
 """Causal attention: one file for each way to keys and values.
 
-B sequences, N tokens, D model width, H query heads, V width of a head's value; of t tensor ranks each has n = N/t
-tokens of a sequence, and computes with H/t of the heads. S tokens in a cache.
+B sequences, N tokens of this context rank, D model width, H query heads, V width of a head's value; of t tensor ranks
+each has n = N/t tokens of a sequence, and computes with H/t of the heads. S tokens in a cache.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from moe_jax.parallel.tensor_axis import summed
 class Form(NamedTuple):
     """A way to keys and values."""
 
-    # params, normed tokens [B, n, D], model, view → values that each head saw [B, N, H, V]
+    # params, normed tokens [B, n, D], model, view, form over context ranks → values that each head saw [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
     # params, one normed token [B, 1, D], cache, its position, model, view → the same for it, and the cache with it
@@ -36,10 +36,12 @@ def form_of(model: Model) -> Form:
     return _LATENT if model.has_latents else _GROUPED
 
 
-def attend(params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B n D"]:
+def attend(
+    params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
+) -> Float[Array, "B n D"]:
     """What attention adds to the residual stream, its pre-norm included; inside `shard_map`."""
     h_BnD = rms_norm(x_BnD, params["norm"], model.norm_eps)
-    y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view)), 1)
+    y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, context_form)), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 
 

@@ -1,7 +1,7 @@
 """Grouped-query attention.
 
-B sequences, N tokens, D model width, H query heads, G key/value heads, K head width; of t tensor ranks each has n = N/t
-tokens of a sequence, and computes with H/t and G/t of the heads. S tokens in the cache.
+B sequences, N tokens of this context rank, D model width, H query heads, G key/value heads, K head width; of t tensor
+ranks each has n = N/t tokens of a sequence, and computes with H/t and G/t of the heads. S tokens in the cache.
 """
 
 from typing import Any
@@ -12,17 +12,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import Model, View
 from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm, rotate
+from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.tensor_axis import gathered
 
 Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
-def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B N H K"]:
+def heads(
+    params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
+) -> Float[Array, "B N H K"]:
     """The values that each head saw."""
     h_BND = gathered(h_BnD, 1)
-    positions = jnp.broadcast_to(jnp.arange(h_BND.shape[1]), h_BND.shape[:2])
+    positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
+    if context_ranks() > 1:
+        scale = query.shape[-1] ** -0.5
+        return FORMS[context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
     if view.window is None and "sink" not in params:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2 2024, section 2.1).
 
-B sequences, N tokens, D model width, H heads; R and Q widths of the latents of keys and values and of queries; K width
-of a head's query and key where they are not rotated, P where they are, V of its value. Of t tensor ranks each has
-n = N/t tokens of a sequence, makes their latents, and computes with H/t heads. S tokens in the cache.
+B sequences, N tokens of this context rank, D model width, H heads; R and Q widths of the latents of keys and values and
+of queries; K width of a head's query and key where they are not rotated, P where they are, V of its value. Of t tensor
+ranks each has n = N/t tokens of a sequence, makes their latents, and computes with H/t heads. S tokens in the cache.
 """
 
 from typing import Any
@@ -13,26 +13,33 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model, View
 from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm, rotate
+from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.tensor_axis import gathered
 
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 
 
-def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View) -> Float[Array, "B N H V"]:
+def heads(
+    params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
+) -> Float[Array, "B N H V"]:
     """The values that each head saw."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
     # latents are short: they are gathered, not what they are made of
     query_BNQ, latent_BNR, key_BNP = jnp.split(gathered(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
-    position_BN = jnp.broadcast_to(jnp.arange(key_BNP.shape[1]), key_BNP.shape[:2])
+    position_BN = jnp.broadcast_to(own_positions(key_BNP.shape[1]), key_BNP.shape[:2])
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
-    key_BNHP = jnp.broadcast_to(_rotated(key_BNP[:, :, None], position_BN, model, view), rotated.shape)
-    key = jnp.concatenate([_of_heads(params, "key", latent_BNR), key_BNHP], axis=-1)
+    held = latent_BNR, _rotated(key_BNP[:, :, None], position_BN, model, view)
     query = jnp.concatenate([plain, rotated], axis=-1)
-    value = _of_heads(params, "value", latent_BNR)
+    weights = {name: params[name] for name in ("key", "value")}
+    scale, sink = model.qk_width**-0.5, params.get("sink")
+    if context_ranks() > 1:  # latents are short: they travel, not what is made of them
+        return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
+    key, value = _keys_and_values(weights, held)
     seen = seen_before(position_BN[0], position_BN[0], view.window)
-    return weighted_values(query, key, value, seen, model.qk_width**-0.5, params.get("sink"))
+    return weighted_values(query, key, value, seen, scale, sink)
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
@@ -76,6 +83,16 @@ def _latents(
         query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], model.norm_eps)
     latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], model.norm_eps)
     return query, latent, matmul(h_BND, params["rope_key"])
+
+
+def _keys_and_values(
+    weights: Any, held: tuple[Float[Array, "B N R"], Float[Array, "B N 1 P"]]
+) -> tuple[Float[Array, "B N H KP"], Float[Array, "B N H V"]]:
+    """Of latents and the rotated key that all heads share."""
+    latent_BNR, key_BN1P = held
+    plain = _of_heads(weights, "key", latent_BNR)
+    key_BNHP = jnp.broadcast_to(key_BN1P, (*plain.shape[:3], key_BN1P.shape[-1]))
+    return jnp.concatenate([plain, key_BNHP], axis=-1), _of_heads(weights, "value", latent_BNR)
 
 
 def _queries(

@@ -1,6 +1,6 @@
 """What lies below the lowest and above the highest block: embedding, last norm and head.
 
-b sequences of one microbatch on this device, N tokens of each and N1 = N + 1, D model width.
+b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.transformer import Computation, embed
+from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.facts import Facts
 from moe_jax.train.tasks import Tasks
@@ -16,33 +17,33 @@ from moe_jax.train.tasks import Tasks
 Tree = Any
 
 
-def embedded(params: Tree, token_bN1: jax.Array, how: Computation) -> jax.Array:
+def embedded(params: Tree, tokens: OwnTokens, how: Computation) -> jax.Array:
     """The residual stream below the lowest block."""
-    return embed(params["embedding"], token_bN1[:, :-1], how)
+    return embed(params["embedding"], tokens.input_Bn, how)
 
 
-def embedding_gradient(params: Tree, token_bN1: jax.Array, dx_bND: jax.Array, how: Computation) -> jax.Array:
+def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, how: Computation) -> jax.Array:
     """Of the embedding as such."""
-    _, pullback = jax.vjp(lambda embedding: embed(embedding, token_bN1[:, :-1], how), params["embedding"])
+    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, how), params["embedding"])
     return pullback(dx_bND)[0]
 
 
-def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, token_bN1: jax.Array) -> jax.Array:
+def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
     """This device's share of the cross-entropy."""
-    tasks = _tasks(facts, params, x_bND, token_bN1)
+    tasks = _tasks(facts, params, x_bND, tokens)
     for r in range(facts.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
     return tasks.cross_entropy
 
 
 def through_head(
-    facts: Facts, params: Tree, x_bND: jax.Array, token_bN1: jax.Array
+    facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens
 ) -> tuple[jax.Array, jax.Array, Tree]:
     """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
 
     Forward and backward part by part: one part's logits are there at a time.
     """
-    tasks = _tasks(facts, params, x_bND, token_bN1)
+    tasks = _tasks(facts, params, x_bND, tokens)
     for part in range(facts.shape.backward.microbatches):
         back = Action("B", "head", NO_BLOCK, part)
         for r in facts.microbatches_of(back):
@@ -54,7 +55,7 @@ def through_head(
     return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
 
 
-def _tasks(facts: Facts, params: Tree, x_bND: jax.Array, token_bN1: jax.Array) -> Tasks:
-    tasks = Tasks(facts, params, {}, token_bN1)
+def _tasks(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
+    tasks = Tasks(facts, params, {}, tokens)
     tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
     return tasks

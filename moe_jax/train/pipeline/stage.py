@@ -4,7 +4,7 @@ A pass runs as a loop of one turn or none. Unlike branches of a condition, turns
 gradients in place. Stages differ in what they run, and members of a collective's group never do: they are all of one
 stage.
 
-M microbatches of b sequences on this device, N tokens of each and N1 = N + 1, D model width.
+M microbatches of b sequences on this device, N tokens of each that are its own, D model width.
 """
 
 import functools
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from moe_jax.config import Config
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
 from moe_jax.parallel.pipeline import stage, to_next, to_previous
-from moe_jax.parallel.tensor_axis import own_tokens
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.blocks import added, weights_of
@@ -51,9 +51,9 @@ class Stage:
         self, params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, plan: Plan
     ):
         self.params, self.plan, self.how, self._model = params, plan, how, config.model
-        token_BN1 = own_tokens(token_BN1)
-        self.token_MbN1 = token_BN1.reshape(plan.table.microbatches, -1, token_BN1.shape[1])
-        sequences, length = self.token_MbN1.shape[1], self.token_MbN1.shape[2] - 1
+        tokens = own_tokens(token_BN1)
+        self.tokens = OwnTokens(*(x_Bn.reshape(plan.table.microbatches, -1, x_Bn.shape[1]) for x_Bn in tokens))
+        _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.d_model), jnp.dtype(how.dtype))
         self.chunks = []
         for number, orders in enumerate(plan.orders):
@@ -187,8 +187,8 @@ class Stage:
     def _top(self) -> Chunk:
         return self.chunks[self._number_of_top]
 
-    def _tokens(self, work: Pass) -> jax.Array:
-        return get(self.token_MbN1, work.microbatch)
+    def _tokens(self, work: Pass) -> OwnTokens:
+        return OwnTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
 
     def _weights(self, number: int, work: Pass) -> dict[int, Tree]:
         return weights_of(self.params, self.plan, number, work.chunk)

@@ -1,0 +1,11 @@
+"""How attention of one context rank sees the tokens of all: one file for each form."""
+
+from collections.abc import Callable
+
+import jax
+
+from moe_jax.models.attention.over_context import all_gather, ring
+
+# query [B, n, H, K], (key [B, n, G, K], value [B, n, G, V]) or what `make` makes them of with weights, these weights,
+# sink [H] or None, make or None, window, scale → values that queries see [B, n, H, V]
+FORMS: dict[str, Callable[..., jax.Array]] = {"ring": ring.values, "all_gather": all_gather.values}

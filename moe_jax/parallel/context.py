@@ -1,0 +1,59 @@
+"""The context axis: C ranks share the tokens of each sequence, and attention is where they need those of others.
+
+A sequence of N tokens is cut into 2C equal pieces, and rank r has pieces r and 2C-1-r, its n = N/C tokens: a causal
+mask leaves every rank as much to do as the others (Llama 3, 2024, section 3.3.2). With one rank nothing happens. All
+functions but `piece_starts` run inside `shard_map`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from moe_jax.parallel.mesh import Axis
+
+
+def context_ranks() -> int:
+    """C."""
+    return jax.lax.axis_size(Axis.CONTEXT)
+
+
+def own_pieces(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "B n ..."]:
+    """This rank's tokens of each sequence."""
+    ranks = context_ranks()
+    if ranks == 1:
+        return x
+    rank, piece = jax.lax.axis_index(Axis.CONTEXT), x.shape[1] // (2 * ranks)
+    starts = piece_starts(rank, ranks, piece)
+    return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, start, piece, axis=1) for start in starts], axis=1)
+
+
+def own_positions(own: int) -> Int[Array, " n"]:
+    """The places of this rank's `own` tokens in their sequence."""
+    return jnp.arange(own) if context_ranks() == 1 else positions_of(jax.lax.axis_index(Axis.CONTEXT), own)
+
+
+def positions_of(rank: int | jax.Array, own: int) -> Int[Array, " n"]:
+    """The same for any rank, of two or more."""
+    piece = own // 2
+    return jnp.concatenate([start + jnp.arange(piece) for start in piece_starts(rank, context_ranks(), piece)])
+
+
+def piece_starts(rank: int | jax.Array, ranks: int, piece: int) -> tuple[int | jax.Array, int | jax.Array]:
+    """Where a rank's two pieces, of `piece` tokens each, begin in their sequence."""
+    return rank * piece, (2 * ranks - 1 - rank) * piece
+
+
+def gathered_tokens(x: Shaped[Array, "B n ..."]) -> Shaped[Array, "B N ..."]:
+    """Those of all ranks, rank by rank."""
+    with jax.named_scope("context_gather"):
+        return jax.lax.all_gather(x, Axis.CONTEXT, axis=1, tiled=True)
+
+
+def passed_on(x: Shaped[Array, "..."], distance: int) -> Shaped[Array, "..."]:
+    """What the rank so many places before this one has; places go around a ring."""
+    ranks = context_ranks()
+    if distance % ranks == 0:
+        return x
+    with jax.named_scope("context_ring"):
+        to = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
+        return jax.lax.ppermute(x, Axis.CONTEXT, to)

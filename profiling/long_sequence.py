@@ -1,0 +1,93 @@
+"""Does a step of one long sequence run, and in how much memory? python profiling/long_sequence.py [LENGTH]
+
+One block of a small model, one sequence of 131,072 tokens (LENGTH) cut over 8 simulated devices: what its step takes of
+each device's memory with 1, 2, 4 and 8 context ranks, by the compiler and as predicted, with a ring, and with all keys
+and values gathered; then a step with the ring over 8. Writes results/long_sequence.json. Ten minutes.
+"""
+
+import time
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from count_argument import count_argument
+from jax.sharding import NamedSharding
+from results_file import rounded, write_result
+
+from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
+from moe_jax.errors import run_command
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.memory import step_memory
+from moe_jax.train.processes import Processes, initialize
+from moe_jax.train.step import Trainer, make_trainer
+
+DEVICES = 8
+_MIB = 2**20
+
+
+def config_of(length: int, context: int, form: Literal["ring", "all_gather"] = "ring") -> Config:
+    """One block of 8 experts that sees one sequence."""
+    moe = MoE(num_experts=8, top_k=2, hidden_dim=32, capacity_factor=1.25)
+    return Config(
+        model=Model(vocab_size=256, d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, moe=moe),
+        mesh=Mesh(data=1, context=context),
+        schedule=Schedule(remat="full"),
+        exchange=Exchange(context_form=form),
+        data=Data(seq_len=length),
+        train=Train(batch_size=1, compute_dtype="float32"),
+    )
+
+
+class Step(NamedTuple):
+    """A compiled step of a config."""
+
+    config: Config
+    trainer: Trainer
+    program: jax.stages.Compiled
+
+
+def compiled(config: Config) -> Step:
+    """On as many devices as there are context ranks."""
+    trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[: config.mesh.context]))
+    sharding = NamedSharding(trainer.mesh, BATCH_SPEC)
+    batch = jax.ShapeDtypeStruct((1, config.data.seq_len + 1), jnp.int32, sharding=sharding)
+    return Step(config, trainer, trainer.step.lower(trainer.state_shapes, batch).compile())
+
+
+def memory_mib(step: Step) -> dict[str, float]:
+    """What a device needs beside parameters and optimiser state, as compiled, and as predicted."""
+    found, predicted = step.program.memory_analysis(), step_memory(step.config, "cpu")
+    assert found is not None
+    return {
+        "temporaries_mib": rounded(found.temp_size_in_bytes / _MIB),
+        "predicted_mib": rounded((predicted.total - predicted.state - predicted.batch) / _MIB),
+    }
+
+
+def run(step: Step) -> dict[str, float]:
+    """The loss of the first step, and its seconds."""
+    tokens = np.random.default_rng(0).integers(64, size=(1, step.config.data.seq_len + 1), dtype=np.int32)
+    batch = jax.device_put(tokens, NamedSharding(step.trainer.mesh, BATCH_SPEC))
+    state = jax.block_until_ready(step.trainer.init())
+    start = time.perf_counter()
+    _, metrics = jax.block_until_ready(step.program(state, batch))
+    return {"loss": rounded(float(metrics["cross_entropy"])), "step_s": rounded(time.perf_counter() - start)}
+
+
+def main() -> None:
+    """Compile, run and write results/long_sequence.json."""
+    length = count_argument("LENGTH", 131072, __doc__)
+    initialize(Processes(mode="off"), DEVICES)
+    values: dict[str, Any] = {"length": length}
+    for ranks in (1, 2, 4):
+        values[f"ranks_{ranks}"] = memory_mib(compiled(config_of(length, ranks)))
+    values[f"ranks_{DEVICES}_gathered"] = memory_mib(compiled(config_of(length, DEVICES, "all_gather")))
+    ring = compiled(config_of(length, DEVICES))
+    values[f"ranks_{DEVICES}"] = memory_mib(ring)
+    write_result("long_sequence", values | run(ring))
+
+
+if __name__ == "__main__":
+    run_command(main)

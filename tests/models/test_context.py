@@ -1,0 +1,107 @@
+"""Attention over context ranks: each rank's tokens see what they would on one device."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from moe_jax.config import Attention, Latent, Mesh, Model, MoE
+from moe_jax.models.attention import attend
+from moe_jax.models.attention.over_context import ring, tiles
+from moe_jax.parallel.context import own_pieces
+from moe_jax.parallel.mesh import Axis, make_mesh
+from tests.small import first_params
+
+LENGTH = 48
+SHAPE = {"vocab_size": 8, "d_model": 8, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 8}
+LATENTS = Latent(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
+VARIANTS = {
+    "grouped": {},
+    "window": {"attention": Attention(window=7), "qk_norm": True},
+    "sinks": {"attention": Attention(window=20, sinks=True, bias=True, nope_every=1)},
+    "latent": {"latent": LATENTS, "num_kv_heads": None},
+    "latent sinks": {"latent": LATENTS, "num_kv_heads": None, "attention": Attention(window=3, sinks=True)},
+}
+
+
+def pieces(context: int) -> np.ndarray:
+    """Places of a sequence's tokens, rank by rank: of 2C pieces the r-th from the front and from the end."""
+    numbers = np.split(np.arange(LENGTH), 2 * context)
+    return np.concatenate([piece for r in range(context) for piece in (numbers[r], numbers[-1 - r])])
+
+
+def attended(model: Model, context: int, form: str):
+    """What attention adds, its gradients by parameters and inputs, all as of one device."""
+    params = jax.tree.map(lambda leaf: leaf[0], first_params(model)["segments"][0][0]["attention"])
+    x, weight = np.random.default_rng(0).standard_normal((2, 2, LENGTH, model.d_model), np.float32)
+    order = pieces(context)
+
+    def body(params, x, weight):
+        def total(params, x):
+            y = attend(params, own_pieces(x), model, model.views[0], form)
+            return jnp.sum(y * own_pieces(weight)), y
+
+        grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)
+        return y, jax.lax.psum(grads, Axis.CONTEXT)
+
+    mesh = make_mesh(Mesh(data=1, context=context), jax.devices()[:context])
+    everywhere, by_rank = PartitionSpec(), PartitionSpec(None, Axis.CONTEXT)
+    run = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=(by_rank, everywhere), check_vma=False)
+    y, grads = jax.device_get(jax.jit(run)(params, x, weight))
+    return y[:, np.argsort(order)], grads
+
+
+@pytest.mark.parametrize(
+    ("variant", "context", "form", "tile"),
+    [
+        ("grouped", 2, "ring", 3),
+        ("grouped", 8, "ring", 512),
+        ("window", 4, "ring", 2),
+        ("window", 4, "all_gather", 512),
+        ("sinks", 8, "ring", 512),
+        ("latent", 4, "ring", 512),
+        ("latent sinks", 8, "all_gather", 512),
+        ("latent sinks", 2, "ring", 4),
+    ],
+)
+def test_values_and_gradients_are_those_of_whole_sequences(variant, context, form, tile, monkeypatch):
+    monkeypatch.setattr(ring, "TILE", tile)
+    model = Model(**(SHAPE | VARIANTS[variant]), moe=MoE(num_experts=0))
+    chex.assert_trees_all_close(attended(model, context, form), attended(model, 1, form), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(("ranks", "tile"), [(2, 4), (3, 2), (4, 3), (8, 3)])
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 30])
+def test_every_pair_of_tokens_is_computed_once_and_no_tile_without_one(ranks, tile, window):
+    """Without a window, ranks have equally much to do, too, and all of it is needed."""
+    found, position = tiles.ring_of(ranks, LENGTH // ranks, window, tile), pieces(ranks).reshape(ranks, -1, tile)
+    assert found.tile == tile
+    computed = np.zeros((LENGTH, LENGTH), int)
+    useless = 0
+    for hop, rank in itertools.product(found.hops, range(ranks)):
+        pairs = hop.pairs_CP2[rank]
+        assert len(set(map(tuple, pairs))) == len(pairs)
+        for query, key in pairs:
+            age = position[rank, query][:, None] - position[(rank - hop.distance) % ranks, key]
+            seen = (age >= 0) & (age < (window or LENGTH))
+            assert hop.masked or seen.all(), "tiles without a mask are seen by all"
+            useless += not seen.any()
+            computed[np.ix_(position[rank, query], position[(rank - hop.distance) % ranks, key])] += seen
+    age = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    np.testing.assert_array_equal(computed, (age >= 0) & (age < (window or LENGTH)))
+    if window is None:
+        assert useless == 0
+        assert (
+            sum(hop.pairs_CP2.shape[1] for hop in found.hops) * ranks == ((LENGTH // tile) * (LENGTH // tile + 1)) // 2
+        )
+
+
+def test_a_short_window_leaves_out_hops():
+    """A piece sees the one before it, which is with the neighbour on either side."""
+    assert [hop.distance for hop in tiles.ring_of(8, 64, 30, 16).hops] == [0, 1, 7]
+    assert [hop.distance for hop in tiles.ring_of(8, 64, 34, 16).hops] == [0, 1, 2, 6, 7]
+    assert len(tiles.ring_of(8, 64, None, 16).hops) == 8
