@@ -163,6 +163,12 @@ def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() 
     assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.efficiency / 1e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("settings", ["mesh.pipeline=2", "schedule.pipeline=coscheduled train.grad_accumulation=2"])
+def test_pipelines_are_not_planned(settings: str) -> None:
+    with pytest.raises(PlanError, match=r"^mesh\.pipeline=.*cannot be planned, as plans know no ticks yet: set all"):
+        plan(load_draft(None, [*SMALL, "mesh.expert=auto", *settings.split()]), H100S)
+
+
 def test_the_text_tells_all_of_it() -> None:
     plans = plan(draft_of(), H100S)
     lines = table(plans).splitlines()
