@@ -126,8 +126,8 @@ REFUSED = {
         "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
     ),
     "mesh.pipeline=2 mesh.context=2": (
-        "exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 stages: "
-        "use exchange.context_form=all_gather, or mesh.context=1"
+        "exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 "
+        "stages: use exchange.context_form=all_gather, or mesh.context=1"
     ),
     "mesh.data=1 mesh.context=3": (
         "data.seq_len=256 is not divisible into two pieces for each of mesh.context=3: "

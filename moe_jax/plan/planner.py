@@ -96,8 +96,8 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     """
     if draft.mesh.pipeline != 1 or draft.schedule.pipeline == "coscheduled":
         raise PlanError(
-            f"mesh.pipeline={draft.mesh.pipeline} with schedule.pipeline={draft.schedule.pipeline} cannot be planned, as "
-            "plans know no ticks yet: set all values that are auto, or mesh.pipeline=1 and schedule.pipeline=1f1b"
+            f"mesh.pipeline={draft.mesh.pipeline} with schedule.pipeline={draft.schedule.pipeline} cannot be planned, "
+            "as plans know no ticks yet: set all values that are auto, or mesh.pipeline=1 and schedule.pipeline=1f1b"
         )
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)

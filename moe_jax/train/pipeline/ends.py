@@ -36,9 +36,7 @@ def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnToken
     return tasks.cross_entropy
 
 
-def through_head(
-    facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens
-) -> tuple[jax.Array, jax.Array, Tree]:
+def through_head(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> tuple[jax.Array, jax.Array, Tree]:
     """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
 
     Forward and backward part by part: one part's logits are there at a time.
