@@ -22,10 +22,11 @@ def products_by_depth(program: Program, computation: str, depth: int = 0) -> Ite
             yield from [depth] * matrix_products(line, program)
 
 
-@pytest.mark.parametrize("name", ["zero_bubble", "coscheduled"])
-def test_passes_run_only_in_the_ticks_that_have_them(name: str) -> None:
+@pytest.mark.parametrize(("name", "remat"), [("zero_bubble", "none"), ("coscheduled", "full")])
+def test_passes_run_only_in_the_ticks_that_have_them(name: str, remat: str) -> None:
     """Each product is in the loop of a pass inside the loop over ticks, from where compilers would like to hoist it."""
-    config = small_config(1, 2, pipeline=2, grad_accumulation=2, seq_len=6, every=1, schedule=PIPELINES[name])
+    schedule = PIPELINES[name] | {"remat": remat}
+    config = small_config(1, 2, pipeline=2, grad_accumulation=2, seq_len=6, every=1, schedule=schedule)
     trainer = make_trainer(config, mesh_of(config))
     shapes, tokens = trainer.state_shapes, tokens_of(config)
     for lowered in (trainer.step.lower(shapes, tokens), trainer.evaluate.lower(shapes["params"], tokens)):

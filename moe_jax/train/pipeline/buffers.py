@@ -33,7 +33,7 @@ class Buffers:
         return [jnp.zeros((self._num_slots, *shape), dtype) for shape, dtype in self._arrays]
 
     def write(
-        self, arrays: list[jax.Array], structure: int, slot: jax.Array, values: Sequence[jax.Array]
+        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """The arrays with the values of one structure in a slot."""
         arrays = list(arrays)
@@ -41,7 +41,7 @@ class Buffers:
             arrays[place] = put(arrays[place], value, slot)
         return arrays
 
-    def read(self, arrays: list[jax.Array], structure: int, slot: jax.Array) -> list[jax.Array]:
+    def read(self, arrays: list[jax.Array], structure: int, slot: jax.Array | int) -> list[jax.Array]:
         """What was written."""
         return [get(arrays[place], slot) for place in self._places[structure]]
 

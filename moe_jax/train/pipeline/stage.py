@@ -39,6 +39,7 @@ class State(NamedTuple):
     gradients: jax.Array
     saved: list[jax.Array]  # buffers of what forward passes keep
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
+    taken: list[jax.Array]  # of `saved`, for a pass that also writes there
     grads: Tree  # float32, like the parameters of this device
     parts: Parts
 
@@ -61,8 +62,9 @@ class Stage:
             )
             weights = jax.eval_shape(functools.partial(weights_of, self.params, plan, number, jnp.int32(0)))
             self.chunks.append(Chunk(facts, orders, self._x_bND, weights))
-        self.weight = Buffers([chunk.held_shapes for chunk in self.chunks], plan.slots.weight.num_slots)
-        self.saved = Buffers([chunk.saved_shapes for chunk in self.chunks], plan.slots.saved.num_slots)
+        kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
+        self.saved, self.taken = Buffers(kept, plan.slots.saved.num_slots), Buffers(kept, 1)
+        self.weight = Buffers(held, plan.slots.weight.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
         """Before the first tick of a step with or without a backward pass."""
@@ -78,6 +80,7 @@ class Stage:
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
             saved=self.saved.empty() if backward else [],
             weight=self.weight.empty() if backward else [],
+            taken=self.taken.empty() if backward and self.plan.has_pairs else [],
             grads=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params) if backward else {},
             parts=Parts(nothing, nothing, nothing, counts_ME, nothing),
         )
@@ -93,7 +96,9 @@ class Stage:
         state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
         if self.plan.has_pairs:
             both = ahead.runs & behind.runs & (ahead.structure == behind.structure)
-            state = self._turn_of_structure(self._together, state, behind._replace(runs=both), ahead)
+            pair = behind._replace(runs=both)
+            state = self._turn_of_structure(self._take, state, pair)
+            state = self._turn_of_structure(self._together, state, pair, ahead)
             ahead, behind = (work._replace(runs=work.runs - both) for work in (ahead, behind))
         state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, ahead)
         backward = self._input_gradient if table.split_weight_grad else self._backward
@@ -126,13 +131,20 @@ class Stage:
         done = self.chunks[number].forward(get(state.activations, work.received), self._weights(number, work))
         return self._with_forward(state, work, number, done, keep)
 
+    def _take(self, number: int, state: State, work: Pass) -> State:
+        # in a loop of its own: a pass that reads and writes the buffers would copy them
+        kept = self._kept(state, work, number)
+        return state._replace(taken=self.taken.write(state.taken, number, 0, kept))
+
     def _together(self, number: int, state: State, behind: Pass, ahead: Pass) -> State:
+        # no slot depends on the turn here, see `turn_if`
+        kept, _ = jax.lax.optimization_barrier((self.taken.read(state.taken, number, 0), behind.saved))
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
             self._weights(number, ahead),
             get(state.gradients, behind.received),
             self._weights(number, behind),
-            self._kept(state, behind, number),
+            kept,
         )
         state = self._with_forward(state, ahead, number, forward)
         return self._with_gradients(state._replace(dx_bND=backward.dx_bND), behind, number, backward.grads)
