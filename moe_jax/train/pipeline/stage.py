@@ -86,33 +86,41 @@ class Stage:
         )
 
     def tick(self, state: State, row: Row) -> State:
-        """Let arrive what other stages sent, then run what the table says."""
+        """Run what the table says; what stages send arrives beside passes that do not wait for it.
+
+        Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass.
+        """
         ahead, behind, table = row.forward, row.backward, self.plan.table
-        state = state._replace(
-            activations=put(state.activations, to_next(state.x_bND), row.activation_to),
-            gradients=put(state.gradients, to_previous(state.dx_bND), row.gradient_to),
-        )
-        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
-        state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
+        both = jnp.int32(0)
         if self.plan.has_pairs:
             both = ahead.runs & behind.runs & (ahead.structure == behind.structure)
-            pair = behind._replace(runs=both)
+        alone_ahead, alone_behind, pair = (
+            ahead._replace(runs=ahead.runs - both),
+            behind._replace(runs=behind.runs - both),
+            behind._replace(runs=both),
+        )
+        sent = to_previous(state.dx_bND)
+        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
+        state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, alone_ahead)
+        state = state._replace(gradients=put(state.gradients, _behind(sent, state.x_bND), row.gradient_to))
+        state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
+        if self.plan.has_pairs:
             state = self._turn_of_structure(self._take, state, pair)
             state = self._turn_of_structure(self._together, state, pair, ahead)
-            ahead, behind = (work._replace(runs=work.runs - both) for work in (ahead, behind))
-        state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, ahead)
+        sent = to_next(state.x_bND)
         backward = self._input_gradient if table.split_weight_grad else self._backward
-        state = self._turn_of_structure(backward, state, behind)
-        last = row.backward
-        state = turn_if(last.runs & last.at_end, self._embed_back, state, last)
-        return self._turn_of_structure(self._weight_gradients, state, row.weight) if table.split_weight_grad else state
+        state = self._turn_of_structure(backward, state, alone_behind)
+        state = turn_if(behind.runs & behind.at_end, self._embed_back, state, behind)
+        if table.split_weight_grad:
+            state = self._turn_of_structure(self._weight_gradients, state, row.weight)
+        return state._replace(activations=put(state.activations, _behind(sent, state.dx_bND), row.activation_to))
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
-        state = state._replace(activations=put(state.activations, to_next(state.x_bND), row.activation_to))
         state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
         state = self._turn_of_structure(functools.partial(self._forward, keep=False), state, ahead)
+        state = state._replace(activations=put(state.activations, to_next(state.x_bND), row.activation_to))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
 
     def _turn_of_structure(self, body: Callable[..., State], state: State, *works: Pass) -> State:
@@ -151,7 +159,7 @@ class Stage:
 
     def _lose(self, state: State, work: Pass) -> State:
         loss = share_of_loss(self._top.facts, self.params, state.x_bND, self._tokens(work))
-        # nobody waits for what is sent from here; unchanged it would be the compiler's to hoist, see `turn_if`
+        # which was sent; unchanged it would be the compiler's to hoist, see `turn_if`
         return self._add_loss(state._replace(x_bND=jnp.zeros_like(state.x_bND)), loss)
 
     def _head(self, state: State, work: Pass) -> State:
@@ -216,6 +224,11 @@ class Stage:
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
+
+
+def _behind(sent: jax.Array, x: jax.Array) -> jax.Array:
+    """What was sent, received when `x` is there, too: the compiler has to let it travel beside what computes `x`."""
+    return jax.lax.optimization_barrier((sent, x))[0]
 
 
 def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: Pass) -> State:
