@@ -12,7 +12,6 @@ import itertools
 import math
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Literal, NamedTuple
@@ -36,8 +35,8 @@ class Member(NamedTuple):
     kind: Kind
     device: int
     group_P: tuple[int, ...]
-    channel: int  # of collectives of one kind, shape and group
-    number: int  # of the collective on its channel
+    channel: int  # of the place in a program that starts it
+    number: int  # of the times that this place was passed
 
     @property
     def place(self) -> int:
@@ -168,6 +167,7 @@ def _key(member: Member, what: Literal["block", "total"], source: int, target: i
 
 
 _engine: Engine | None = None
+_places = threading.local()  # of starts in the program that this thread traces
 
 
 def connect(mesh: jax.sharding.Mesh) -> None:
@@ -183,15 +183,25 @@ def connect(mesh: jax.sharding.Mesh) -> None:
             before.close()
 
 
+def new_program() -> None:
+    """Count the starts of the program that is traced from here on anew, whatever this process has traced before."""
+    _places.count = itertools.count()
+
+
 def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[Array, ""]:
-    """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs."""
+    """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs.
+
+    Devices tell collectives apart by where their program starts them, as independent ones start in any order.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     device_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     last = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(device_of, last, range(-len(last), 0)).reshape(-1, ranks).tolist()
     group_of = {device: tuple(group) for group in groups for device in group}
-    channel = zlib.crc32(repr((kind, axes, x.shape, x.dtype)).encode())
+    if not hasattr(_places, "count"):
+        new_program()
+    channel = next(_places.count)
 
     def hand_over(device: np.ndarray, x: np.ndarray) -> np.ndarray:
         own = int(device)

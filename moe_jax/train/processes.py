@@ -28,6 +28,7 @@ CONNECT_TIMEOUT_S = 300  # until every process has come
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
 FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
+THREADS_PER_DEVICE = 8  # of simulated ones: more than pieces of exchanges that a step waits for at once
 CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did ends after it
 
 
@@ -241,6 +242,8 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | No
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
     share = cpu_devices // num_processes
+    if share > 1:  # devices share XLA's pool, and each one's waits for exchanges in the background keep threads of it
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * share))
     try:
         jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
     except RuntimeError:  # jax has its devices already, as in a notebook that trains twice

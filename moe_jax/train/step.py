@@ -77,6 +77,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         background.connect(mesh)
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        background.new_program()
         grads, parts = gradients_of(state["params"], token_BN1, config, how, global_tokens, specs, plan)
         norm = global_norm(grads, specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
@@ -93,6 +94,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
 
     def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
+        background.new_program()
         if isinstance(plan, pipeline.Plan):
             return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan))
 

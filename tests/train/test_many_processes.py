@@ -43,9 +43,11 @@ def assert_equal(losses: dict[int, float], expected: dict[int, float]) -> None:
     np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)  # measured: 1.2e-7
 
 
-def test_four_processes_train_like_one(expected, tmp_path):
-    with launched(tmp_path, 4, "train.steps=6") as process:
+def test_four_processes_choose_a_schedule_together_and_train_like_one(expected, tmp_path):
+    auto = ["schedule.policy=auto", "schedule.microbatches=auto"]
+    with launched(tmp_path, 4, "train.steps=6", *auto) as process:
         assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
+    assert (tmp_path / "output").read_text().count(", planned for cpux8") == 1
     assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
 
 
