@@ -65,6 +65,10 @@ def test_every_program_makes_one_line_of_a_users_mistake(name: str) -> None:
         ("exchange_hlo cpu:8 --rows 0", "--rows=0 must be at least 1"),
         ("exchange_hlo cpu:8 --per-node 0", "--per-node=0 must be at least 1"),
         ("overlap_probe --megabytes 4 0", "--megabytes=0 must be at least 1"),
+        ("pipeline_hlo cpu:8 --microbatches 0", "--microbatches=0 must be at least 1"),
+        ("pipeline_hlo cpu:8 --schedules dual", "--schedules=dual is unknown: choose of gpipe, 1f1b"),
+        ("pipeline_box --rounds 0", "--rounds=0 must be at least 1"),
+        ("pipeline_box --variants dual", "--variants=dual is unknown: choose of 1f1b, "),
     ],
 )
 def test_what_makes_no_sense_is_refused(line: str, message: str, call: Call) -> None:

@@ -11,7 +11,7 @@ from moe_jax.plan.exchange import Sent, Steps, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One all-to-all or collective-permute of a program's entry computation."""
+    """One all-to-all or collective-permute of a computation."""
 
     collective: Instruction
     scopes: tuple[str, ...]  # around it, from the outside in
@@ -25,16 +25,17 @@ class Exchange:
         return self.end > self.begin
 
 
-def exchanges(program: Program, num_devices: int) -> list[Exchange]:
-    """In the order in which they start. Device numbers are taken as ranks."""
-    lines = program.computations[program.entry]
+def exchanges(program: Program, num_devices: int, computation: str | None = None) -> list[Exchange]:
+    """Those of a computation (None: the entry) in the order in which they start. Device numbers are taken as ranks."""
+    lines = program.computations[computation or program.entry]
     ends: dict[str, int] = {}
     for place, line in enumerate(lines):
         if line.opcode.endswith("-done"):
             ends[line.operands[0]] = place
     found = []
     for place, line in enumerate(lines):
-        collective = None if line.opcode.endswith("-done") else collective_of(line, program)
+        inert = line.opcode == "while" or line.opcode.endswith("-done")
+        collective = None if inert else collective_of(line, program)
         if collective is None:
             continue
         groups = groups_of(collective, num_devices)

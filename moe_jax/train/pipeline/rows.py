@@ -25,13 +25,13 @@ class Pass(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What happens in a tick: arrivals, then passes."""
+    """What happens in a tick: passes, and arrivals."""
 
     forward: Pass
     backward: Pass
     weight: Pass
-    activation_to: Any  # the slot that what comes from the stage before goes to
-    gradient_to: Any  # likewise from the stage behind
+    activation_to: Any  # the slot for what the stage before computes in this tick, received at its end
+    gradient_to: Any  # for what the stage behind computed in the tick before
 
 
 def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int]) -> Row:
@@ -63,7 +63,7 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int])
         for array, value in zip(passes[direction], values, strict=True):
             array[tick, stage] = value
         if direction == "F" and (sender := activation_from(task, table.stages)):
-            activation_to[tick_of[sender] + 1, stage] = slots.activations.slot[key]
+            activation_to[tick_of[sender], stage] = slots.activations.slot[key]
         if direction == "B" and (sender := gradient_from(task, table.stages, chunks)):
             gradient_to[tick_of[sender] + 1, stage] = slots.gradients.slot[key]
     return Row(passes["F"], passes["B"], passes["W"], activation_to, gradient_to)

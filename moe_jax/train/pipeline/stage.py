@@ -86,70 +86,83 @@ class Stage:
         )
 
     def tick(self, state: State, row: Row) -> State:
-        """Let arrive what other stages sent, then run what the table says."""
+        """Run what the table says; what stages send arrives beside passes that do not wait for it.
+
+        Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass.
+        """
         ahead, behind, table = row.forward, row.backward, self.plan.table
-        state = state._replace(
-            activations=put(state.activations, to_next(state.x_bND), row.activation_to),
-            gradients=put(state.gradients, to_previous(state.dx_bND), row.gradient_to),
-        )
-        state = turn_if(ahead.runs & ahead.at_end, functools.partial(self._embed, ahead), state)
-        state = turn_if(behind.runs & behind.at_loss, functools.partial(self._head, behind), state)
+        both = jnp.int32(0)
         if self.plan.has_pairs:
             both = ahead.runs & behind.runs & (ahead.structure == behind.structure)
-            pair = behind._replace(runs=both)
-            state = self._turn_of_structure(pair, self._take, state)
-            state = self._turn_of_structure(pair, functools.partial(self._together, ahead), state)
-            ahead, behind = (work._replace(runs=work.runs - both) for work in (ahead, behind))
-        state = self._turn_of_structure(ahead, functools.partial(self._forward, keep=True), state)
+        alone_ahead, alone_behind, pair = (
+            ahead._replace(runs=ahead.runs - both),
+            behind._replace(runs=behind.runs - both),
+            behind._replace(runs=both),
+        )
+        sent = to_previous(state.dx_bND)
+        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
+        state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, alone_ahead)
+        state = state._replace(gradients=put(state.gradients, _behind(sent, state.x_bND), row.gradient_to))
+        state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
+        if self.plan.has_pairs:
+            state = self._turn_of_structure(self._take, state, pair)
+            state = self._turn_of_structure(self._together, state, pair, ahead)
+        sent = to_next(state.x_bND)
         backward = self._input_gradient if table.split_weight_grad else self._backward
-        state = self._turn_of_structure(behind, backward, state)
-        last = row.backward
-        state = turn_if(last.runs & last.at_end, functools.partial(self._embed_back, last), state)
-        return self._turn_of_structure(row.weight, self._weight_gradients, state) if table.split_weight_grad else state
+        state = self._turn_of_structure(backward, state, alone_behind)
+        state = turn_if(behind.runs & behind.at_end, self._embed_back, state, behind)
+        if table.split_weight_grad:
+            state = self._turn_of_structure(self._weight_gradients, state, row.weight)
+        return state._replace(activations=put(state.activations, _behind(sent, state.dx_bND), row.activation_to))
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
+        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
+        state = self._turn_of_structure(functools.partial(self._forward, keep=False), state, ahead)
         state = state._replace(activations=put(state.activations, to_next(state.x_bND), row.activation_to))
-        state = turn_if(ahead.runs & ahead.at_end, functools.partial(self._embed, ahead), state)
-        state = self._turn_of_structure(ahead, functools.partial(self._forward, keep=False), state)
-        return turn_if(ahead.runs & ahead.at_loss, functools.partial(self._lose, ahead), state)
+        return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
 
-    def _turn_of_structure(self, work: Pass, body: Callable[[Pass, int, State], State], state: State) -> State:
+    def _turn_of_structure(self, body: Callable[..., State], state: State, *works: Pass) -> State:
         for number in range(len(self.chunks)):
-            state = turn_if(work.runs & (work.structure == number), functools.partial(body, work, number), state)
+            runs = works[0].runs & (works[0].structure == number)
+            state = turn_if(runs, functools.partial(body, number), state, *works)
         return state
 
     # passes
 
-    def _embed(self, work: Pass, state: State) -> State:
+    def _embed(self, state: State, work: Pass) -> State:
         x_bND = embedded(self.params, self._tokens(work), self.how)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
-    def _forward(self, work: Pass, number: int, state: State, keep: bool) -> State:
+    def _forward(self, number: int, state: State, work: Pass, keep: bool) -> State:
         done = self.chunks[number].forward(get(state.activations, work.received), self._weights(number, work))
         return self._with_forward(state, work, number, done, keep)
 
-    def _take(self, work: Pass, number: int, state: State) -> State:
+    def _take(self, number: int, state: State, work: Pass) -> State:
         # in a loop of its own: a pass that reads and writes the buffers would copy them
         kept = self._kept(state, work, number)
         return state._replace(taken=self.taken.write(state.taken, number, 0, kept))
 
-    def _together(self, ahead: Pass, behind: Pass, number: int, state: State) -> State:
+    def _together(self, number: int, state: State, behind: Pass, ahead: Pass) -> State:
+        # no slot depends on the turn here, see `turn_if`
+        kept, _ = jax.lax.optimization_barrier((self.taken.read(state.taken, number, 0), behind.saved))
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
             self._weights(number, ahead),
             get(state.gradients, behind.received),
             self._weights(number, behind),
-            self.taken.read(state.taken, number, 0),
+            kept,
         )
         state = self._with_forward(state, ahead, number, forward)
         return self._with_gradients(state._replace(dx_bND=backward.dx_bND), behind, number, backward.grads)
 
-    def _lose(self, work: Pass, state: State) -> State:
-        return self._add_loss(state, share_of_loss(self._top.facts, self.params, state.x_bND, self._tokens(work)))
+    def _lose(self, state: State, work: Pass) -> State:
+        loss = share_of_loss(self._top.facts, self.params, state.x_bND, self._tokens(work))
+        # which was sent; unchanged it would be the compiler's to hoist, see `turn_if`
+        return self._add_loss(state._replace(x_bND=jnp.zeros_like(state.x_bND)), loss)
 
-    def _head(self, work: Pass, state: State) -> State:
+    def _head(self, state: State, work: Pass) -> State:
         top = self._number_of_top
         x_bND = self._top.output(self._weights(top, work), self._kept(state, work, top))
         loss, dx_bND, grads = through_head(self._top.facts, self.params, x_bND, self._tokens(work))
@@ -157,22 +170,22 @@ class Stage:
         added = {name: state.grads[name] + grad for name, grad in grads.items()}
         return state._replace(gradients=put(state.gradients, dx_bND, work.received), grads=state.grads | added)
 
-    def _backward(self, work: Pass, number: int, state: State) -> State:
+    def _backward(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         done = self.chunks[number].backward(dx_bND, self._weights(number, work), kept)
         return self._with_gradients(state._replace(dx_bND=done.dx_bND), work, number, done.grads)
 
-    def _input_gradient(self, work: Pass, number: int, state: State) -> State:
+    def _input_gradient(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         dx_bND, held = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
         return state._replace(dx_bND=dx_bND, weight=self.weight.write(state.weight, number, work.weight, held))
 
-    def _weight_gradients(self, work: Pass, number: int, state: State) -> State:
+    def _weight_gradients(self, number: int, state: State, work: Pass) -> State:
         held = self.weight.read(state.weight, number, work.weight)
         weights, kept = self._weights(number, work), self._kept(state, work, number)
         return self._with_gradients(state, work, number, self.chunks[number].weight_gradients(weights, kept, held))
 
-    def _embed_back(self, work: Pass, state: State) -> State:
+    def _embed_back(self, state: State, work: Pass) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
@@ -213,6 +226,19 @@ class Stage:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
 
 
-def turn_if(condition: jax.Array, body: Callable[[State], State], state: State) -> State:
-    """`body(state)` where the condition holds, in a loop of one turn or none."""
-    return jax.lax.fori_loop(0, jnp.int32(condition), lambda _, state: body(state), state)
+def _behind(sent: jax.Array, x: jax.Array) -> jax.Array:
+    """What was sent, received when `x` is there, too: the compiler has to let it travel beside what computes `x`."""
+    return jax.lax.optimization_barrier((sent, x))[0]
+
+
+def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: Pass) -> State:
+    """`body(state, *works)` where the condition holds, in a loop of one turn or none.
+
+    What no turn of a loop changes, compilers compute before it, even if there is none: a whole pass, in all ticks. So
+    passes look for their inputs in slots that depend on the turn. It is 0, which compilers do not know.
+    """
+
+    def one_turn(turn: jax.Array, state: State) -> State:
+        return body(state, *(jax.tree.map(lambda place: place + turn, work) for work in works))
+
+    return jax.lax.fori_loop(0, jnp.int32(condition), one_turn, state)
