@@ -67,6 +67,6 @@ def test_replicated_gradients_are_summed_everywhere_and_expert_gradients_over_da
 
 
 def test_a_mesh_axis_cuts_an_array_only_once():
-    assert sharded_axes(partition(("layers", "experts", "model"))) == {"expert"}
+    assert sharded_axes(partition(("layers", "experts", "model"))) == {"pipeline", "expert"}
     with pytest.raises(ValueError, match="twice"):
         partition(("batch", "experts"))

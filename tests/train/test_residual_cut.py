@@ -15,6 +15,7 @@ from moe_jax.config import Model
 from moe_jax.models import attention
 from moe_jax.models.attention import grouped
 from moe_jax.models.layers import mlp, rms_norm
+from moe_jax.parallel import context
 from moe_jax.train.jaxprs import inlined
 from moe_jax.train.pullback import SplitPullback, differentiate
 from moe_jax.train.residual_cut import cost, smallest_cut
@@ -118,15 +119,17 @@ def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, leas
 
 
 def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "gathered", lambda x, dim: x)  # there are no tensor ranks outside `shard_map`
+    monkeypatch.setattr(grouped, "gathered", lambda x, dim: x)  # there are no other ranks outside `shard_map`
     monkeypatch.setattr(attention, "summed", lambda x, dim: x)
+    for module in (grouped, context):
+        monkeypatch.setattr(module, "context_ranks", lambda: 1)
     model = Model(d_model=WIDTH, num_heads=2, num_kv_heads=2)
     tokens, width = 512, WIDTH // 2
     shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, 2, width)) | {"out": (2, width, WIDTH)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"norm": jnp.ones(WIDTH)}
     pairs = 2 * tokens * tokens
     x = jnp.ones((1, tokens, WIDTH), jnp.bfloat16)
-    attend = functools.partial(attention.attend, model=model, view=model.views[0])
+    attend = functools.partial(attention.attend, model=model, view=model.views[0], context_form="ring")
     least, usual = (kept_bytes(attend, params, x, least=least) for least in (True, False))
     assert sum(size >= pairs for size in usual) > 3
     assert [size for size in least if size >= pairs] == [4 * pairs]

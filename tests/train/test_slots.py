@@ -13,6 +13,7 @@ import pytest
 
 from moe_jax.models.parameters import block_params, param_dims
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.emit import make_plan
 from moe_jax.train.facts import Facts
@@ -34,7 +35,7 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
     def body(params: Any, token_BN1: jax.Array) -> jax.Array:
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
-        tasks = Tasks(Facts(config, how, plan.schedule.shape, tokens, tokens), params, blocks, token_BN1)
+        tasks = Tasks(Facts(config, how, plan.schedule.shape, tokens, tokens), params, blocks, own_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:
             if action.direction == "F":
