@@ -46,10 +46,13 @@ def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
 
 
 def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
-    tensor = math.gcd(max(sizes[Axis.TENSOR], 1), num_devices)  # divides what the one asked for does
-    if tensor != sizes[Axis.TENSOR]:
-        rest = _cure({**sizes, Axis.TENSOR: tensor}, num_devices).removeprefix("use ")
-        return f"use mesh.tensor={tensor} and {rest}"
+    left = num_devices
+    for axis in (Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE):
+        size = math.gcd(max(sizes[axis], 1), left)  # divides what the one asked for does
+        if size != sizes[axis]:
+            rest = _cure({**sizes, axis: size}, num_devices).removeprefix("use ")
+            return f"use mesh.{axis}={size} and {rest}"
+        left //= size
     others = math.prod(size for axis, size in sizes.items() if axis not in BATCH_AXES and size != -1)
     expert = sizes[Axis.EXPERT]
     if expert > 0 and num_devices % (expert * others) == 0:

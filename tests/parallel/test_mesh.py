@@ -26,6 +26,8 @@ def test_every_axis_has_a_setting():
 WRONG = [
     *(Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)),
     *(Mesh(tensor=3), Mesh(tensor=16), Mesh(expert=4, tensor=6), Mesh(expert=8, tensor=2), Mesh(data=3, tensor=-1)),
+    Mesh(pipeline=3, expert=2),
+    Mesh(data=1, pipeline=2, context=8),
 ]
 
 
