@@ -99,6 +99,7 @@ def main() -> None:
         axes.set_title(f"{name}, {len(ratios)} layers")
         axes.set_xlabel("predicted speed-up of unified")
         axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
         axes.legend(frameon=False)
     rows[0].set_ylabel("layers")
     figure.savefig(path.with_suffix(".png"), dpi=120)
