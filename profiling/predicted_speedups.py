@@ -99,9 +99,8 @@ def main() -> None:
         axes.set_title(f"{name}, {len(ratios)} layers")
         axes.set_xlabel("predicted speed-up of unified")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
         axes.legend(frameon=False)
-    rows[0].set_ylabel("layers")
+    rows[0].set(ylabel="layers", ylim=(0, 1.25 * rows[0].get_ylim()[1]))  # room for legends
     figure.savefig(path.with_suffix(".png"), dpi=120)
     if min(ratio for of_base in found.values() for ratios in of_base.values() for ratio in ratios) < 1:
         raise SystemExit(1)
