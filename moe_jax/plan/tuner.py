@@ -20,7 +20,8 @@ class Tuner:
         self, choices: Sequence[Choice], *, samples: int, band: float, start: int, best_s: float | None = None
     ) -> None:
         self._choices, self._samples, self._band = choices, samples, band
-        self._search: Search | None = Search(choices) if best_s is None else None
+        self._dropped: list[int] = []
+        self._search: Search | None = self._new_search() if best_s is None else None
         self.in_use = start
         self.best_s = best_s
         self.sample = 0  # samples taken, of the search under way or the last one
@@ -36,17 +37,24 @@ class Tuner:
             assert self.best_s is not None
             if abs(seconds - self.best_s) <= self._band * self.best_s:
                 return self.in_use
-            self._search, self.best_s, self.sample = Search(self._choices), None, 0
+            self._search, self.best_s, self.sample = self._new_search(), None, 0
         self._search.observe(self.in_use, seconds)
         self.sample += 1
         return self._next(self._search)
 
     def drop(self) -> int:
-        """The choice in use does not work; returns what to use instead."""
+        """The choice in use does not work; returns what to use instead, now and in later searches."""
         assert self._search is not None
+        self._dropped.append(self.in_use)
         self._search.drop(self.in_use)
         self.sample += 1
         return self._next(self._search)
+
+    def _new_search(self) -> Search:
+        search = Search(self._choices)
+        for choice in self._dropped:
+            search.drop(choice)
+        return search
 
     def _next(self, search: Search) -> int:
         if self.sample < self._samples:

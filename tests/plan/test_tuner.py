@@ -81,3 +81,18 @@ def test_all_that_is_left_may_not_work() -> None:
     found.observe(1.0)
     assert found.drop() == 10
     assert found.best_s == 1.0
+
+
+def test_what_does_not_work_is_never_tried_again() -> None:
+    found = tuner()
+    found.observe(1.0)
+    broken = found.in_use
+    assert found.drop() != broken
+    tried = []
+    for pace in (1, 2):  # tune, leave the band, tune again
+        found.observe(pace * seconds_of(found.in_use, broken))
+        while found.searching:
+            tried.append(found.in_use)
+            found.observe(pace * seconds_of(found.in_use, broken))
+    assert len(tried) > SAMPLES
+    assert broken not in tried
