@@ -91,7 +91,7 @@ _OBJECT = (lambda value: isinstance(value, dict), "an object")
 _TIMES = (_are_times, "a list of numbers above 0")
 _NOT_NEGATIVE = (lambda value: _is_number(value) and value >= 0, "a number from 0 up")
 _PROFILE: Rules = {
-    "platform": _TEXT,
+    "platform": (lambda value: value in ("tpu", "gpu", "cpu"), "tpu, gpu or cpu"),
     "devices": _COUNT,
     "processes": _COUNT,
     "node_devices": _COUNT,
@@ -114,6 +114,7 @@ _CURVE: Rules = {
     "r_squared": (lambda value: _is_number(value, above=-math.inf), "a number"),
     "efficiency": _TIMES,
 }
+_EXCHANGE = "all_to_all"
 _LISTS = ("median_s", "first_quartile_s", "third_quartile_s", "efficiency")
 
 
@@ -131,4 +132,7 @@ def _in_curve(place: str, found: object) -> str | None:
     if problem is None and isinstance(found, dict):
         uneven = [name for name in _LISTS if len(found[name]) != len(found["amounts"])]
         problem = f"{uneven[0]} is not as long as amounts" if uneven else None
+        ranks = found["settings"].get("ranks", 0)
+        if found["name"].startswith(_EXCHANGE) and (ranks < 2 or "stride" not in found["settings"]):
+            problem = "settings of an all-to-all are 2 ranks or more, and a stride"
     return problem and f"{place}: {problem}"

@@ -61,6 +61,7 @@ DAMAGE = {
         "curves"
     ),
     "devices is not a whole number above 0": lambda found: found.update(devices=0),
+    "platform is not tpu, gpu or cpu": lambda found: found.update(platform="fpga"),
     "processes is not a whole number above 0": lambda found: found.update(processes=True),
     "node_devices is not a whole number above 0": lambda found: found.update(node_devices=1.5),
     "curves is not a list": lambda found: found.update(curves={}),
@@ -68,6 +69,9 @@ DAMAGE = {
     "curves\\[1\\]: it wants name, settings": _curve(lambda each: each.pop("alpha_s")),
     "curves\\[1\\]: unit is not bytes or flops": _curve(lambda each: each.update(unit="tokens")),
     "curves\\[1\\]: settings is not an object": _curve(lambda each: each.update(settings={"ranks": "2"})),
+    "curves\\[1\\]: settings of an all-to-all are 2 ranks or more, and a stride": _curve(
+        lambda each: each.update(name="all_to_all.flat", settings={"ranks": 1, "stride": 1})
+    ),
     "curves\\[1\\]: amounts is not a list of two or more growing": _curve(lambda each: each["amounts"].reverse()),
     "curves\\[1\\]: median_s is not as long as amounts": _curve(lambda each: each["median_s"].pop()),
     "curves\\[1\\]: efficiency is not a list": _curve(lambda each: each["efficiency"].__setitem__(0, -1)),
