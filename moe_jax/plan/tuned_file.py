@@ -52,6 +52,7 @@ def _is_entry(entry: object) -> bool:
         isinstance(entry, dict)
         and entry.keys() == {"of", *Tuned._fields}
         and isinstance(entry["settings"], dict)
+        and all(isinstance(value, str | int | float) for value in entry["settings"].values())
         and isinstance(entry["step_s"], float)
         and entry["step_s"] > 0
     )

@@ -16,11 +16,12 @@ from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.schedule.grad_chunks import Chunk
 from moe_jax.train.emit import reductions_of
 from moe_jax.train.processes import read_alike
 
 _SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
-_CHUNKS = [2 ** (-i / 3) for i in range(19)]  # shares of the largest chunk: down to 1/64, three sizes for each halving
+_CHUNKS = [2 ** (-i / 3) for i in range(19)]  # of the largest chunk: to a 64th, up to three for each halving
 _MICROBATCHES = (1, 2, 4, 8)
 _ITEM_BYTES = 4
 
@@ -61,11 +62,15 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
     file = Path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
     key = _key(config, mesh)
     found = read_alike(lambda: read_tuned(file, key), f"what was tuned before, {file},")
-    own = tuple(_OWN[name](config, mesh) for name in over)
-    if found is not None:
-        own = _as_found(found, over, own, file)
-    options = [sorted({*_OPTIONS[name](config, mesh), value}) for name, value in zip(over, own, strict=True)]
+    given = tuple(_OWN[name](config, mesh) for name in over)
+    own = given if found is None else _as_found(found, over, given, file)
+    options = [_options(name, config, mesh, *values) for name, *values in zip(over, given, own, strict=True)]
     values = tuple(choice for choice in itertools.product(*options) if _works(config, mesh, choice))
+    if found is not None and own not in values:
+        raise ConfigError(
+            f"what was tuned before, {file}, has {found.settings}, which do not work here: "
+            "remove it, or set tune.cache to another file"
+        )
     if len(values) < 2:
         raise ConfigError(f"tune.over=[{', '.join(over)}] leaves nothing to choose here: use tune.over=[]")
     return Choices(
@@ -78,10 +83,18 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
     )
 
 
+def _options(name: str, config: Config, mesh: Mesh, given: float | str, own: float | str) -> list[Any]:
+    """Sorted. A number of one's own is an option, too."""
+    return sorted({*_OPTIONS[name](config, mesh), given} | (set() if isinstance(own, str) else {own}))
+
+
 def _as_found(found: Tuned, over: Sequence[str], own: Choice, file: Path) -> Choice:
     choice = tuple(found.settings.get(name, value) for name, value in zip(over, own, strict=True))
     if any(isinstance(new, str) != isinstance(old, str) for new, old in zip(choice, own, strict=True)):
-        raise ConfigError(f"what was tuned before, {file}, has {found.settings}, which are no settings: remove it")
+        raise ConfigError(
+            f"what was tuned before, {file}, has {found.settings}, which are no settings: "
+            "remove it, or set tune.cache to another file"
+        )
     return choice
 
 
@@ -115,6 +128,7 @@ def _key(config: Config, mesh: Mesh) -> dict[str, Any]:
         "train": train | {"seq_len": config.data.seq_len, "sharded": config.optimizer.sharded},
         "mesh": {str(axis): size for axis, size in mesh.shape.items()},
         "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)",
+        "jax": jax.__version__,
     }
 
 
@@ -131,9 +145,14 @@ def _largest_mb(config: Config, mesh: Mesh) -> float:
 
 
 def _chunk_sizes(config: Config, mesh: Mesh) -> list[float]:
-    """Three digits, rounded up: the largest one must not be cut in two."""
+    """Three digits, rounded up: the largest one must not be cut in two. Of sizes that cut alike the smallest one."""
     largest = _largest_mb(config, mesh)
-    return [float(f"{1.005 * share * largest:.3g}") for share in _CHUNKS]
+    sizes = [float(f"{1.005 * share * largest:.3g}") for share in _CHUNKS]
+    return list({_cuts(config, mesh, size): size for size in sizes}.values())
+
+
+def _cuts(config: Config, mesh: Mesh, chunk_mb: float) -> tuple[tuple[Chunk, ...], ...]:
+    return tuple(owner.chunks for owner in reductions_of(config.model, mesh, chunk_mb))
 
 
 def _algorithms(config: Config, mesh: Mesh) -> list[str]:
