@@ -17,6 +17,7 @@ from moe_jax.parallel.trace_names import ARRIVING
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
 _PATIENCE_S = 60  # for other processes to connect
+_UNSENT_BYTES = 2**17  # at most in the kernel, as nothing urgent gets past them there
 
 
 class Key(NamedTuple):
@@ -148,6 +149,8 @@ def _connections() -> dict[int, socket.socket]:
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux, macOS
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return connections
 
 
