@@ -8,7 +8,7 @@ from jax.stages import Compiled
 
 from moe_jax.config import Tune
 from moe_jax.config_files import to_yaml
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, UserError
 from moe_jax.plan.tuner import Tuner
 from moe_jax.train.choices import Choices
 from moe_jax.train.meter import Meter
@@ -39,9 +39,10 @@ class Tuning:
             self._decider = _Decider(run.choices, run.config.tune, run.folder, log)
 
     def step_started(self, step: int) -> None:
-        """All processes call it behind each step; at some of them, the same for all, `step` changes.
+        """Count a step that was started. All processes call it behind every step.
 
-        What a step takes while something compiles does not count.
+        At the end of a round, the same step on all, `step` may become another program. Steps during a compilation are
+        not timed.
         """
         if self._run.choices is None:
             return
@@ -73,7 +74,12 @@ class Tuning:
             self.step = self._programs[choice]
             return
         # here and not beside training, as it may talk with other processes
-        trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
+        try:
+            trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
+        except UserError as error:  # on all processes alike
+            self._compiling = Future()
+            self._compiling.set_exception(error)
+            return
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
         shapes = trainer.state_shapes, self._run.batch_shape
         pool = ThreadPoolExecutor(max_workers=1)
