@@ -23,7 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_jax.errors import UserError
+from moe_jax.parallel.post import Key, Post
 from moe_jax.train.processes import Processes, initialize
 
 _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
@@ -150,6 +153,20 @@ def set_data_rate(bits_per_s: float) -> None:
         _run(*f"tc qdisc add dev {_LINK} parent 1:2 bfifo limit 32mb".split())
         small = "u32 match u16 0 0xff80 at 2"  # shorter than 128 bytes
         _run(*f"tc filter add dev {_LINK} protocol ip parent 1: {small} flowid 1:1".split())
+
+
+def set_latency(seconds: float) -> None:
+    """Let each message of collectives in the background occupy its sender so much longer, like a link's start-up.
+
+    Kernels without netem cannot delay what they send.
+    """
+    send = Post.send
+
+    def late(self: Post, key: Key, x: np.ndarray) -> None:
+        time.sleep(seconds)
+        send(self, key, x)
+
+    Post.send = late  # type: ignore[method-assign]
 
 
 def set_buffers(num_bytes: int) -> None:

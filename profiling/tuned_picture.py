@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import ScalarFormatter
+from tuned_replay import WITHIN
 
 _COLORS = {"search": "#2a6fd0", "grid": "#d9541e", "random": "#8a8880"}
 _SEARCHING = "#eef3fb"
@@ -38,7 +40,7 @@ def _sizes(axes: Any, sweep: Mapping[str, Any]) -> None:
         linewidth=0,
     )
     axes.plot(sizes, median, color=_COLORS["search"], marker="o", markersize=3)
-    axes.axhline(1.02 * min(median), color="#333333", linestyle=":", linewidth=1, label="2 % above the best")
+    axes.axhline((1 + WITHIN) * min(median), color="#333333", linestyle=":", linewidth=1, label=f"{WITHIN:.0%} above the best")
     axes.set(
         xscale="log", xlabel="chunk size, MB", ylabel="seconds per step", title="every size, medians and quartiles"
     )
@@ -54,7 +56,9 @@ def _regrets(axes: Any, replay: Mapping[str, Mapping[str, Any]]) -> None:
         axes.plot(
             samples, [100 * each for each in row["ninth_decile"]], color=_COLORS[name], linestyle=":", linewidth=1
         )
-    axes.axhline(2, color="#333333", linestyle=":", linewidth=1)
+    axes.axhline(100 * WITHIN, color="#333333", linestyle=":", linewidth=1)
+    axes.set_yscale("symlog", linthresh=10)  # what is left of the first samples' hundreds
+    axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.set(xlabel="samples", ylabel="% slower than the best size", ylim=(0, None))
     axes.set_title("best so far; dotted: 9 of 10 seeds are better")
     axes.legend(frameon=False)
@@ -86,4 +90,4 @@ def _run(times: Any, sizes: Any, live: Mapping[str, Any]) -> None:
     )
     times.set_ylim(0, 1.1 * sorted(seconds for _, seconds in live["step_s"])[int(0.98 * len(steps))])
     sizes.set(yscale="log", xlabel="step", ylabel="chunk size, MB")
-    sizes.legend(frameon=False, loc="upper right", ncols=2)
+    sizes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
