@@ -78,7 +78,7 @@ def _compile(trainer: Trainer, batch: Any, target: Target, options: dict[str, Va
     lowered = trainer.step.trace(trainer.state_shapes, batch).lower(lowering_platforms=(platform,))
     try:
         compiled = lowered.compile(compiler_options=options)
-        if target.platform != "gpu" or trainer.schedule is None:
+        if target.platform != "gpu" or (trainer.schedule is None and trainer.table is None):
             return compiled
         # again, by the times of what came out
         profile = estimated_profile(parse(compiled.as_text()), target, trainer.mesh.size)
