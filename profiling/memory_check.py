@@ -113,7 +113,8 @@ def check(kind: str, only: str) -> dict[str, Any]:
         if name not in found:
             check_compiler(target)
             try:
-                found[name] = {"settings": " ".join(settings), **compiled_bytes(target, settings)}
+                compiled = compiled_bytes(target, settings)
+                found[name] = {"settings": " ".join(settings), **compiled, "provenance": origin()}
             except CompileError as error:
                 print(f"{name}: {error}")
                 continue

@@ -14,14 +14,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import box
+import numpy as np
 from box_picture import write_timelines
-from results_file import RESULTS, quartiles, write_result
+from jax.experimental import multihost_utils
+from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell, traced
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import Operation, joined
+from moe_jax.schedule.pipelines.bubble import lock_step_bubble
+from moe_jax.schedule.pipelines.table import Table
+from moe_jax.train.pipeline.plan import make_plan
 
 STAGES, EXPERT_RANKS = 2, 2
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
@@ -61,18 +66,53 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
             if turn:  # the first warms up
                 seconds[name].append(step_s)
         tell(f"round {turn} of {arguments.rounds}")
-    timelines = {name: traced(steps[name], programs[name]) for name in programs}
-    leaves = {name: [each for each in steps if not each.name.startswith("while")] for name, steps in timelines.items()}
-    box.hand_back({"seconds": seconds, "timelines": leaves})
+    timelines, bubbles = {}, {}
+    for name, config in configs.items():
+        operations = traced(steps[name], programs[name])
+        timelines[name] = [each for each in operations if not each.name.startswith("while")]
+        bubbles[name] = bubble_of(timelines[name], make_plan(config, stand.mesh).table)
+    box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles})
 
 
-def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians and quartiles of seconds, and of ratios within a round."""
+def bubble_of(operations: Sequence[Operation], table: Table) -> dict[str, float]:
+    """Which share of all ticks a stage has no pass under way, on average: as measured, and by the table.
+
+    By it a tick is as long as its longest slot, and a pass as long as it is on its stage on average; two passes in one
+    slot hide each other, so such tables say nothing. The first stage works from the first tick to the last.
+    """
+    passes = {name: _under_way(operations, name) for name in ("F", "B", "FB")}
+    own = [sum(end - start for start, end in passes[name]) for name in passes]
+    span = passes["FB"][-1][1] - passes["FB"][0][0]
+    shared = np.asarray(multihost_utils.process_allgather(np.array([*own, span], np.float32))).reshape(-1, 4)
+    of_stage = shared.reshape(table.stages, -1, 4).mean(axis=1)
+    works = table.microbatches * table.chunks
+    slots = [
+        [sum(of_stage[stage]["FB".index(d)] / works for d, _ in slot.tasks()) for stage, slot in enumerate(ticks)]
+        for ticks in table.ticks
+    ]
+    both = any(slot.forward and slot.backward for ticks in table.ticks for slot in ticks)
+    return {
+        "measured": float(np.mean(1 - of_stage[:, 2] / of_stage[0, 3])),
+        "by_table": float("nan") if both else float(1 - np.sum(slots) / (table.stages * sum(map(max, slots)))),
+        "by_equal_passes": lock_step_bubble(table, 1.0, 1.0),
+        "forward_s": float(of_stage[:, 0].mean() / works),
+        "backward_s": float(of_stage[:, 1].mean() / works),
+    }
+
+
+def _under_way(operations: Sequence[Operation], directions: str) -> list[tuple[float, float]]:
+    return joined([(each.start_s, each.end_s) for each in operations if each.task[:1] in set(directions)])
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Medians and quartiles of seconds, and of ratios within a round; idle shares."""
+    seconds = found["seconds"]
     return {
         name: {
             "settings": VARIANTS[name],
             "step_s": quartiles(own),
             "speed_up_over_1f1b": quartiles([b / a for a, b in zip(own, seconds[BASE], strict=True)]),
+            "bubble": {what: rounded(value) for what, value in found["bubbles"][name].items()},
         }
         for name, own in seconds.items()
     }
@@ -80,9 +120,12 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def text(rows: dict[str, Any]) -> str:
     """The summary as a table."""
-    lines = [f"{'':20}  step s  × {BASE}"]
+    lines = [f"{'':20}  step s  × {BASE}  idle: measured, by the table"]
     for name, row in rows.items():
-        lines.append(f"{name:20}  {row['step_s']['median']:6.3f}  {row['speed_up_over_1f1b']['median']:6.3f}")
+        lines.append(
+            f"{name:20}  {row['step_s']['median']:6.3f}  {row['speed_up_over_1f1b']['median']:6.3f}"
+            f"  {row['bubble']['measured']:14.1%}  {row['bubble']['by_table']:12.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -116,7 +159,7 @@ def main() -> None:
         return
     settings = box.box_from(arguments)
     found = box.run_in_box(settings)
-    rows = summary(found["seconds"])
+    rows = summary(found)
     print(text(rows))
     timelines: dict[str, Sequence[Operation]] = {
         name: [Operation(*each) for each in step] for name, step in found["timelines"].items()

@@ -24,6 +24,7 @@ from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.measure.costs import matrix_products
 from moe_jax.measure.hlo import Instruction, Program, parse
+from moe_jax.measure.provenance import provenance
 from moe_jax.measure.targets import target_devices
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.traffic import Exchange, exchanges
@@ -211,7 +212,7 @@ def main() -> None:
         if name in known and known[name]["settings"] == " ".join(overrides):
             continue
         config = load_config(_CONFIG, overrides)
-        known[name] = study(target, config, overrides, make_mesh(config.mesh, devices))
+        known[name] = study(target, config, overrides, make_mesh(config.mesh, devices)) | {"provenance": provenance()}
         write_result(path.stem, {"schedules": known})
     found = verdicts(known)
     write_result(path.stem, {"schedules": known, "as_expected": found})
