@@ -40,7 +40,8 @@ def _sizes(axes: Any, sweep: Mapping[str, Any]) -> None:
         linewidth=0,
     )
     axes.plot(sizes, median, color=_COLORS["search"], marker="o", markersize=3)
-    axes.axhline((1 + WITHIN) * min(median), color="#333333", linestyle=":", linewidth=1, label=f"{WITHIN:.0%} above the best")
+    near = (1 + WITHIN) * min(median)
+    axes.axhline(near, color="#333333", linestyle=":", linewidth=1, label=f"{100 * WITHIN:g} % above the best")
     axes.set(
         xscale="log", xlabel="chunk size, MB", ylabel="seconds per step", title="every size, medians and quartiles"
     )
