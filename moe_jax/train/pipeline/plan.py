@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.models.stages import Held, Stages
 from moe_jax.models.transformer import Computation
 from moe_jax.plan.costs import order_times
 from moe_jax.schedule.actions import Action, two_streams
@@ -23,6 +22,7 @@ from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
 from moe_jax.schedule.shape import Shape
+from moe_jax.stages import Held, Stages
 from moe_jax.train.emit import measured_times
 from moe_jax.train.pipeline.rows import Row, rows_of
 
