@@ -31,6 +31,7 @@ class Segment:
         return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
 
 
+@functools.lru_cache(maxsize=64)
 def segments(model: Model) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
@@ -66,8 +67,8 @@ class Stages:
     stages: int
     chunks: int  # model chunks of a stage
 
-    @classmethod
-    def of(cls, config: Config) -> "Stages":
+    @staticmethod
+    def of(config: Config) -> "Stages":
         """As a config says. Raises ConfigError if it has too few blocks."""
         stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
         periods = sum(segment.repeats for segment in segments(config.model))
@@ -78,7 +79,7 @@ class Stages:
                 f"{config.model.num_layers} has {periods} (whole periods of kinds of blocks): "
                 f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
             )
-        return cls(config.model, stages, chunks)
+        return _stages(config.model, stages, chunks)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[Held, ...], ...]:
@@ -125,6 +126,11 @@ class Stages:
         """Of each segment, how many rows there are and which are used: the same for all stages that divide it."""
         groups = self.stages * self.chunks
         return tuple((rows * groups, *self.stored_row(number)) for number, rows in enumerate(self.rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(model: Model, stages: int, chunks: int) -> Stages:
+    return Stages(model, stages, chunks)
 
 
 def _held(periods: list[tuple[int, Segment]]) -> tuple[Held, ...]:
