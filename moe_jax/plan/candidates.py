@@ -53,7 +53,7 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     """
     for sizes in meshes(draft, cluster):
         try:
-            ways = [
+            ways: list[Way] = [
                 {"mesh": sizes, "train": {"grad_accumulation": parts}, "schedule": {**each, **pipeline}}
                 for parts in _least_parts(draft, sizes)
                 for pipeline in (pipelines() if sizes["pipeline"] > 1 else ({},))

@@ -265,7 +265,8 @@ def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
 
 
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:
-    axes = ("data", "expert", *(name for name in ("pipeline", "context") if getattr(draft.mesh, name) != 1), "tensor")
+    cut = [name for name in ("pipeline", "context") if getattr(draft.mesh, name) != 1]
+    axes = ("data", "expert", "tensor", *cut)
     given = [f"mesh.{name}={getattr(draft.mesh, name)}" for name in axes if f"mesh.{name}" not in draft.open]
     return f"{' × '.join(given)} is no mesh of {cluster.devices} devices that divides its experts"
 

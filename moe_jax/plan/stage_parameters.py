@@ -30,13 +30,14 @@ def on_stage(config: Config) -> OnStage:
 def _on_stage(stages: Stages) -> OnStage:
     model = stages.model
     embedding, *blocks, head = owned_parameters(model)
-    of_kind = dict(zip(model.block_kinds, blocks, strict=True))
+    of_kind: dict[str, Owned] = dict(zip(model.block_kinds, blocks, strict=True))
     held = [
         (kind, rows * stages.chunks)
         for segment, rows in zip(segments(model), stages.rows, strict=True)
         for kind in segment.kinds
     ]
+    totals = ([count * number for number in of_kind[kind]] for kind, count in held)
     return OnStage(
         ends=Owned(embedding.whole + head.whole),
-        blocks=Owned(*(sum(count * of_kind[kind][i] for kind, count in held) for i in range(len(Owned._fields)))),
+        blocks=Owned(*map(sum, zip(*totals, strict=True))),
     )
