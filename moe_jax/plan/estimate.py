@@ -28,7 +28,7 @@ class Busy:
     """Seconds of a step, by what it is made of. Communication that is hidden counts, too."""
 
     compute: float
-    exchange: float  # all-to-alls, with what tensor ranks gather behind them
+    exchange: float  # all-to-alls, with what tensor ranks gather behind them; sends between pipeline stages
     sums: float  # of gradients
     update: float  # of the optimiser
     exposed: float  # communication with nothing computed beside it

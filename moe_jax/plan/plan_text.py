@@ -76,6 +76,8 @@ def context_axes(plans: Plans, context: int) -> str:
 
 def _ranges(best: Candidate) -> list[str]:
     """What of the forward pass is worth cutting, if anything."""
+    if best.config.schedule.pipeline == "coscheduled":  # whose forward pass is not alone
+        return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
     if not cut:
