@@ -329,4 +329,4 @@ class Config(Sections):
         unscheduled = Schedule()
         names = ("policy", "weight_grad", "grad_reduce")
         same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
-        return same and self.exchange.reduction == "all_reduce"
+        return same and self.exchange.reduction == "all_reduce" and not self.is_pipelined

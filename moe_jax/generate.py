@@ -7,8 +7,9 @@ import jax
 
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.models.stages import Stages
+from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import check_same_run, load_params
 from moe_jax.train.sample import one_device_mesh, sample_text
 
@@ -32,7 +33,9 @@ def main() -> None:
     config = load_config(arguments.run, arguments.overrides)
     check_same_run(config, arguments.run)
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), Stages.of(config).shapes)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
+    )
     params = load_params(arguments.run, shapes)
     print(sample_text(config, params, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
 

@@ -29,12 +29,13 @@ from moe_jax.measure.targets import target_devices
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.traffic import Exchange, exchanges
 from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import Stages
+from moe_jax.models.stages import stored_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.pipelines.tick import side_of
+from moe_jax.stages import Stages
 from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.pipeline.stage import Stage
 
@@ -73,7 +74,7 @@ def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
 
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED, check_vma=False)
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), np.int32)
-    state = jax.eval_shape(on_mesh, Stages.of(config).shapes, batch)
+    state = jax.eval_shape(on_mesh, stored_shapes(Stages.of(config)), batch)
     return {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state[name]))
         for name in ("saved", "weight", "taken", "activations", "gradients", "grads")

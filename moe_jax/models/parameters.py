@@ -4,53 +4,20 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.config import Model, View
+from moe_jax.config import Model
 from moe_jax.parallel.sharding import Dims
+from moe_jax.stages import segments
 
 Params = dict[Any, Any]
 
 _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any other
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
-
-    kinds: tuple[str, ...]
-    views: tuple[View, ...]
-    repeats: int
-
-    @classmethod
-    def of(cls, blocks: Sequence[tuple[str, View]], repeats: int) -> "Segment":
-        """Of the blocks of one period."""
-        return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
-
-
-def segments(model: Model) -> tuple[Segment, ...]:
-    """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
-    blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
-    of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
-    bottom = moe.first_dense_blocks if moe.num_experts else model.num_layers
-    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.every)))
-
-
-def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
-    """Whole periods, and what is left as runs of equal blocks."""
-    repeats = len(blocks) // period
-    if repeats:
-        yield Segment.of(blocks[:period], repeats)
-    for block, run in itertools.groupby(blocks[repeats * period :]):
-        yield Segment.of([block], len(list(run)))
 
 
 class _Declare:

@@ -1,145 +1,43 @@
-"""Which blocks each pipeline stage holds, and how their parameters lie in the stacked arrays.
+"""Parameters as pipeline stages hold them: blocks in the rows that `moe_jax.stages` gives them."""
 
-Model chunk c of stage s is group c·S + s of the blocks, as the tables of `schedule.pipelines` have it. Groups are runs
-of whole periods of the model's segments. Stage s holds its own rows of every stacked array, chunk by chunk, so that
-cutting the leading dimension over the stages gives each its own; where groups differ, the shorter ones leave rows
-unused.
-"""
-
-import dataclasses
-import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.config import Config, Model, View
-from moe_jax.errors import ConfigError
-from moe_jax.models.parameters import Segment, param_shapes, segments
+from moe_jax.models.parameters import param_shapes
+from moe_jax.stages import Stages
 
 Tree = Any
 
 
-class Held(NamedTuple):
-    """A block of a group, as every group of the same structure has it, whichever blocks these are."""
-
-    kind: str
-    view: View
-    segment: int
-    place: int  # in the segment's period
-    row: int  # of the segment's periods in the group
+def stored_shapes(stages: Stages) -> Tree:
+    """Of the parameters as stages hold them; nothing is allocated."""
+    return jax.eval_shape(lambda params: stored(params, stages), param_shapes(stages.model))
 
 
-@dataclasses.dataclass(frozen=True)
-class Stages:
-    """The groups of a model's blocks, from the bottom up."""
+def stored(params: Tree, stages: Stages) -> Tree:
+    """Parameters as stages hold them, from those in the order of blocks; unused rows are 0."""
 
-    model: Model
-    stages: int
-    chunks: int  # model chunks of a stage
+    def put(leaf: jax.Array, row: NDArray[np.int64], total: int) -> jax.Array:
+        return jnp.zeros((total, *leaf.shape[1:]), leaf.dtype).at[row].set(leaf)
 
-    @classmethod
-    def of(cls, config: Config) -> "Stages":
-        """As a config says. Raises ConfigError if it has too few blocks."""
-        stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
-        periods = sum(segment.repeats for segment in segments(config.model))
-        if periods < stages * chunks:
-            cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
-            raise ConfigError(
-                f"mesh.pipeline={stages}{cut} needs as many groups of blocks, and model.num_layers="
-                f"{config.model.num_layers} has {periods} (whole periods of kinds of blocks): "
-                f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
-            )
-        return cls(config.model, stages, chunks)
-
-    @functools.cached_property
-    def groups(self) -> tuple[tuple[Held, ...], ...]:
-        """The blocks of every group."""
-        periods = [
-            (number, segment) for number, segment in enumerate(segments(self.model)) for _ in range(segment.repeats)
-        ]
-        count = self.stages * self.chunks
-        least, more = divmod(len(periods), count)
-        # the last one has the head to run, too, and the first one keeps most activations
-        sizes = [least + (count - 1 - more <= group < count - 1) for group in range(count)]
-        ends = np.cumsum(sizes).tolist()
-        return tuple(_held(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
-
-    def group(self, stage: int, chunk: int) -> int:
-        """The number of a stage's group."""
-        return chunk * self.stages + stage
-
-    @functools.cached_property
-    def first_block(self) -> tuple[int, ...]:
-        """The number of each group's first block in the model."""
-        return tuple(np.cumsum([0, *map(len, self.groups)])[:-1].tolist())
-
-    @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """Rows of each segment that every group has room for."""
-        return tuple(
-            max(1 + max((held.row for held in group if held.segment == number), default=-1) for group in self.groups)
-            for number in range(len(segments(self.model)))
-        )
-
-    def stored_row(self, segment: int) -> NDArray[np.int64]:
-        """Where each period of a segment lies in the stacked arrays."""
-        per_chunk = self.rows[segment]
-        return np.array(
-            [
-                (group % self.stages * self.chunks + group // self.stages) * per_chunk + held.row
-                for group, blocks in enumerate(self.groups)
-                for held in blocks
-                if held.segment == segment and held.place == 0
-            ]
-        )
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        """Of each segment, how many rows there are and which are used: the same for all stages that divide it."""
-        groups = self.stages * self.chunks
-        return tuple((rows * groups, *self.stored_row(number).tolist()) for number, rows in enumerate(self.rows))
-
-    @property
-    def shapes(self) -> Tree:
-        """Of the parameters as stages hold them; nothing is allocated."""
-        return jax.eval_shape(self.stored, param_shapes(self.model))
-
-    def stored(self, params: Tree) -> Tree:
-        """Parameters as stages hold them, from those in the order of blocks; unused rows are 0."""
-
-        def put(leaf: jax.Array, row: NDArray[np.int64], total: int) -> jax.Array:
-            if np.array_equal(row, np.arange(total)):
-                return leaf
-            return jnp.zeros((total, *leaf.shape[1:]), leaf.dtype).at[row].set(leaf)
-
-        return self._rearranged(params, put)
-
-    def in_order(self, params: Tree) -> Tree:
-        """The inverse of `stored`."""
-
-        def take(leaf: jax.Array, row: NDArray[np.int64], total: int) -> jax.Array:
-            return leaf if np.array_equal(row, np.arange(total)) else leaf[row]
-
-        return self._rearranged(params, take)
-
-    def _rearranged(self, params: Tree, move: Any) -> Tree:
-        moved = {}
-        for number, tree in params["segments"].items():
-            total = self.rows[number] * self.stages * self.chunks
-            moved[number] = jax.tree.map(functools.partial(move, row=self.stored_row(number), total=total), tree)
-        return params | {"segments": moved}
+    return _rearranged(params, stages, put)
 
 
-def _held(periods: list[tuple[int, Segment]]) -> tuple[Held, ...]:
-    def blocks() -> Iterator[Held]:
-        seen: dict[int, int] = {}
-        for number, segment in periods:
-            row = seen[number] = seen.get(number, -1) + 1
-            for place, (kind, view) in enumerate(zip(segment.kinds, segment.views, strict=True)):
-                yield Held(kind, view, number, place, row)
+def in_order(params: Tree, stages: Stages) -> Tree:
+    """The inverse of `stored`."""
+    return _rearranged(params, stages, lambda leaf, row, total: leaf[row])
 
-    return tuple(blocks())
+
+def _rearranged(params: Tree, stages: Stages, move: Callable[[jax.Array, NDArray[np.int64], int], jax.Array]) -> Tree:
+    moved = {}
+    for number, tree in params["segments"].items():
+        total, *rows = stages.layout[number]
+        row = np.array(rows)
+        alike = np.array_equal(row, np.arange(total))
+        moved[number] = tree if alike else jax.tree.map(lambda leaf, row=row, total=total: move(leaf, row, total), tree)
+    return params | {"segments": moved}

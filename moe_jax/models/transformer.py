@@ -23,12 +23,12 @@ from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
-from moe_jax.models.parameters import Segment, segments
 from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import gathered, summed
+from moe_jax.stages import Segment, segments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,8 @@ def _write(plans: Plans, text: str, path: Path) -> None:
         bars = {"predicted": predicted_bars(plans.best.estimate.timeline)}
         blocks = plans.best.estimate.timeline.schedule.shape.kinds
         picture = path.with_suffix(".png")
-        draw(bars, picture, f"{len(blocks)} blocks of a step on {plans.cluster.name}, {plans.best.mesh}")
+        what = "one part of the batch on a stage" if plans.config.is_pipelined else "a step"
+        draw(bars, picture, f"{len(blocks)} blocks of {what} on {plans.cluster.name}, {plans.best.mesh}")
         written.append(picture)
     except PlotError as error:
         print(f"no {picture}: {error}")

@@ -13,9 +13,12 @@ from moe_jax.config_checks import check_batch_split
 from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
+from moe_jax.stages import Stages
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
 MOST_MICROBATCHES = 8
+# schedules of pipeline stages, and how many model chunks each stage holds
+PIPELINES = (("1f1b", 1), ("zero_bubble", 1), ("coscheduled", 1), ("coscheduled", 2), ("interleaved", 2), ("gpipe", 1))
 
 Settings = Mapping[str, object]  # of a section
 Way = Mapping[str, Settings]  # settings of several sections
@@ -49,8 +52,13 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     Tensor ranks stay inside a node: they wait for each other in every block.
     """
     for sizes in meshes(draft, cluster):
-        ways = [{"mesh": sizes, "train": {"grad_accumulation": 1}, "schedule": each} for each in schedules()]
         try:
+            ways: list[Way] = [
+                {"mesh": sizes, "train": {"grad_accumulation": parts}, "schedule": {**each, **pipeline}}
+                for parts in _least_parts(draft, sizes)
+                for pipeline in (pipelines() if sizes["pipeline"] > 1 else ({},))
+                for each in (guesses() if sizes["pipeline"] > 1 else schedules())
+            ]
             yield next(choices(draft, draft, ways), None) or _chosen(draft, draft, ways[0])
         except ConfigError as error:
             yield Refused(mesh_text(sizes), str(error))
@@ -70,9 +78,27 @@ def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
         for expert in divisors(devices // tensor):
             if "expert" not in given and (expert > max(experts, 1) or experts % expert):
                 continue
-            sizes = {"data": devices // (tensor * expert), "expert": expert, "tensor": tensor, "context": context}
-            if all(given.get(name, size) == size for name, size in sizes.items()):
-                yield sizes
+            for pipeline in divisors(devices // (tensor * expert)):
+                if "pipeline" not in given and pipeline > max(draft.model.num_layers, 1):
+                    break
+                data = devices // (tensor * expert * pipeline)
+                sizes = {"data": data, "expert": expert, "pipeline": pipeline, "tensor": tensor, "context": context}
+                if all(given.get(name, size) == size for name, size in sizes.items()):
+                    yield sizes
+
+
+def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:
+    """Parts of the batch that keep all pipeline stages busy, as few as can be. Raises ConfigError."""
+    stages, batch = sizes["pipeline"], draft.train.batch_size
+    shards = sizes["data"] * sizes["expert"]
+    if "train.grad_accumulation" not in draft.open or batch % shards:
+        return [1]
+    if found := _parts(batch // shards, stages):
+        return found[:2]
+    raise ConfigError(
+        f"train.batch_size={batch} has {batch // shards} sequences for each of data × expert = {shards}, fewer than "
+        f"mesh.pipeline={stages} stages: use train.batch_size={stages * shards} or more"
+    )
 
 
 def choices(draft: Draft, base: Sections, ways: Iterable[Way]) -> Iterator[Config]:
@@ -91,10 +117,14 @@ def choices(draft: Draft, base: Sections, ways: Iterable[Way]) -> Iterator[Confi
 def _chosen(draft: Draft, base: Sections, way: Way) -> Config:
     """Raises ConfigError."""
     schedule = dict(way.get("schedule", {}))
+    stages = way.get("mesh", {}).get("pipeline", base.mesh.pipeline)
+    if stages != 1 or schedule.get("pipeline", base.schedule.pipeline) == "coscheduled":  # sums behind the last tick
+        schedule |= {"grad_reduce": "end", "chunk_mb": None}
     if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "chunked":
         schedule["chunk_mb"] = None
     found = draft.choose(base, **{**way, "schedule": schedule})
     check_batch_split(found, found.mesh.data * found.mesh.expert)
+    Stages.of(found)
     return found
 
 
@@ -131,9 +161,22 @@ def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int
     return {"policy": policy, **degrees, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": CHUNKS_MB[1]}
 
 
+def pipelines() -> Iterator[Settings]:
+    """Schedules of pipeline stages."""
+    for name, chunks in PIPELINES:
+        yield {"pipeline": name, "virtual_stages": chunks}
+
+
 def accumulations(config: Config) -> list[int]:
-    """Parts of the batch, down to one sequence of each device."""
-    return divisors(config.train.batch_size // (config.mesh.data * config.mesh.expert))
+    """Parts of the batch, down to one sequence of each device; at least as many as pipeline stages."""
+    sequences = config.train.batch_size // (config.mesh.data * config.mesh.expert)
+    return _parts(sequences, config.mesh.pipeline) or divisors(sequences)
+
+
+def _parts(sequences: int, stages: int) -> list[int]:
+    """Multiples of the number of stages, if there are any: model chunks need them."""
+    enough = [parts for parts in divisors(sequences) if parts >= stages]
+    return [parts for parts in enough if parts % stages == 0] or enough
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

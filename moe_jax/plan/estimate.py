@@ -5,6 +5,7 @@ them: each further one takes what the last one added.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Fabric, Group
 from moe_jax.plan.measured import Measured, read_times
+from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
@@ -26,10 +28,11 @@ class Busy:
     """Seconds of a step, by what it is made of. Communication that is hidden counts, too."""
 
     compute: float
-    exchange: float  # all-to-alls, with what tensor ranks gather behind them
+    exchange: float  # all-to-alls, with what tensor ranks gather behind them; sends between pipeline stages
     sums: float  # of gradients
     update: float  # of the optimiser
     exposed: float  # communication with nothing computed beside it
+    idle: float = 0.0  # of the pipeline stage that has most to do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Estimate:
     cluster: Cluster
     step_s: float
     busy: Busy
-    timeline: Timeline  # of a model with few periods
+    timeline: Timeline  # of a model with few periods; in a pipeline, of a stage and one part of the batch
     leaves_node: bool  # whether exchanges go between nodes
     algorithm: str  # of the exchanges
 
@@ -71,26 +74,31 @@ class Estimate:
 
 
 def estimate(config: Config, cluster: Cluster) -> Estimate:
-    """Simulate a step; the mesh of `config` has the cluster's devices, none of its axes -1. Raises ScheduleError."""
+    """Simulate a step; the mesh of `config` has the cluster's devices, none of its axes -1.
+
+    Raises ScheduleError, and ConfigError if stages have too few blocks.
+    """
+    if config.is_pipelined:
+        return _pipelined(config, cluster)
     moe, blocks = config.model.moe, config.model.num_layers
     bottom, period = (moe.first_dense_blocks, moe.every) if moe.num_experts else (0, 1)
     periods, rest = divmod(blocks - bottom, period)
     fewer = min(periods, _PERIODS)
-    path = config.schedule.task_times
-    measured = read_times(path, config.model.block_kinds) if path else Measured({})
+    measured = _measured(config)
 
     def with_periods(count: int) -> Step:
         model = dataclasses.replace(config.model, num_layers=bottom + count * period + rest)
         return Step(dataclasses.replace(config, model=model), cluster, measured)
 
     step = with_periods(fewer)
+    algorithm = step.algorithm(step.timeline.schedule.shape)
     whole = step.seconds()
     if periods > fewer:
         slope = {name: whole[name] - value for name, value in with_periods(fewer - 1).seconds().items()}
         whole = {name: value + (periods - fewer) * slope[name] for name, value in whole.items()}
     update = measured.rest_s
     if update is None:
-        update = _update_seconds(config, cluster, step.fabric)
+        update = _update_seconds(_own_parameters(config), config, cluster, step.fabric)
     return Estimate(
         config=config,
         cluster=cluster,
@@ -98,19 +106,46 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
         busy=Busy(update=update, **whole),
         timeline=step.timeline,
         leaves_node=step.fabric.leaves_node(step.experts),
-        algorithm=step.algorithm,
+        algorithm=algorithm,
     )
 
 
-def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
-    """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
+def _pipelined(config: Config, cluster: Cluster) -> Estimate:
+    measured = _measured(config)
+    pipelined = PipelinedStep(config, cluster, measured)
+    step, whole, timeline = pipelined.step, pipelined.seconds(), pipelined.timeline
+    update = measured.rest_s
+    if update is None:
+        update = _update_seconds(parameters_by_group(config), config, cluster, step.fabric)
+    return Estimate(
+        config=config,
+        cluster=cluster,
+        step_s=whole.pop("step") + update,
+        busy=Busy(update=update, **whole),
+        timeline=timeline,
+        leaves_node=step.fabric.leaves_node(step.experts),
+        algorithm=step.algorithm(timeline.schedule.shape),
+    )
+
+
+def _measured(config: Config) -> Measured:
+    path = config.schedule.task_times
+    return read_times(path, config.model.block_kinds) if path else Measured({})
+
+
+def _own_parameters(config: Config) -> list[tuple[Group, float]]:
+    """Of a device, by the devices that have the same ones."""
     counts, mesh = count_parameters(config.model), config.mesh.sizes
     data, expert, tensor = mesh["data"] * mesh["context"], mesh["expert"], mesh["tensor"]
-    own = [
+    return [
         (Group(data * expert * tensor, 1), counts.total - counts.expert - counts.heads_and_hidden),
         (Group(data * expert, tensor), counts.heads_and_hidden / tensor),
         (Group(data, expert * tensor), counts.expert / (expert * tensor)),
     ]
+
+
+def _update_seconds(own: Iterable[tuple[Group, float]], config: Config, cluster: Cluster, fabric: Fabric) -> float:
+    """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
     updated, gathered_s = 0.0, 0.0
     for group, count in own:
         cut = group.ranks if config.optimizer.sharded else 1

@@ -1,8 +1,10 @@
 """How long collectives take on a cluster: over groups of its devices, by the links that these groups have to use.
 
-A group has `ranks` members, every `stride`-th device of a row of neighbours.
+A group has `ranks` members, every `stride`-th device of a row of neighbours, or of several rows apart from each other.
 """
 
+import math
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moe_jax.plan.clusters import Cluster
@@ -19,11 +21,27 @@ class Group(NamedTuple):
 
     ranks: int
     stride: int
+    rows: int = 1  # with as many of the ranks each
+    row_stride: int = 0
 
     @property
     def span(self) -> int:
         """Neighbours among which they are."""
-        return self.ranks * self.stride
+        return self.ranks * self.stride if self.rows == 1 else self.rows * self.row_stride
+
+
+_OF_STAGE = ("context", "expert", "tensor")  # axes inside a pipeline stage, as parallel/mesh.py has them: nearest last
+
+
+def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> Group:
+    """Devices that differ in data and in these axes of their pipeline stage; stages lie between the ranks of data."""
+    inner = [axis for axis in _OF_STAGE if axis in axes]
+    ranks = math.prod(mesh[axis] for axis in inner)
+    stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 :])
+    rows, row_stride = mesh["data"], mesh["pipeline"] * math.prod(mesh[axis] for axis in _OF_STAGE)
+    if rows == 1 or mesh["pipeline"] == 1:
+        return Group(rows * ranks, stride)
+    return Group(rows, row_stride) if ranks == 1 else Group(rows * ranks, stride, rows, row_stride)
 
 
 class Choice(NamedTuple):
@@ -41,7 +59,11 @@ class Fabric:
 
     def ranks_per_node(self, group: Group) -> int:
         """Members that share the fastest links."""
-        return max(min(group.ranks, self._cluster.node_devices // group.stride), 1)
+        node, in_row = self._cluster.node_devices, group.ranks // group.rows
+        near = max(min(in_row, node // group.stride), 1)
+        if near == in_row and group.rows > 1:
+            near *= max(min(group.rows, node // group.row_stride), 1)
+        return near
 
     def leaves_node(self, group: Group) -> bool:
         """Whether members are on several nodes."""
@@ -81,6 +103,10 @@ class Fabric:
         share = shares(group.ranks, per_node, relayed=True)
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
         return between.alpha_s + num_bytes * slowest
+
+    def send(self, num_bytes: float, group: Group) -> float:
+        """Seconds in which each rank sends so much to the next one, all at once; the slowest of them counts."""
+        return self._cluster.level(group.span).line.seconds(num_bytes) if group.ranks > 1 else 0.0
 
     def _levels(self, group: Group) -> tuple[Level, Level]:
         return self._cluster.levels[0], self._cluster.level(group.span)

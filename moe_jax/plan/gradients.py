@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Model
-from moe_jax.plan.fabric import Group
+from moe_jax.plan.fabric import Group, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_chunks import cut
 
@@ -29,13 +29,18 @@ def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tu
     return tuple(_of_owner(owned, mesh, chunk_mb) for owned in owned_parameters(model))
 
 
-def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
-    data, expert, tensor = mesh["data"] * mesh["context"], mesh["expert"], mesh["tensor"]  # whose tokens differ alike
+def held_by(owned: Owned, mesh: Mapping[str, int]) -> Counter[Group]:
+    """Parameters of one device, by the devices of its pipeline stage that hold the same ones."""
+    expert, tensor = mesh["expert"], mesh["tensor"]
     of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
-    of_group[Group(data * expert * tensor, 1)] += owned.whole
-    of_group[Group(data * expert, tensor)] += owned.heads_and_hidden // tensor
-    of_group[Group(data, expert * tensor)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
-    shared = {group: count for group, count in of_group.items() if group.ranks > 1 and count}
+    of_group[group_over(("context", "expert", "tensor"), mesh)] += owned.whole
+    of_group[group_over(("context", "expert"), mesh)] += owned.heads_and_hidden // tensor
+    of_group[group_over(("context",), mesh)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
+    return of_group
+
+
+def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
+    shared = {group: count for group, count in held_by(owned, mesh).items() if group.ranks > 1 and count}
     chunks = cut(tuple(shared.values()), chunk_mb)
     groups = tuple(shared)
     return tuple(Sum(groups[chunk.group], (chunk.stop - chunk.start) * _ITEM_BYTES) for chunk in chunks)

@@ -80,6 +80,13 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
     )
 
 
+def mode_of(config: Config, platform: str) -> Mode:
+    """Of a config's blocks."""
+    if config.schedule.remat != "none":
+        return config.schedule.remat
+    return "least" if platform == "tpu" and not config.is_plain else "all"
+
+
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> Rows:
     """Of a device with so many tokens of its own."""
     moe, ranks, tensor = config.model.moe, mesh["expert"], mesh["tensor"]
@@ -144,4 +151,24 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if rows.ragged:
         total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask
+    return total
+
+
+def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
+    """What activation gradients of a block leave to weight gradients that come later, beside what is kept.
+
+    Gradients of what matrix products return; of what norms return in float32; inputs of products that were not kept.
+    """
+    moe, item, own, rows = model.moe, sizes.item, sizes.own_tokens, sizes.rows
+    query = sizes.tokens * sizes.heads * model.qk_width
+    key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2
+    hidden = sizes.tokens * (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim)
+    computed = rows.computed if kind == "moe" else 0
+    hidden = (hidden + computed * moe.hidden_dim) / sizes.tensor
+    matrices = 2 if model.activation == "swiglu" else 1
+    outputs = model.d_model * (own * (1 if kind == "moe" and not moe.num_shared_experts else 2) + computed)
+    total = item * (query + 2 * key + outputs + matrices * hidden) + 2 * 4 * own * model.d_model
+    total += 4 * own * moe.num_experts if kind == "moe" else 0
+    if mode in ("dots", "full"):  # made again
+        total += item * (query + model.d_model * (2 * own + computed) + hidden)
     return total

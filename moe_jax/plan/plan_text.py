@@ -52,7 +52,8 @@ def facts(plans: Plans) -> str:
         f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}",
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
-        f"{seconds(busy.exposed)} of communication exposed",
+        f"{seconds(busy.exposed)} of communication exposed"
+        + (f", {seconds(busy.idle)} idle behind other stages" if plans.config.mesh.pipeline > 1 else ""),
         *_ranges(plans.best),
         f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}",
     ]
@@ -75,6 +76,8 @@ def context_axes(plans: Plans, context: int) -> str:
 
 def _ranges(best: Candidate) -> list[str]:
     """What of the forward pass is worth cutting, if anything."""
+    if best.config.schedule.pipeline == "coscheduled":  # whose forward pass is not alone
+        return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
     if not cut:
@@ -118,6 +121,8 @@ def _schedule(candidate: Candidate) -> str:
     if settings.expert_chunks > 1:
         degrees += f" × {settings.expert_chunks}"
     words = [settings.policy + (f" {degrees}" if settings.policy != "vanilla" else "")]
+    if candidate.config.is_pipelined:
+        words.append(settings.pipeline + (f" × {settings.virtual_stages}" if settings.virtual_stages > 1 else ""))
     words += [f"chunks {settings.chunk_mb:g} MB"] if settings.chunk_mb else []
     words += [f"remat {settings.remat}"] if settings.remat != "none" else []
     words += [f"batch in {parts}"] if parts > 1 else []
@@ -142,6 +147,7 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
         "compute": own.compute - other.compute,
         "exposed communication": own.exposed - other.exposed,
         "optimiser": own.update - other.update,
+        "idle behind other stages": own.idle - other.idle,
     }
     name = max(more, key=lambda each: more[each])
     ratio = candidate.estimate.step_s / best.estimate.step_s

@@ -22,6 +22,7 @@ from moe_jax.plan.candidates import (
     guesses,
     mesh_text,
     on_meshes,
+    pipelines,
     scheduled,
     schedules,
     with_rates,
@@ -33,6 +34,7 @@ from moe_jax.plan.memory import StepMemory, step_memory
 
 _MEMORY_LEFT = 0.06  # of a device's, for the runtime and what estimates miss
 _REFINED = 4  # meshes
+_PARTS = 4  # numbers of parts of the batch that pipeline stages are tried with
 _REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
 _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
@@ -62,7 +64,12 @@ class Candidate:
         """What would have to be more for a faster step."""
         busy = self.estimate.busy
         where = "between nodes" if self.estimate.leaves_node else "inside nodes"
-        found = {"compute": busy.compute, f"exchanges {where}": busy.exchange, "sums of gradients": busy.sums}
+        found = {
+            "idle stages": busy.idle,
+            "compute": busy.compute,
+            f"exchanges {where}": busy.exchange,
+            "sums of gradients": busy.sums,
+        }
         most = max(found, key=lambda name: found[name])
         return f"{most}, memory" if self.squeezed else most
 
@@ -94,11 +101,6 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
 
     `memory_factor` is what a compiler takes over what `plan/memory.py` says.
     """
-    if draft.mesh.pipeline != 1 or draft.schedule.pipeline == "coscheduled":
-        raise PlanError(
-            f"mesh.pipeline={draft.mesh.pipeline} with schedule.pipeline={draft.schedule.pipeline} cannot be planned, "
-            "as plans know no ticks yet: set all values that are auto, or mesh.pipeline=1 and schedule.pipeline=1f1b"
-        )
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)
     search = _Search(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
@@ -136,6 +138,9 @@ class _Search:
 
     def fitting(self, base: Config) -> Iterator[Candidate]:
         """With each way to save memory, the batch in as few parts as fit; only without, if that fits."""
+        if base.mesh.pipeline > 1:
+            yield from self._fitting_stages(base)
+            return
         seen = set()
         for saving in itertools.product((False, True), _REMATS):
             first = next((each for each in self._saving(base, *saving) if self._fits(self._memory(each))), None)
@@ -146,11 +151,24 @@ class _Search:
                 if not found.squeezed:
                     return
 
+    def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
+        """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
+        if not self._fits(self._least(base)):
+            return
+        for remat, sharded in itertools.product(_REMATS, (False, True)):
+            fitting = (each for each in self._saving(base, sharded, remat) if self._fits(self._memory(each)))
+            firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
+            if firsts:
+                yield from map(self._candidate, firsts.values())
+                return
+
     def refined(self, candidate: Candidate) -> Candidate:
         """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
-        best = self._best_of(candidate, ({"schedule": each} for each in (*schedules(), *ranges)))
+        best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
+        if best.config.mesh.pipeline > 1:
+            best = self._best_of(best, ({"schedule": order} for order in pipelines()))
         if best.config.schedule.grad_reduce == "chunked":
             best = self._best_of(best, ({"schedule": {"chunk_mb": chunk}} for chunk in CHUNKS_MB))
         if best.config.mesh.tensor > 1:
@@ -158,12 +176,25 @@ class _Search:
             best = self._best_of(best, ({"exchange": form} for form in forms))
         return best
 
+    def _best_pipeline(self, candidate: Candidate) -> Candidate:
+        """The best order in which stages work through parts, and so many of these; parts beside each other."""
+        config = candidate.config
+        if config.mesh.pipeline == 1:
+            return self._best_of(candidate, ({"schedule": {**each, "pipeline": "coscheduled"}} for each in guesses()))
+        ways = ({"schedule": {**each, **order}} for order in pipelines() for each in guesses())
+        best = self._best_of(candidate, ways)
+        more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
+        return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
+
     def _saving(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
         """Ever smaller parts of the batch."""
         for parts in accumulations(base):
-            saving: Way = {"optimizer": {"sharded": sharded}, "train": {"grad_accumulation": parts}}
-            ways = ({**saving, "schedule": {"remat": remat, **guess}} for guess in guesses())
-            yield from choices(self.draft, base, ways)
+            yield from self._in_parts(base, sharded, remat, parts)
+
+    def _in_parts(self, base: Config, sharded: bool, remat: str, parts: int) -> Iterator[Config]:
+        """With each guess."""
+        saving: Way = {"optimizer": {"sharded": sharded}, "train": {"grad_accumulation": parts}}
+        yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
 
     def _best_of(self, known: Candidate, ways: Iterable[Way]) -> Candidate:
         others = choices(self.draft, known.config, ways)
@@ -173,7 +204,7 @@ class _Search:
         saves = {
             "optimizer.sharded": config.optimizer.sharded,
             "schedule.remat": config.schedule.remat != "none",
-            "train.grad_accumulation": config.train.grad_accumulation > 1,
+            "train.grad_accumulation": config.train.grad_accumulation > accumulations(config)[0],
         }
         squeezed = any(value for name, value in saves.items() if name in self.draft.open)
         return Candidate(estimate=estimate(config, self.cluster), memory=self._memory(config), squeezed=squeezed)
@@ -186,8 +217,10 @@ class _Search:
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
 
     def _least(self, base: Config) -> StepMemory:
-        """With all ways to save memory."""
-        return min(map(self._memory, self._saving(base, True, "full")), key=lambda memory: memory.total)
+        """With all ways to save memory; of stages in the smallest parts."""
+        by_parts = (list(self._in_parts(base, True, "full", parts)) for parts in reversed(accumulations(base)))
+        tried = next(filter(None, by_parts)) if base.mesh.pipeline > 1 else itertools.chain.from_iterable(by_parts)
+        return min(map(self._memory, tried), key=lambda memory: memory.total)
 
     def too_large(self, base: Config) -> str:
         """What it needs, and for what most."""
@@ -225,8 +258,15 @@ class _Search:
         return _SMALLER
 
 
+def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
+    """The first with each number of parts."""
+    for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
+        yield next(alike)
+
+
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:
-    axes = ("data", "expert", "tensor", *(("context",) if draft.mesh.context != 1 else ()))
+    cut = [name for name in ("pipeline", "context") if getattr(draft.mesh, name) != 1]
+    axes = ("data", "expert", "tensor", *cut)
     given = [f"mesh.{name}={getattr(draft.mesh, name)}" for name in axes if f"mesh.{name}" not in draft.open]
     return f"{' × '.join(given)} is no mesh of {cluster.devices} devices that divides its experts"
 

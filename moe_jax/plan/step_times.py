@@ -25,6 +25,7 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.shape import Shape
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
 _PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, weights
@@ -60,9 +61,9 @@ class Step:
         sent = [[each.sent_bytes for each in owner] for owner in self.sums]
         known = order_times(self.config, self.mesh, self.device.platform, sent, self.measured.compute)
         schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), two_streams)
-        return simulate(schedule, self._handled(schedule), two_streams, exchanges_first, self.slowdown)
+        return simulate(schedule, self.handled(schedule), two_streams, exchanges_first, self.slowdown)
 
-    def _handled(self, schedule: Schedule) -> Seconds:
+    def handled(self, schedule: Schedule) -> Seconds:
         """Of tasks, with what collectives take of compute."""
         times = self.times()
 
@@ -93,7 +94,7 @@ class Step:
 
     def _exposed_without_sums(self) -> float:
         schedule = self.timeline.schedule
-        seconds = self._handled(schedule)
+        seconds = self.handled(schedule)
         free = simulate(
             schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), two_streams, slowdown=self.slowdown
         )
@@ -125,10 +126,8 @@ class Step:
         """Of an all-to-all, as the config says or the fastest one."""
         return self.fabric.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
 
-    @property
-    def algorithm(self) -> str:
+    def algorithm(self, shape: Shape) -> str:
         """Of the exchanges of one part."""
-        shape = self.timeline.schedule.shape
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
 

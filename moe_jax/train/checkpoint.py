@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.models.stages import Stages
+from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.

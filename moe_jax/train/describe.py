@@ -1,7 +1,5 @@
 """What a run is going to do, in words: printed at its start, and by a dry run instead of it."""
 
-import math
-
 import jax
 
 from moe_jax.config import Config
@@ -26,7 +24,6 @@ def describe(run: Run) -> dict[str, str]:
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
     table = run.trainer.table
-    memory = _state_memory(run) if table else _memory(_predicted(run))
     return (
         {
             "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
@@ -34,7 +31,7 @@ def describe(run: Run) -> dict[str, str]:
             "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
             "blocks": " ".join(config.model.block_kinds),
             "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
-            "memory": memory,
+            "memory": _memory(_predicted(run)),
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
@@ -61,13 +58,6 @@ def dry_run(config: Config) -> dict[str, str]:
 def _predicted(run: Run) -> StepMemory:
     shape = run.trainer.mesh.shape
     return step_memory(run.config, Computation.of(run.config, run.trainer.mesh).platform, shape)
-
-
-def _state_memory(run: Run) -> str:
-    """What a stage's share of parameters and moments takes; the rest depends on its passes."""
-    leaves = jax.tree.leaves(run.trainer.state_shapes)
-    num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    return f"state {num_bytes / _MIB:,.1f} MiB per device, and what a stage keeps of microbatches in flight"
 
 
 def _pipeline(table: Table) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
 from moe_jax.models.orders.irregular import Stored
-from moe_jax.models.parameters import param_dims, param_shapes, segments
+from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import partitions
@@ -27,6 +27,7 @@ from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.turns import Looped, Turns, make_looped
+from moe_jax.stages import segments
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
 from moe_jax.train.processes import read_alike

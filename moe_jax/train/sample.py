@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from moe_jax.config import Config, Mesh
 from moe_jax.errors import ConfigError
 from moe_jax.models.decode import sample
-from moe_jax.models.stages import Stages
+from moe_jax.models.stages import in_order
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.stages import Stages
 from moe_jax.train.metrics import write_atomically
 from moe_jax.train.tokenizer import load_tokenizer
 
@@ -34,7 +35,7 @@ def sample_tokens(
     windows, each beginning with the second half of the one before.
     """
     mesh, length = one_device_mesh(), config.data.seq_len
-    params = Stages.of(config).in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)))
+    params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
     body = functools.partial(sample, model=config.model, how=Computation.of(config, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)

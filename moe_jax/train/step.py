@@ -16,7 +16,7 @@ from jax.stages import Wrapped
 
 from moe_jax.config import Config
 from moe_jax.models.parameters import init_params, param_dims
-from moe_jax.models.stages import Stages
+from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -25,6 +25,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardi
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
+from moe_jax.stages import Stages
 from moe_jax.train import zero
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
@@ -57,7 +58,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes.
     """
     stages = Stages.of(config)
-    dims, shapes = param_dims(config.model), stages.shapes
+    dims, shapes = param_dims(config.model), stored_shapes(stages)
     optimizer, specs = make_optimizer(config, dims), partitions(dims)
     cuts = zero.cuts_of(shapes, specs, mesh.shape if config.optimizer.sharded else dict.fromkeys(mesh.shape, 1))
     moments = state_partitions(optimizer, shapes, zero.part_specs(cuts, specs))
@@ -65,7 +66,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     placed = shardings(mesh, layout)
 
     def init() -> State:
-        params = stages.stored(init_params(config.model, config.train.seed))
+        params = stored(init_params(config.model, config.train.seed), stages)
         return {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.parameters import Segment
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.turns import Looped
+from moe_jax.stages import Segment
 from moe_jax.train.residuals import Turn
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks

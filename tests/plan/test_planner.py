@@ -32,7 +32,7 @@ def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
     config = dataclasses.replace(config_of(), train=Train(batch_size=8))
     found = list(on_meshes(open_draft(config), H100S))
     meshes = [each.mesh for each in found if isinstance(each, Config)]
-    assert {mesh.data * mesh.expert * mesh.tensor for mesh in meshes} == {16}
+    assert {mesh.data * mesh.expert * mesh.pipeline * mesh.tensor for mesh in meshes} == {16}
     assert Mesh(data=1, expert=8, tensor=2) in meshes
     assert max(mesh.tensor for mesh in meshes) == H100S.node_devices, "tensor ranks stay inside a node"
     refused = {each.mesh: each.reason for each in found if isinstance(each, Refused)}
@@ -69,8 +69,9 @@ def test_what_fits_nowhere_is_told_in_one_line_with_a_cluster_where_it_would() -
 
 
 def test_a_batch_that_cannot_be_cut_is_told_with_one_that_can() -> None:
+    without_stages = dataclasses.replace(draft_of(batch_size=3), open=PLANNED - {"mesh.pipeline"})
     with pytest.raises(PlanError, match=r"train\.batch_size=3 .*use"):
-        plan(draft_of(batch_size=3), H100S)
+        plan(without_stages, H100S)
 
 
 def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
@@ -161,12 +162,6 @@ def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() 
     reached = device.matrix_flops_per_s * device.matrix_efficiency
     assert schedule.device_tflops == pytest.approx(reached / 1e12, rel=1e-3)
     assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.efficiency / 1e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("settings", ["mesh.pipeline=2", "schedule.pipeline=coscheduled train.grad_accumulation=2"])
-def test_pipelines_are_not_planned(settings: str) -> None:
-    with pytest.raises(PlanError, match=r"^mesh\.pipeline=.*cannot be planned, as plans know no ticks yet: set all"):
-        plan(load_draft(None, [*SMALL, "mesh.expert=auto", *settings.split()]), H100S)
 
 
 def test_the_text_tells_all_of_it() -> None:

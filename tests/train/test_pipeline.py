@@ -13,10 +13,11 @@ from moe_jax.config import Config, Mesh
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import Stages
+from moe_jax.models.stages import in_order, stored
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
+from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.objective import Parts
 from moe_jax.train.sample import sample_tokens
@@ -75,7 +76,7 @@ class Result(NamedTuple):
 
 
 def stored_params(config: Config) -> Any:
-    return jax.device_get(jax.jit(Stages.of(config).stored)(first_params(config.model)))
+    return jax.device_get(jax.jit(functools.partial(stored, stages=Stages.of(config)))(first_params(config.model)))
 
 
 def result_of(config: Config) -> Result:
@@ -91,7 +92,7 @@ def result_of(config: Config) -> Result:
         body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, REPLICATED), check_vma=False
     )
     grads, parts = jax.device_get(jax.jit(on_mesh)(stored_params(config), tokens_of(config)))
-    return Result(parts, jax.device_get(jax.jit(stages.in_order)(grads)))
+    return Result(parts, jax.device_get(jax.jit(functools.partial(in_order, stages=stages))(grads)))
 
 
 @functools.cache
@@ -131,8 +132,8 @@ def test_a_pipelined_run_learns_what_a_run_without_stages_learns():
     results = []
     for each in (config, plain):
         state, records = run_steps(each, steps=2)
-        in_order = jax.jit(Stages.of(each).in_order)
-        results.append((records, [in_order(tree) for tree in (state["params"], state["optimizer"][0].nu)]))
+        take = jax.jit(functools.partial(in_order, stages=Stages.of(each)))
+        results.append((records, [take(tree) for tree in (state["params"], state["optimizer"][0].nu)]))
     chex.assert_trees_all_close(*(records for records, _ in results), rtol=1e-5, atol=1e-7)
     chex.assert_trees_all_close(*(trees for _, trees in results), rtol=1e-4, atol=1e-6)
 

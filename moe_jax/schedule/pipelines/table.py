@@ -4,6 +4,7 @@ Model chunk c of stage s is group c·stages + s of the layers, so activations tr
 they go on to the next chunk of the first one.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ class Table:
             for stage, slot in enumerate(slots):
                 for direction, work in slot.tasks():
                     yield tick, Task(direction, stage, work)
+
+    @functools.cached_property
+    def has_pairs(self) -> bool:
+        """Whether ticks have a forward beside a backward pass."""
+        return any(slot.forward and slot.backward for slots in self.ticks for slot in slots)
 
     def works(self) -> Iterator[Work]:
         """Every work of a stage."""

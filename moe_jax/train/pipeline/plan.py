@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,30 +9,15 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.models.stages import Held, Stages
 from moe_jax.models.transformer import Computation
-from moe_jax.plan.costs import order_times
-from moe_jax.schedule.actions import Action, two_streams
-from moe_jax.schedule.build import make_schedule, make_shape
-from moe_jax.schedule.dependencies import check as check_schedule
+from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import check as check_table
 from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
-from moe_jax.schedule.shape import Shape
+from moe_jax.stages import Held, Stages
 from moe_jax.train.emit import measured_times
 from moe_jax.train.pipeline.rows import Row, rows_of
-
-
-class Orders(NamedTuple):
-    """In which order tasks of a model chunk's passes are issued."""
-
-    shape: Shape
-    forward: Sequence[Action]
-    backward: Sequence[Action]
-    weight: Sequence[Action]  # where weight gradients are a pass of their own
-    together: Sequence[tuple[str, Action]]  # a forward and a backward pass, F and B, where ticks have both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,40 +85,15 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     unscheduled = Plan(Stages.of(config), table, ())
     platform = Computation.of(config, mesh).platform
     orders = tuple(
-        _orders_of([held.kind for held in structure], config, sizes, platform, table)
+        orders_of(
+            [held.kind for held in structure],
+            config,
+            sizes,
+            platform,
+            table.split_weight_grad,
+            table.has_pairs,
+            measured_times(config),
+        )
         for structure in unscheduled.structures
     )
     return dataclasses.replace(unscheduled, orders=orders)
-
-
-def _orders_of(kinds: list[str], config: Config, mesh: Mapping[str, int], platform: str, table: Table) -> Orders:
-    """Of a chunk's blocks; sums of gradients over devices come behind the last tick."""
-    settings, nothing = config.schedule, (0,) * (len(kinds) + 2)
-    split = table.split_weight_grad
-    shape = make_shape(
-        settings.policy,
-        kinds,
-        settings.microbatches,
-        settings.backward_microbatches,
-        settings.expert_chunks,
-        weight_grad="greedy" if split else settings.weight_grad,
-        reductions=nothing,
-    )
-    times = order_times(config, mesh, platform, [()] * len(nothing), measured_times(config))
-    schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
-    check_schedule(schedule)
-    actions = [action for action in schedule.actions if action.op not in _ENDS]
-    together: list[tuple[str, Action]] = []
-    if any(slot.forward and slot.backward for slots in table.ticks for slot in slots):
-        tick = coscheduled_tick(settings.policy, shape, times.of(shape), two_streams)
-        together = [(side, action) for side, action in tick if action.op not in _ENDS]
-    return Orders(
-        shape=shape,
-        forward=[action for action in actions if side_of(action) == "F"],
-        backward=[action for action in actions if action.direction == "B" or (action.direction == "W" and not split)],
-        weight=[action for action in actions if action.direction == "W" and split],
-        together=together,
-    )
-
-
-_ENDS = ("embed", "head")  # which not every chunk has

@@ -1,0 +1,43 @@
+"""Parameters that a device of a pipeline stage has."""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_jax.config import Config
+from moe_jax.plan.gradients import held_by
+from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.stages import Stages, segments
+
+
+class OnStage(NamedTuple):
+    """Every stage has the same: the ends of the model, and as many rows of blocks as the longest one needs."""
+
+    ends: Owned  # embedding, last norm and head
+    blocks: Owned
+
+    def on_device(self, mesh: Mapping[str, int]) -> int:
+        """Of one device."""
+        return sum(sum(held_by(owned, mesh).values()) for owned in self)
+
+
+def on_stage(config: Config) -> OnStage:
+    """Of a config. Raises ConfigError if it has too few blocks."""
+    return _on_stage(Stages.of(config))
+
+
+@functools.lru_cache(maxsize=64)
+def _on_stage(stages: Stages) -> OnStage:
+    model = stages.model
+    embedding, *blocks, head = owned_parameters(model)
+    of_kind: dict[str, Owned] = dict(zip(model.block_kinds, blocks, strict=True))
+    held = [
+        (kind, rows * stages.chunks)
+        for segment, rows in zip(segments(model), stages.rows, strict=True)
+        for kind in segment.kinds
+    ]
+    totals = ([count * number for number in of_kind[kind]] for kind, count in held)
+    return OnStage(
+        ends=Owned(embedding.whole + head.whole),
+        blocks=Owned(*map(sum, zip(*totals, strict=True))),
+    )

@@ -1,0 +1,86 @@
+"""What a block that goes backward works on, and the head, in bytes of one device."""
+
+from collections.abc import Mapping
+
+from moe_jax.config import Config, Model
+from moe_jax.plan.compilers import Compiler
+from moe_jax.plan.kept import Mode, Sizes, kept_bytes
+from moe_jax.plan.resources import count_parameters
+
+
+def working_bytes(
+    config: Config, sizes: Sizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], turned: int
+) -> float:
+    """Of a block that goes backward: attention's squares, or the experts' rows, and what it computes again.
+
+    Heads are turned of `turned` blocks.
+    """
+    model, rows, item = config.model, sizes.rows, sizes.item
+    in_block = in_blocks(config, mesh) / model.num_layers
+    squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
+    if sizes.ring:
+        squares += _ring_bytes(sizes, model)
+    hidden = rows.computed * model.moe.hidden_dim / sizes.tensor
+    flowing = 4 * item * (rows.sent * model.d_model + hidden)
+    if mode in ("dots", "full"):
+        blocks = period_of(config) if config.is_plain else 1
+        of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=True) for kind in set(model.block_kinds)}
+        kinds = model.block_kinds[-blocks:]
+        again = sum(of_kind[kind] for kind in kinds)
+        again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are made anew
+        # experts go backward with all that was computed again in memory, attention when their part is gone
+        of_rows = item * (model.d_model * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
+        total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
+        total = total / sizes.microbatches + item * in_block * blocks
+    else:
+        total = max(squares, flowing) / sizes.microbatches
+    if rows.ragged:
+        total += item * model.d_model * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
+    if not config.is_plain:
+        total += _gradients_under_way(config, mesh)
+        total += (4 + item) * in_block if compiler.scheduled_gradients else 0
+    if mode == "all" and compiler.turned_heads:
+        heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
+        total += item * heads * turned
+    return total
+
+
+def _ring_bytes(sizes: Sizes, model: Model) -> float:
+    """Of a block's backward pass: gradients of queries and of the keys of three ranks in float32, keys of two ranks."""
+    query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
+    return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
+
+
+def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
+    """Of a turn of a schedule's loop, as chunks that are summed over devices and put together again."""
+    counts, schedule = count_parameters(config.model), config.schedule
+    if schedule.grad_reduce == "end":
+        return 0.0
+    data = mesh["data"] * mesh["context"]
+    summed = counts.heads_and_hidden / mesh["tensor"] * (data * mesh["expert"] > 1)
+    summed += counts.expert / (mesh["expert"] * mesh["tensor"]) * (data > 1)
+    return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_layers, 1)
+
+
+def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
+    """Parameters of a device in products of blocks, which are cast to the compute type."""
+    counts = count_parameters(config.model)
+    return (counts.heads_and_hidden + counts.expert / mesh["expert"]) / mesh["tensor"]
+
+
+def period_of(config: Config) -> int:
+    """Blocks that a plain step computes again at once."""
+    return max(config.model.moe.every, 1) if config.model.moe.num_experts else 1
+
+
+def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> float:
+    """Logits, and what is made of them."""
+    model = config.model
+    matrix = model.vocab_size * model.d_model
+    logits = 4 * sizes.own_tokens * model.vocab_size  # of all microbatches; the gradient is that of one
+    if compiler.logit_gradients:
+        logits *= 1 + 1 / sizes.microbatches
+    head = logits + sizes.item * matrix
+    if compiler.head_again and mode in ("dots", "full"):
+        head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.d_model
+    return head

@@ -1,0 +1,53 @@
+"""What a table's ticks run, alike ones counted together: all that times and memory of a step in lock-step depend on."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_jax.schedule.pipelines.build import make_table
+from moe_jax.schedule.pipelines.memory import slots_of
+from moe_jax.schedule.pipelines.table import Slot, Table, Work
+
+_ROUNDS = 3  # of as many microbatches as stages: behind them a table repeats itself
+
+
+class Passes(NamedTuple):
+    """What a slot runs: the model chunk of each pass, whichever its microbatch; None: no such pass."""
+
+    forward: int | None
+    backward: int | None
+    weight: int | None
+
+
+class Outline(NamedTuple):
+    """Of a table."""
+
+    ticks: Mapping[tuple[Passes, ...], int]  # how often each occurs, by what every stage runs
+    has_pairs: bool  # whether ticks have a forward beside a backward pass
+    saved: int  # slots of buffers, see `schedule.pipelines.memory`
+    weight: int
+    activations: int
+    gradients: int
+
+
+@functools.lru_cache(maxsize=512)
+def outline_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outline:
+    """Of the table of a schedule; long ones are not made, as they repeat themselves. Raises ScheduleError."""
+    further = max(microbatches - 1, 0) // stages - _ROUNDS
+    if further <= 0:
+        return _outline(make_table(name, stages, microbatches, chunks))
+    before, last = (outline_of(name, stages, microbatches - (further + more) * stages, chunks) for more in (1, 0))
+    ticks = {tick: count + further * (count - before.ticks.get(tick, 0)) for tick, count in last.ticks.items()}
+    slots = (most + further * (most - fewer) for most, fewer in zip(last[2:], before[2:], strict=True))
+    return Outline(ticks, last.has_pairs, *slots)
+
+
+def _outline(table: Table) -> Outline:
+    slots = slots_of(table)
+    ticks = Counter(tuple(map(_passes, tick)) for tick in table.ticks)
+    return Outline(ticks, table.has_pairs, *(buffers.num_slots for buffers in (slots.saved, slots.weight, *slots[2:])))
+
+
+def _passes(slot: Slot) -> Passes:
+    return Passes(*(work.chunk if isinstance(work, Work) else None for work in slot))

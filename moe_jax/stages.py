@@ -1,0 +1,144 @@
+"""Which blocks each pipeline stage holds, and in which rows of the stacked arrays their parameters lie.
+
+Blocks are stacked in segments: runs of equal periods. Model chunk c of stage s is group c·S + s of the blocks, as the
+tables of `schedule.pipelines` have it. Groups are runs of whole periods of the model's segments. Stage s holds its own
+rows of every stacked array, chunk by chunk, so that cutting the leading dimension over the stages gives each its own;
+where groups differ, the shorter ones leave rows unused.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from moe_jax.config import Config, Model, View
+from moe_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
+
+    kinds: tuple[str, ...]
+    views: tuple[View, ...]
+    repeats: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[str, View]], repeats: int) -> "Segment":
+        """Of the blocks of one period."""
+        return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
+
+
+@functools.lru_cache(maxsize=64)
+def segments(model: Model) -> tuple[Segment, ...]:
+    """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
+    blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
+    of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
+    bottom = moe.first_dense_blocks if moe.num_experts else model.num_layers
+    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.every)))
+
+
+def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
+    """Whole periods, and what is left as runs of equal blocks."""
+    repeats = len(blocks) // period
+    if repeats:
+        yield Segment.of(blocks[:period], repeats)
+    for block, run in itertools.groupby(blocks[repeats * period :]):
+        yield Segment.of([block], len(list(run)))
+
+
+class Held(NamedTuple):
+    """A block of a group, as every group of the same structure has it, whichever blocks these are."""
+
+    kind: str
+    view: View
+    segment: int
+    place: int  # in the segment's period
+    row: int  # of the segment's periods in the group
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The groups of a model's blocks, from the bottom up."""
+
+    model: Model
+    stages: int
+    chunks: int  # model chunks of a stage
+
+    @staticmethod
+    def of(config: Config) -> "Stages":
+        """As a config says. Raises ConfigError if it has too few blocks."""
+        stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
+        periods = sum(segment.repeats for segment in segments(config.model))
+        if periods < stages * chunks:
+            cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
+            raise ConfigError(
+                f"mesh.pipeline={stages}{cut} needs as many groups of blocks, and model.num_layers="
+                f"{config.model.num_layers} has {periods} (whole periods of kinds of blocks): "
+                f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
+            )
+        return _stages(config.model, stages, chunks)
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[Held, ...], ...]:
+        """The blocks of every group."""
+        periods = [
+            (number, segment) for number, segment in enumerate(segments(self.model)) for _ in range(segment.repeats)
+        ]
+        count = self.stages * self.chunks
+        least, more = divmod(len(periods), count)
+        # the last one has the head to run, too, and the first one keeps most activations
+        sizes = [least + (count - 1 - more <= group < count - 1) for group in range(count)]
+        ends = list(itertools.accumulate(sizes))
+        return tuple(_held(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+
+    def group(self, stage: int, chunk: int) -> int:
+        """The number of a stage's group."""
+        return chunk * self.stages + stage
+
+    @functools.cached_property
+    def first_block(self) -> tuple[int, ...]:
+        """The number of each group's first block in the model."""
+        return tuple(itertools.accumulate(map(len, self.groups[:-1]), initial=0))
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each segment that every group has room for."""
+        return tuple(
+            max(1 + max((held.row for held in group if held.segment == number), default=-1) for group in self.groups)
+            for number in range(len(segments(self.model)))
+        )
+
+    def stored_row(self, segment: int) -> tuple[int, ...]:
+        """Where each period of a segment lies in the stacked arrays."""
+        per_chunk = self.rows[segment]
+        return tuple(
+            (group % self.stages * self.chunks + group // self.stages) * per_chunk + held.row
+            for group, blocks in enumerate(self.groups)
+            for held in blocks
+            if held.segment == segment and held.place == 0
+        )
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """Of each segment, how many rows there are and which are used: the same for all stages that divide it."""
+        groups = self.stages * self.chunks
+        return tuple((rows * groups, *self.stored_row(number)) for number, rows in enumerate(self.rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(model: Model, stages: int, chunks: int) -> Stages:
+    return Stages(model, stages, chunks)
+
+
+def _held(periods: list[tuple[int, Segment]]) -> tuple[Held, ...]:
+    def blocks() -> Iterator[Held]:
+        seen: dict[int, int] = {}
+        for number, segment in periods:
+            row = seen[number] = seen.get(number, -1) + 1
+            for place, (kind, view) in enumerate(zip(segment.kinds, segment.views, strict=True)):
+                yield Held(kind, view, number, place, row)
+
+    return tuple(blocks())

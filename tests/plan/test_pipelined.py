@@ -1,0 +1,223 @@
+"""Plans of pipelines: ticks take what their passes take, buffers what the table needs, and plans use them."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config_files import load_config, load_draft
+from moe_jax.draft import Draft, sections_of
+from moe_jax.errors import ConfigError
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.candidates import Refused, on_meshes
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.fabric import Group, group_over
+from moe_jax.plan.measured import Measured
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.pass_times import PassTimes
+from moe_jax.plan.pipelined import PipelinedStep
+from moe_jax.plan.plan_text import facts, table
+from moe_jax.plan.planner import PlanError, plan
+from moe_jax.plan.step_times import Step
+from moe_jax.schedule.pipelines.bubble import lock_step_s
+from moe_jax.schedule.pipelines.build import make_table
+from moe_jax.train.step import make_trainer
+from tests.small import small_config
+
+ROOT = Path(__file__).parents[2]
+H100S = find_cluster("h100x8")
+# links that take no time: what is left is what stages compute
+NO_LINKS = dataclasses.replace(
+    H100S, levels=tuple(dataclasses.replace(level, bytes_per_s=1e18, alpha_s=0.0) for level in H100S.levels)
+)
+PIPELINES = [
+    *(("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1)),
+    *(("interleaved", 2), ("coscheduled", 1), ("coscheduled", 2)),
+]
+
+
+def config_of(
+    pipeline: str = "1f1b", chunks: int = 1, stages: int = 4, parts: int = 8, layers: int = 16, vocab: int = 8, **rest
+) -> Config:
+    """Of one sequence in each part, on 8 devices."""
+    moe = MoE(num_experts=8, top_k=2, hidden_dim=1024)
+    expert = 8 // stages
+    return Config(
+        model=Model(vocab_size=vocab, d_model=1024, num_layers=layers, num_heads=8, moe=moe),
+        mesh=Mesh(data=1, expert=expert, pipeline=stages),
+        schedule=Schedule(pipeline=pipeline, virtual_stages=chunks, **rest),
+        data=Data(seq_len=1024),
+        train=Train(batch_size=expert * parts, grad_accumulation=parts),
+    )
+
+
+@pytest.mark.parametrize("policy", [{}, {"policy": "expert_pipeline", "microbatches": 2}])
+def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> None:
+    config = config_of(stages=1, parts=1, layers=4, vocab=8192, **policy)
+    ticks, whole = PipelinedStep(config, H100S, Measured({})).seconds(), Step(config, H100S).seconds()
+    assert ticks["compute"] == pytest.approx(whole["compute"])
+    assert ticks["exchange"] == pytest.approx(whole["exchange"])
+    assert ticks["step"] == pytest.approx(whole["step"], rel=0.01)
+    assert ticks["idle"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [each for each in PIPELINES if each[0] in ("gpipe", "coscheduled")])
+def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_says(name, chunks) -> None:
+    """(S-1)(F+B+W)/V, where ticks lose nothing: docs/pipelines.md. Without exchanges nothing can be hidden."""
+    busy = estimate(config_of(name, chunks), NO_LINKS).busy
+    assert busy.exposed == pytest.approx(0, abs=1e-6)
+    assert busy.idle == pytest.approx((4 - 1) * busy.compute / 8 / chunks, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "chunks"), PIPELINES)
+def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
+    config = config_of(name, chunks, policy="unified")
+    found = PipelinedStep(config, NO_LINKS, Measured({}))
+    whole = found.seconds()
+    passes = PassTimes(found.step, name == "zero_bubble", name == "coscheduled").chunk(found.stages.groups[0])
+    times_s = [each.seconds for each in passes]
+    expected_s = lock_step_s(make_table(name, 4, 8, chunks), *times_s[:3], times_s[3] or None)
+    assert whole["step"] - whole["sums"] == pytest.approx(expected_s, rel=0.02)
+
+
+def test_the_head_and_sends_make_stages_wait() -> None:
+    """A stage with a large head takes longer, and all others wait for it; slow links add to every tick."""
+    plain, headed = (PipelinedStep(config_of(vocab=vocab), NO_LINKS, Measured({})) for vocab in (8, 32768))
+    head_s = PassTimes(headed.step, split=False, pairs=False).ends.head
+    assert headed.seconds()["step"] - plain.seconds()["step"] >= 0.99 * 8 * head_s
+    slow = tuple(dataclasses.replace(level, bytes_per_s=1e8) for level in H100S.levels)
+    dense = config_of(stages=8)
+    late, fast = (PipelinedStep(dense, each, Measured({})) for each in (dataclasses.replace(H100S, levels=slow), H100S))
+    assert late.send_s > 100 * fast.send_s > 0
+    num_ticks = len(make_table("1f1b", 8, 8).ticks)
+    assert late.seconds()["step"] - fast.seconds()["step"] >= num_ticks * late.send_s
+
+
+def test_groups_of_a_stage_leave_out_the_other_stages() -> None:
+    mesh = {"data": 2, "pipeline": 4, "context": 1, "expert": 3, "tensor": 5}
+    assert group_over(("context", "expert", "tensor"), mesh) == Group(30, 1, 2, 60)
+    assert group_over(("context",), mesh) == Group(2, 60)
+    assert group_over(("context", "expert"), mesh | {"pipeline": 1}) == Group(6, 5)
+    assert group_over(("context", "expert"), mesh | {"data": 1}) == Group(3, 5)
+
+
+def test_activations_of_one_forward_one_backward_do_not_grow_with_the_parts() -> None:
+    def activations(name: str, parts: int) -> int:
+        return step_memory(config_of(name, parts=parts), "gpu").activations
+
+    assert activations("1f1b", 8) == activations("1f1b", 64)
+    assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.02)
+    assert activations("coscheduled", 64) == pytest.approx(2 * activations("1f1b", 64), rel=0.15)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_the_state_of_a_stage_is_exact(layers: int) -> None:
+    """Stages that have fewer blocks have rows for as many as the longest."""
+    config = small_config(2, 2, pipeline=2, grad_accumulation=2, every=1, model={"num_layers": layers})
+    state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
+    arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
+    assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
+
+
+def test_what_a_compiler_allocated_is_predicted() -> None:
+    """Temporaries of each schedule on 8 H100 within 8 %, and buffers that outlive a tick within 1 %."""
+    found = json.loads((ROOT / "profiling/results/pipeline_hlo_h100_1x1x8.json").read_text())["schedules"]
+    assert len(found) == 5
+    for case in found.values():
+        config = load_config(str(ROOT / "configs/bench/fine_grained.yaml"), case["settings"].split())
+        memory = step_memory(config, "gpu")
+        assert memory.activations == pytest.approx(case["in_flight_bytes"], rel=0.01)
+        assert memory.gradients == pytest.approx(case["gradient_bytes"], rel=0.001)
+        temporaries = memory.total - memory.state - memory.batch
+        assert temporaries == pytest.approx(case["temporary_bytes"], rel=0.08)
+
+
+def large(**mesh: int) -> Draft:
+    """13 billion parameters of which no device can hold all."""
+    model = Model(vocab_size=1024, d_model=4096, num_layers=48, num_heads=32, hidden_dim=16384, moe=MoE(num_experts=0))
+    config = Config(model=model, data=Data(seq_len=512), train=Train(batch_size=64), mesh=Mesh(**mesh))
+    opened = {"schedule.pipeline", "schedule.virtual_stages", "train.grad_accumulation", "mesh.data", "mesh.pipeline"}
+    return Draft(**sections_of(config), open=frozenset(opened - {f"mesh.{axis}" for axis in mesh}))
+
+
+def test_what_fits_on_no_device_is_planned_in_stages() -> None:
+    plans = plan(large(), H100S)
+    best = plans.best
+    assert best.config.mesh.pipeline > 1
+    assert best.config.train.grad_accumulation >= best.config.mesh.pipeline
+    assert best.mesh in table(plans)
+    assert "idle behind other stages" in facts(plans)
+    with pytest.raises(PlanError, match=r"^nothing trains on h100x8 \(data=8: needs .* of 85.0 GB"):
+        plan(large(pipeline=1), H100S)
+
+
+def test_a_planned_pipeline_is_the_fastest_of_those_that_fit() -> None:
+    best, limit = plan(large(pipeline=4), H100S).best, H100S.device.memory_bytes
+    for name, chunks in PIPELINES:
+        schedule = dataclasses.replace(best.config.schedule, pipeline=name, virtual_stages=chunks)
+        other = dataclasses.replace(best.config, schedule=schedule)
+        if step_memory(other, "gpu").total <= 0.94 * limit:
+            assert best.estimate.step_s <= estimate(other, H100S).step_s
+
+
+SMALL = [
+    *("model.d_model=64", "model.num_layers=4", "model.num_heads=4", "model.moe.num_experts=8"),
+    *("data.seq_len=64", "train.batch_size=64", "mesh.data=auto", "mesh.expert=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "mesh.pipeline=2 exchange.algorithm=ring train.grad_accumulation=2",
+            "nothing trains on h100x8 (data=2 expert=2 pipeline=2: exchange.algorithm=ring sends from rank to rank, "
+            "which waits for the devices of all mesh.pipeline=2 stages: use exchange.algorithm=flat or hier_2d)",
+        ),
+        (
+            "mesh.pipeline=2 schedule.grad_reduce=block train.grad_accumulation=2",
+            "nothing trains on h100x8 (data=2 expert=2 pipeline=2: schedule.grad_reduce=block is not for the ticks of "
+            "schedule.pipeline=1f1b, behind which gradients are summed: use schedule.grad_reduce=end)",
+        ),
+        (
+            "mesh.pipeline=4 model.num_layers=3 train.grad_accumulation=auto",
+            "nothing trains on h100x8 (expert=2 pipeline=4: mesh.pipeline=4 needs as many groups of blocks, and "
+            "model.num_layers=3 has 3 (whole periods of kinds of blocks): use mesh.pipeline=3 or less, or more blocks)",
+        ),
+        (
+            "mesh.pipeline=4 train.batch_size=4 train.grad_accumulation=auto",
+            "nothing trains on h100x8 (expert=2 pipeline=4: train.batch_size=4 has 2 sequences for each of data × "
+            "expert = 2, fewer than mesh.pipeline=4 stages: use train.batch_size=8 or more)",
+        ),
+    ],
+)
+def test_what_training_refuses_with_stages_plans_refuse_too(settings: str, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(load_draft(None, [*SMALL, *settings.split()]), H100S)
+    assert str(error.value) == message
+
+
+def test_stages_that_say_auto_are_chosen() -> None:
+    parts = ["train.grad_accumulation=auto", "schedule.pipeline=auto"]
+    draft = load_draft(None, [*SMALL, "mesh.pipeline=auto", *parts])
+    found = [each for each in on_meshes(draft, H100S) if not isinstance(each, Refused)]
+    assert {each.mesh.pipeline for each in found} == {1, 2, 4}
+    assert all(each.train.grad_accumulation >= each.mesh.pipeline for each in found)
+    assert len(plan(draft, H100S).ranked) == 3
+    given = plan(load_draft(None, [*SMALL, *parts, "mesh.pipeline=2", "schedule.pipeline=gpipe"]), H100S).config
+    assert (given.mesh.pipeline, given.schedule.pipeline) == (2, "gpipe")
+    with pytest.raises(ConfigError, match=r"mesh\.context=auto: nothing chooses it"):
+        load_draft(None, [*SMALL, "mesh.context=auto"])
+
+
+def test_parts_beside_each_other_are_planned_without_stages() -> None:
+    draft = load_draft(None, [*SMALL, "mesh.pipeline=1", "schedule.pipeline=auto", "train.grad_accumulation=2"])
+    both = dataclasses.replace(draft.schedule, pipeline="coscheduled")
+    given = plan(dataclasses.replace(draft, schedule=both, open=draft.open - {"schedule.pipeline"}), H100S).best
+    assert given.config.schedule.pipeline == "coscheduled"
+    assert plan(draft, H100S).best.estimate.step_s <= given.estimate.step_s
