@@ -2,7 +2,8 @@
 
 A collective of XLA:CPU keeps the thread that runs it, and the memory that XLA plans around it makes other work wait.
 Here `start` hands an operand over and `finish` waits for what came, like the start and done of an accelerator's
-collective. What a device sends leaves in the order in which its collectives were started, but sums wait for exchanges.
+collective. What a device sends leaves in the order in which its collectives were started, but exchanges come first,
+then what goes to another stage, then sums.
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -12,6 +13,7 @@ import itertools
 import math
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Literal, NamedTuple
@@ -26,7 +28,9 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 
-Kind = Literal["exchange", "sum"]
+Kind = Literal["exchange", "to_next", "to_previous", "sum"]
+# As in FlowMoE: a pass waits for rows, the next pass for another stage's, and nothing for a sum before the step's end.
+_URGENCY: dict[Kind, int] = {"exchange": 0, "to_next": 1, "to_previous": 1, "sum": 2}
 
 
 class Member(NamedTuple):
@@ -51,21 +55,21 @@ class Member(NamedTuple):
 
 
 class Worker:
-    """A thread that runs jobs one after another, urgent ones first."""
+    """A thread that runs jobs one after another, urgent ones first: 0 before 1."""
 
     def __init__(self) -> None:
-        self._jobs: queue.PriorityQueue[tuple[bool, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None], urgent: bool = False) -> None:
+    def submit(self, job: Callable[[], None], urgency: int = 0) -> None:
         """Run `job` behind all others that are as urgent."""
-        self._jobs.put((not urgent, next(self._count), job))
+        self._jobs.put((urgency, next(self._count), job))
 
     def close(self) -> None:
         """End the thread, once it has run all jobs."""
-        self._jobs.put((True, next(self._count), None))
+        self._jobs.put((math.inf, next(self._count), None))
         self._thread.join()
 
     def _run(self) -> None:
@@ -90,7 +94,7 @@ class Engine:
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
         member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
-            self._results[ticket] = self._exchange(member, x) if kind == "exchange" else self._sum(member, x)
+            self._results[ticket] = self._started(member, x)
         return ticket
 
     def finish(self, ticket: int) -> np.ndarray:
@@ -104,6 +108,30 @@ class Engine:
         self._post.close()
         for adder in self._adding.values():
             adder.close()
+
+    def _started(self, member: Member, x: np.ndarray) -> Callable[[], np.ndarray]:
+        match member.kind:
+            case "exchange":
+                return self._exchange(member, x)
+            case "sum":
+                return self._sum(member, x)
+            case "to_next":
+                return self._moved(member, x, 1)
+            case "to_previous":
+                return self._moved(member, x, -1)
+
+    def _moved(self, member: Member, x: np.ndarray, distance: int) -> Callable[[], np.ndarray]:
+        """All of x goes that many places on in the group, round and round."""
+        group_P, moved = member.group_P, np.empty_like(x)
+        target, source = (group_P[(member.place + steps) % len(group_P)] for steps in (distance, -distance))
+        self._expect(member, "block", {source: moved})
+        self._send(member, "block", {target: x.copy()})
+
+        def result() -> np.ndarray:
+            self._post.receive(_key(member, "block", source, member.device))
+            return moved
+
+        return result
 
     def _exchange(self, member: Member, x_P: np.ndarray) -> Callable[[], np.ndarray]:
         """Block p goes to member p, and the result's comes from it."""
@@ -150,8 +178,7 @@ class Engine:
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         for target, x in to.items():
             send = functools.partial(self._post.send, _key(member, what, member.device, target), x)
-            # as in FlowMoE: the next task waits for rows, but nothing waits for a sum before the step's end
-            self._sending[member.device].submit(send, urgent=member.kind == "exchange")
+            self._sending[member.device].submit(send, _URGENCY[member.kind])
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
@@ -201,7 +228,9 @@ def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[
     group_of = {device: tuple(group) for group in groups for device in group}
     if not hasattr(_places, "count"):
         new_program()
-    channel = next(_places.count)
+    # Members of a group pass a place equally often, but stages do not: no two kinds of groups may share a channel.
+    place = (next(_places.count), kind, axes, tuple(mesh.shape.items()))
+    channel = zlib.crc32(repr(place).encode()) >> 1
 
     def hand_over(device: np.ndarray, x: np.ndarray) -> np.ndarray:
         own = int(device)

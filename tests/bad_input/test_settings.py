@@ -34,9 +34,10 @@ CONFIG = [
         "a choice that nothing makes",
         "train.steps=auto",
         "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.tensor_chunks, "
-        "exchange.tensor_form, mesh.data, mesh.expert, mesh.tensor, optimizer.sharded, schedule.backward_microbatches, "
-        "schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.microbatches, schedule.policy, "
-        "schedule.remat, schedule.weight_grad, train.grad_accumulation)",
+        "exchange.tensor_form, mesh.data, mesh.expert, mesh.pipeline, mesh.tensor, optimizer.sharded, "
+        "schedule.backward_microbatches, schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, "
+        "schedule.microbatches, schedule.pipeline, schedule.policy, schedule.remat, schedule.virtual_stages, "
+        "schedule.weight_grad, train.grad_accumulation)",
     ),
     (
         "a plan for other devices",

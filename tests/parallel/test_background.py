@@ -42,6 +42,17 @@ def test_collectives_under_way_together_do_not_mix():
             np.testing.assert_array_equal(found[:, turn, place], factor * exchanged)
 
 
+def test_stages_send_around_the_ring_both_ways():
+    def body(x):
+        tickets = [background.start(x, kind, (Axis.EXPERT,)) for kind in ("to_next", "to_previous")]
+        return jnp.stack([background.finish(each, jax.ShapeDtypeStruct(x.shape, x.dtype)) for each in tickets], axis=1)
+
+    x = np.arange(8, dtype=np.int32)
+    found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x)
+    np.testing.assert_array_equal(found[:, 0], [3, 0, 1, 2, 7, 4, 5, 6])
+    np.testing.assert_array_equal(found[:, 1], [1, 2, 3, 0, 5, 6, 7, 4])
+
+
 def test_what_comes_before_it_is_expected_is_kept():
     box = Post((0,))
     box.send(Key(0, 0, 7, 1), np.arange(5))
@@ -93,13 +104,13 @@ def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch)
 def test_urgent_jobs_overtake_others_and_none_of_their_kind():
     worker, ready, done, order = background.Worker(), threading.Event(), threading.Event(), []
     worker.submit(ready.wait)
-    for job, urgent in (("sum 0", False), ("exchange 0", True), ("sum 1", False), ("exchange 1", True)):
-        worker.submit(lambda job=job: order.append(job), urgent)
+    for job, urgency in (("sum 0", 2), ("exchange 0", 0), ("stage", 1), ("sum 1", 2), ("exchange 1", 0)):
+        worker.submit(lambda job=job: order.append(job), urgency)
     worker.submit(done.set)
     ready.set()
     worker.close()
     assert done.is_set()
-    assert order == ["exchange 0", "exchange 1", "sum 0", "sum 1"]
+    assert order == ["exchange 0", "exchange 1", "stage", "sum 0", "sum 1"]
 
 
 def test_a_process_that_nobody_calls_gives_up(monkeypatch):

@@ -15,6 +15,7 @@ from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import in_order, stored
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.stages import Stages
@@ -61,11 +62,13 @@ CASES = [
 ]
 
 
-def config_of(mesh: tuple[int, int, int], model: str, parts: int, schedule: dict[str, Any]) -> Config:
+def config_of(
+    mesh: tuple[int, int, int], model: str, parts: int, schedule: dict[str, Any], exchange: str = "auto"
+) -> Config:
     """32 sequences of 6 tokens."""
     pipeline, data, expert = mesh
     sizes = {"pipeline": pipeline, "batch_size": 32, "seq_len": 6, "grad_accumulation": parts}
-    return small_config(data, expert, **sizes, schedule=schedule, **MODELS[model])
+    return small_config(data, expert, **sizes, schedule=schedule, exchange={"algorithm": exchange}, **MODELS[model])
 
 
 class Result(NamedTuple):
@@ -84,7 +87,10 @@ def result_of(config: Config) -> Result:
     how, plan, stages = Computation.of(config, mesh), plan_of(config, mesh), Stages.of(config)
     tokens = config.train.batch_size * config.data.seq_len
 
+    background.connect(mesh)
+
     def body(params: Any, token_BN1: jax.Array) -> tuple[Any, Parts]:
+        background.new_program()
         grads, parts = gradients_of(params, token_BN1, config, how, tokens, specs, plan)
         return grads, sum_over_batch(parts)
 
@@ -104,6 +110,14 @@ def without_stages(data: int, expert: int, model: str, parts: int) -> Result:
 def test_a_pipelined_step_computes_what_a_step_without_stages_computes(pipeline, mesh, model, policy, parts):
     result = result_of(config_of(mesh, model, parts, PIPELINES[pipeline] | POLICIES[policy]))
     assert_same(result, without_stages(*mesh[1:], model, parts))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mesh"), [("1f1b", (4, 1, 2)), ("coscheduled", (4, 1, 2)), ("interleaved", (2, 1, 4))]
+)
+def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
+    result = result_of(config_of(mesh, "tied", 4, PIPELINES[pipeline], "background"))
+    assert_same(result, without_stages(*mesh[1:], "tied", 4))
 
 
 def test_context_ranks_of_each_stage_share_its_sequences():

@@ -99,28 +99,29 @@ class Stage:
             behind._replace(runs=behind.runs - both),
             behind._replace(runs=both),
         )
-        sent = to_previous(state.dx_bND)
+        arriving = to_previous(state.dx_bND, self._in_background)
         state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
         state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, alone_ahead)
-        state = state._replace(gradients=put(state.gradients, _behind(sent, state.x_bND), row.gradient_to))
+        state = state._replace(gradients=put(state.gradients, arriving(state.x_bND), row.gradient_to))
         state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
         if self.plan.has_pairs:
             state = self._turn_of_structure(self._take, state, pair)
             state = self._turn_of_structure(self._together, state, pair, ahead)
-        sent = to_next(state.x_bND)
+        arriving = to_next(state.x_bND, self._in_background)
         backward = self._input_gradient if table.split_weight_grad else self._backward
         state = self._turn_of_structure(backward, state, alone_behind)
         state = turn_if(behind.runs & behind.at_end, self._embed_back, state, behind)
         if table.split_weight_grad:
             state = self._turn_of_structure(self._weight_gradients, state, row.weight)
-        return state._replace(activations=put(state.activations, _behind(sent, state.dx_bND), row.activation_to))
+        return state._replace(activations=put(state.activations, arriving(state.dx_bND), row.activation_to))
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
         state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
         state = self._turn_of_structure(functools.partial(self._forward, keep=False), state, ahead)
-        state = state._replace(activations=put(state.activations, to_next(state.x_bND), row.activation_to))
+        arriving = to_next(state.x_bND, self._in_background)
+        state = state._replace(activations=put(state.activations, arriving(state.x_bND), row.activation_to))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
 
     def _turn_of_structure(self, body: Callable[..., State], state: State, *works: Pass) -> State:
@@ -192,6 +193,11 @@ class Stage:
     # what they read and write
 
     @property
+    def _in_background(self) -> bool:
+        """Collective-permutes of CPUs wait for all devices, and so for the stage that computes longest."""
+        return self.how.exchange == "background"
+
+    @property
     def _number_of_top(self) -> int:
         """Of the structure of the model's highest blocks."""
         return self.plan.structure_of(self.plan.table.stages - 1, self.plan.table.chunks - 1)
@@ -224,11 +230,6 @@ class Stage:
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
-
-
-def _behind(sent: jax.Array, x: jax.Array) -> jax.Array:
-    """What was sent, received when `x` is there, too: the compiler has to let it travel beside what computes `x`."""
-    return jax.lax.optimization_barrier((sent, x))[0]
 
 
 def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: Pass) -> State:
