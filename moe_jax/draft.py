@@ -1,7 +1,7 @@
 """A config that leaves settings open: they say auto, and the planner chooses them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ class Draft(Sections):
         return Config(**chosen)
 
 
-def open_draft(config: Sections) -> Draft:
-    """All that can be planned is open."""
-    return Draft(**sections_of(config), open=PLANNED)
+def open_draft(config: Sections, but: Set[str] = frozenset()) -> Draft:
+    """All that can be planned is open, `but` for these settings."""
+    return Draft(**sections_of(config), open=PLANNED - but)
 
 
 def sections_of(config: Sections) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def main() -> None:
         raise ConfigError(f"--context {arguments.context} counts ranks that cut a sequence: use 1 or more")
     cluster = find_cluster(arguments.cluster)
     given = load_draft(arguments.model, arguments.overrides)
-    draft = given if given.open else open_draft(given)
+    draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
     said: list[str] = []
 
     def tell(text: str) -> None:

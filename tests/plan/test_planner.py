@@ -183,3 +183,14 @@ def test_divisors() -> None:
 def test_unknown_clusters_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean h100"):
         find_cluster("h10x8")
+
+
+def test_what_is_given_stays_when_all_else_is_open() -> None:
+    config = config_of()
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=2))
+    sizes = {
+        found.mesh.tensor
+        for found in on_meshes(open_draft(config, but={"mesh.tensor"}), H100S)
+        if not isinstance(found, Refused)
+    }
+    assert sizes == {2}
