@@ -9,11 +9,12 @@ from moe_jax.config import Config, Sections
 
 PLANNED = frozenset(
     {
-        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor"),
+        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context"),
         *("schedule.pipeline", "schedule.virtual_stages"),
         *("schedule.policy", "schedule.microbatches", "schedule.backward_microbatches", "schedule.expert_chunks"),
         *("schedule.weight_grad", "schedule.grad_reduce", "schedule.chunk_mb", "schedule.remat"),
-        *("exchange.tensor_form", "exchange.tensor_chunks", "optimizer.sharded", "train.grad_accumulation"),
+        *("exchange.tensor_form", "exchange.tensor_chunks", "exchange.context_form"),
+        *("optimizer.sharded", "train.grad_accumulation"),
     }
 )
 

@@ -8,7 +8,7 @@ from moe_jax.draft import open_draft
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.measure.provenance import origin
 from moe_jax.plan.clusters import PRESETS, find_cluster
-from moe_jax.plan.plan_text import context_axes, plan_text
+from moe_jax.plan.plan_text import plan_text
 from moe_jax.plan.planner import Plans, plan
 from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
@@ -44,12 +44,9 @@ def main() -> None:
         type=Path,
         help="write the best plan as a config; beside it what was printed, and a timeline",
     )
-    parser.add_argument("--context", metavar="N", type=int, help="tell where N ranks would go that cut each sequence")
     arguments = parser.parse_intermixed_args()
     if arguments.out and arguments.out.suffix != ".yaml":
         raise ConfigError(f"--out {arguments.out} is to be a config: name a .yaml file")
-    if arguments.context is not None and arguments.context < 1:
-        raise ConfigError(f"--context {arguments.context} counts ranks that cut a sequence: use 1 or more")
     cluster = find_cluster(arguments.cluster)
     given = load_draft(arguments.model, arguments.overrides)
     draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
@@ -64,8 +61,6 @@ def main() -> None:
     else:
         plans = plan(draft, cluster)
         tell(plan_text(plans))
-    if arguments.context:
-        tell(context_axes(plans, arguments.context))
     if arguments.out:
         _write(plans, "\n\n".join(said), arguments.out)
 

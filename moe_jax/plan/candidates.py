@@ -4,6 +4,7 @@ Only what a draft leaves open is chosen; the rest is as it says.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,11 @@ from moe_jax.stages import Stages
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
 MOST_MICROBATCHES = 8
+_PIECE = 512  # tokens of a sequence that a context rank has at least two of: a tile of its attention
+_CUT = ("context", "tensor", "expert", "pipeline")
 # schedules of pipeline stages, and how many model chunks each stage holds
 PIPELINES = (("1f1b", 1), ("zero_bubble", 1), ("coscheduled", 1), ("coscheduled", 2), ("interleaved", 2), ("gpipe", 1))
+CONTEXT_FORMS = ("ring", "all_gather")
 
 Settings = Mapping[str, object]  # of a section
 Way = Mapping[str, Settings]  # settings of several sections
@@ -30,6 +34,7 @@ class Refused:
 
     mesh: str
     reason: str
+    needed_bytes: float | None = None  # of a device's memory, where it has too little
 
 
 def with_rates(schedule: Schedule, cluster: Cluster) -> Schedule:
@@ -54,7 +59,12 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     for sizes in meshes(draft, cluster):
         try:
             ways: list[Way] = [
-                {"mesh": sizes, "train": {"grad_accumulation": parts}, "schedule": {**each, **pipeline}}
+                {
+                    "mesh": sizes,
+                    "train": {"grad_accumulation": parts},
+                    "schedule": {**each, **pipeline},
+                    "exchange": {"context_form": CONTEXT_FORMS[0] if sizes["pipeline"] == 1 else "all_gather"},
+                }
                 for parts in _least_parts(draft, sizes)
                 for pipeline in (pipelines() if sizes["pipeline"] > 1 else ({},))
                 for each in (guesses() if sizes["pipeline"] > 1 else schedules())
@@ -66,25 +76,22 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
 
 def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
     """Devices along the axes; those that are not open are as the draft says."""
-    experts = draft.model.moe.num_experts
-    given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
-    context = draft.mesh.context
-    if context < 1 or cluster.devices % context:
-        return
-    devices = cluster.devices // context
-    for tensor in divisors(devices):
-        if tensor > cluster.node_devices and "tensor" not in given:
-            return
-        for expert in divisors(devices // tensor):
-            if "expert" not in given and (expert > max(experts, 1) or experts % expert):
-                continue
-            for pipeline in divisors(devices // (tensor * expert)):
-                if "pipeline" not in given and pipeline > max(draft.model.num_layers, 1):
-                    break
-                data = devices // (tensor * expert * pipeline)
-                sizes = {"data": data, "expert": expert, "pipeline": pipeline, "tensor": tensor, "context": context}
-                if all(given.get(name, size) == size for name, size in sizes.items()):
-                    yield sizes
+    ways = divisors(cluster.devices)
+    experts = max(draft.model.moe.num_experts, 1)
+    allowed = {
+        "context": [size for size in ways if size == 1 or draft.data.seq_len % (2 * size * _PIECE) == 0],
+        "tensor": [size for size in ways if size <= cluster.node_devices],
+        "expert": [size for size in ways if experts % size == 0],
+        "pipeline": [size for size in ways if size <= max(draft.model.num_layers, 1)],
+        "data": ways,
+    }
+    for axis, size in draft.mesh.sizes.items():
+        if f"mesh.{axis}" not in draft.open:
+            allowed[axis] = [size] if size in ways else []
+    for context, tensor, expert, pipeline in itertools.product(*(allowed[axis] for axis in _CUT)):
+        data, rest = divmod(cluster.devices, context * tensor * expert * pipeline)
+        if rest == 0 and data in allowed["data"]:
+            yield {"data": data, "expert": expert, "pipeline": pipeline, "tensor": tensor, "context": context}
 
 
 def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:

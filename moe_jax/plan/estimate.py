@@ -5,16 +5,15 @@ them: each further one takes what the last one added.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import Fabric, Group
+from moe_jax.plan.fabric import Fabric
 from moe_jax.plan.measured import Measured, read_times
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
-from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
 
@@ -91,37 +90,29 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
         return Step(dataclasses.replace(config, model=model), cluster, measured)
 
     step = with_periods(fewer)
-    algorithm = step.algorithm(step.timeline.schedule.shape)
     whole = step.seconds()
     if periods > fewer:
         slope = {name: whole[name] - value for name, value in with_periods(fewer - 1).seconds().items()}
         whole = {name: value + (periods - fewer) * slope[name] for name, value in whole.items()}
-    update = measured.rest_s
-    if update is None:
-        update = _update_seconds(_own_parameters(config), config, cluster, step.fabric)
-    return Estimate(
-        config=config,
-        cluster=cluster,
-        step_s=whole.pop("step") + update,
-        busy=Busy(update=update, **whole),
-        timeline=step.timeline,
-        leaves_node=step.fabric.leaves_node(step.experts),
-        algorithm=algorithm,
-    )
+    return _of(config, cluster, step, step.timeline, whole)
 
 
 def _pipelined(config: Config, cluster: Cluster) -> Estimate:
-    measured = _measured(config)
-    pipelined = PipelinedStep(config, cluster, measured)
-    step, whole, timeline = pipelined.step, pipelined.seconds(), pipelined.timeline
-    update = measured.rest_s
-    if update is None:
-        update = _update_seconds(parameters_by_group(config), config, cluster, step.fabric)
+    pipelined = PipelinedStep(config, cluster, _measured(config))
+    return _of(config, cluster, pipelined.step, pipelined.timeline, pipelined.seconds())
+
+
+def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole: dict[str, float]) -> Estimate:
+    """With the optimiser's update behind the seconds of the whole step."""
+    update_s = step.measured.rest_s
+    if update_s is None:
+        update_s = _update_seconds(config, cluster, step.fabric)
+    parts = {name: seconds for name, seconds in whole.items() if name != "step"}
     return Estimate(
         config=config,
         cluster=cluster,
-        step_s=whole.pop("step") + update,
-        busy=Busy(update=update, **whole),
+        step_s=whole["step"] + update_s,
+        busy=Busy(update=update_s, **parts),
         timeline=timeline,
         leaves_node=step.fabric.leaves_node(step.experts),
         algorithm=step.algorithm(timeline.schedule.shape),
@@ -133,21 +124,10 @@ def _measured(config: Config) -> Measured:
     return read_times(path, config.model.block_kinds) if path else Measured({})
 
 
-def _own_parameters(config: Config) -> list[tuple[Group, float]]:
-    """Of a device, by the devices that have the same ones."""
-    counts, mesh = count_parameters(config.model), config.mesh.sizes
-    data, expert, tensor = mesh["data"] * mesh["context"], mesh["expert"], mesh["tensor"]
-    return [
-        (Group(data * expert * tensor, 1), counts.total - counts.expert - counts.heads_and_hidden),
-        (Group(data * expert, tensor), counts.heads_and_hidden / tensor),
-        (Group(data, expert * tensor), counts.expert / (expert * tensor)),
-    ]
-
-
-def _update_seconds(own: Iterable[tuple[Group, float]], config: Config, cluster: Cluster, fabric: Fabric) -> float:
+def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
     """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
     updated, gathered_s = 0.0, 0.0
-    for group, count in own:
+    for group, count in parameters_by_group(config):
         cut = group.ranks if config.optimizer.sharded else 1
         updated += count / cut
         gathered_s += fabric.ring(count * (1 - 1 / cut) * _PARAMETER_BYTES, group)

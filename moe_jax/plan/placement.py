@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from moe_jax.errors import ConfigError
-
 
 class Placement(NamedTuple):
     """Axes of a mesh, neighbours first, and why."""
@@ -16,19 +14,17 @@ class Placement(NamedTuple):
 def place(context: int, expert: int, tensor: int, fast_devices: int) -> Placement:
     """For so many ranks along each axis, where `fast_devices` neighbours are joined by fast links.
 
-    Context and expert ranks have axes of their own if context ranks are fewer and fast links span both; else they share
-    one, of the larger number. Raises ConfigError if the smaller one does not divide it.
+    Context and expert ranks have axes of their own if context ranks are fewer and fast links span both, or if neither
+    number divides the other; else they share one, of the larger number.
     """
     spanned = tensor * expert * context
+    smaller, larger = sorted((context, expert))
+    own = ("tensor", "expert", "context", "pipeline", "data")
     if context < expert and spanned <= fast_devices:
         reason = f"context={context} is less than expert={expert}, and fast links join {fast_devices} devices"
-        return Placement(("tensor", "expert", "context", "pipeline", "data"), False, reason)
-    smaller, larger = sorted((context, expert))
+        return Placement(own, False, reason)
     if larger % smaller:
-        raise ConfigError(
-            f"context={context} is to share an axis with expert={expert}, and neither divides the other: "
-            f"use a divisor or a multiple of {expert}"
-        )
+        return Placement(own, False, f"context={context} and expert={expert} do not divide each other")
     if context >= expert:
         reason = f"context={context} is at least expert={expert}: the ranks of a sequence hold all experts"
     else:

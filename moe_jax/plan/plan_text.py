@@ -55,6 +55,7 @@ def facts(plans: Plans) -> str:
         f"{seconds(busy.exposed)} of communication exposed"
         + (f", {seconds(busy.idle)} idle behind other stages" if plans.config.mesh.pipeline > 1 else ""),
         *_ranges(plans.best),
+        *_placement(plans),
         f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}",
     ]
     if found.joules_per_token is not None:
@@ -67,11 +68,14 @@ def facts(plans: Plans) -> str:
     return "\n".join(lines)
 
 
-def context_axes(plans: Plans, context: int) -> str:
-    """Where ranks would go that cut sequences. Raises ConfigError."""
-    mesh = plans.best.config.mesh
-    found = place(context, mesh.expert, mesh.tensor, plans.cluster.node_devices)
-    return f"context     axes {', '.join(found.axes)}, neighbours first: {found.reason}"
+def _placement(plans: Plans) -> list[str]:
+    """Where the ranks are that cut sequences, if there are any, and whether they should be elsewhere."""
+    mesh = plans.config.mesh
+    if mesh.context == 1:
+        return []
+    found = place(mesh.context, mesh.expert, mesh.tensor, plans.cluster.node_devices)
+    where = "better on one axis with the expert ranks, which cannot be trained" if found.shared else "rightly so"
+    return [f"context     on an axis of its own, {where}: {found.reason}"]
 
 
 def _ranges(best: Candidate) -> list[str]:

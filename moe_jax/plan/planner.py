@@ -15,12 +15,14 @@ from moe_jax.draft import Draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
+    CONTEXT_FORMS,
     Refused,
     Way,
     accumulations,
     choices,
     guesses,
     mesh_text,
+    meshes,
     on_meshes,
     pipelines,
     scheduled,
@@ -109,10 +111,10 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     for each in on_meshes(search.draft, cluster):
         if isinstance(each, Refused):
             refused.append(each)
-        elif fitting := list(search.fitting(each)):
-            found.append(_best(fitting))
+        elif too_large := search.too_large(each):
+            refused.append(too_large)
         else:
-            refused.append(Refused(mesh_text(each.mesh.sizes), search.too_large(each)))
+            found.append(_best(search.fitting(each)))
     if not found:
         raise PlanError(search.nothing(refused))
     found.sort(key=_step_s)
@@ -153,8 +155,6 @@ class _Search:
 
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
         """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
-        if not self._fits(self._least(base)):
-            return
         for remat, sharded in itertools.product(_REMATS, (False, True)):
             fitting = (each for each in self._saving(base, sharded, remat) if self._fits(self._memory(each)))
             firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
@@ -174,6 +174,8 @@ class _Search:
         if best.config.mesh.tensor > 1:
             forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
             best = self._best_of(best, ({"exchange": form} for form in forms))
+        if best.config.mesh.context > 1:
+            best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
         return best
 
     def _best_pipeline(self, candidate: Candidate) -> Candidate:
@@ -217,28 +219,33 @@ class _Search:
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
 
     def _least(self, base: Config) -> StepMemory:
-        """With all ways to save memory; of stages in the smallest parts."""
-        by_parts = (list(self._in_parts(base, True, "full", parts)) for parts in reversed(accumulations(base)))
-        tried = next(filter(None, by_parts)) if base.mesh.pipeline > 1 else itertools.chain.from_iterable(by_parts)
+        """With all ways to save memory; more parts are smaller, but their gradients add up in a copy."""
+        parts = accumulations(base)
+        by_parts = (list(self._in_parts(base, True, "full", count)) for count in reversed(parts))
+        smallest = next(filter(None, by_parts))
+        tried = itertools.chain(smallest, self._in_parts(base, True, "full", parts[0]))
         return min(map(self._memory, tried), key=lambda memory: memory.total)
 
-    def too_large(self, base: Config) -> str:
-        """What it needs, and for what most."""
+    def too_large(self, base: Config) -> Refused | None:
+        """What it needs, and for what most, if no way makes it fit."""
         memory, limit = self._least(base), self.cluster.device.memory_bytes
-        assert limit is not None
+        if limit is None or self._fits(memory):
+            return None
         largest = max(memory.parts, key=lambda name: memory.parts[name])
-        return (
-            f"needs {self.memory_factor * memory.total / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
+        needed = self.memory_factor * memory.total
+        reason = (
+            f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
             f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
         )
+        return Refused(mesh_text(base.mesh.sizes), reason, needed)
 
     def nothing(self, refused: list[Refused]) -> str:
         """One line: why, and the nearest change that would help."""
-        too_large = [each for each in refused if _needed(each)]
+        too_large = [each for each in refused if each.needed_bytes is not None]
         if not too_large:
             reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(self.draft, self.cluster)
             return f"nothing trains on {self.cluster.name} ({reason})"
-        nearest = min(too_large, key=_needed)
+        nearest = min(too_large, key=lambda each: each.needed_bytes or 0.0)
         return f"nothing trains on {self.cluster.name} ({nearest.mesh}: {nearest.reason}): {self._cure()}"
 
     def _cure(self) -> str:
@@ -252,8 +259,8 @@ class _Search:
                 return _SMALLER
             batch = dataclasses.replace(train, batch_size=factor * train.batch_size)
             grown = _Search(dataclasses.replace(self.draft, train=batch), larger, self.memory_factor)
-            meshes = (each for each in on_meshes(grown.draft, larger) if isinstance(each, Config))
-            if any(grown._fits(grown._least(each)) for each in meshes):
+            tried = (each for each in on_meshes(grown.draft, larger) if isinstance(each, Config))
+            if any(grown.too_large(each) is None for each in tried):
                 return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
         return _SMALLER
 
@@ -265,16 +272,19 @@ def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
 
 
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:
-    cut = [name for name in ("pipeline", "context") if getattr(draft.mesh, name) != 1]
-    axes = ("data", "expert", "tensor", *cut)
-    given = [f"mesh.{name}={getattr(draft.mesh, name)}" for name in axes if f"mesh.{name}" not in draft.open]
-    return f"{' × '.join(given)} is no mesh of {cluster.devices} devices that divides its experts"
+    """What was asked for, and the nearest size of one axis that would do."""
+    given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
+    text = " × ".join(f"mesh.{name}={size}" for name, size in given.items() if size != 1 or name in _ALWAYS_TOLD)
+    for name, size in sorted(given.items(), key=lambda axis: -axis[1]):
+        others = dataclasses.replace(draft, open=draft.open | {f"mesh.{name}"})
+        if possible := [sizes[name] for sizes in meshes(others, cluster)]:
+            cure = f"mesh.{name}={min(possible, key=lambda each: abs(each - size))}"
+            break
+    else:
+        cure = "auto for all of them"
+    return f"{text} is no mesh of {cluster.devices} devices: use {cure}"
 
 
 _LARGER = (2, 4, 8, 16, 32, 64)
+_ALWAYS_TOLD = ("data", "expert", "tensor")
 _SMALLER = "use a smaller model, or shorter sequences (data.seq_len)"
-
-
-def _needed(refused: Refused) -> float:
-    words = refused.reason.split()
-    return float(words[1]) if words[0] == "needs" else 0.0

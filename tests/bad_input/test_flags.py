@@ -68,11 +68,6 @@ PLANNED = [
         "--out plan.txt is to be a config: name a .yaml file",
     ),
     (
-        "plan: no ranks that cut sequences",
-        "plan --model tiny.yaml --cluster h100x8 --context 0",
-        "--context 0 counts ranks that cut a sequence: use 1 or more",
-    ),
-    (
         "plan: a batch that feeds no mesh",
         "plan --model tiny.yaml --cluster h100x8 train.batch_size=3 data.seq_len=15",
         "nothing trains on h100x8 (data=8: train.batch_size=3 is not divisible by train.grad_accumulation=1 × "

@@ -33,10 +33,11 @@ CONFIG = [
     (
         "a choice that nothing makes",
         "train.steps=auto",
-        "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.tensor_chunks, "
-        "exchange.tensor_form, mesh.data, mesh.expert, mesh.pipeline, mesh.tensor, optimizer.sharded, "
-        "schedule.backward_microbatches, schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, "
-        "schedule.microbatches, schedule.pipeline, schedule.policy, schedule.remat, schedule.virtual_stages, "
+        "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.context_form, "
+        "exchange.tensor_chunks, exchange.tensor_form, mesh.context, mesh.data, mesh.expert, mesh.pipeline, "
+        "mesh.tensor, optimizer.sharded, schedule.backward_microbatches, schedule.chunk_mb, schedule.expert_chunks, "
+        "schedule.grad_reduce, schedule.microbatches, schedule.pipeline, schedule.policy, schedule.remat, "
+        "schedule.virtual_stages, "
         "schedule.weight_grad, train.grad_accumulation)",
     ),
     (
@@ -52,7 +53,7 @@ CONFIG = [
     (
         "a plan that nothing fits",
         "schedule.policy=auto mesh.tensor=3 mesh.data=auto",
-        "nothing trains on cpux8 (mesh.expert=1 × mesh.tensor=3 is no mesh of 8 devices that divides its experts)",
+        "nothing trains on cpux8 (mesh.expert=1 × mesh.tensor=3 is no mesh of 8 devices: use mesh.tensor=2)",
     ),
     ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
     (

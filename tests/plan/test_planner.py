@@ -9,7 +9,7 @@ from moe_jax.config_checks import setting
 from moe_jax.config_files import load_draft
 from moe_jax.draft import PLANNED, Draft, open_draft, sections_of
 from moe_jax.errors import UserError
-from moe_jax.plan.candidates import Refused, choices, divisors, on_meshes, schedules
+from moe_jax.plan.candidates import Refused, choices, divisors, meshes, on_meshes, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.plan_text import facts, refusals, table
@@ -129,8 +129,23 @@ def test_only_what_says_auto_is_chosen(settings: str, found: dict[str, object]) 
 def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
     draft = load_draft(None, [*SMALL, "mesh.data=auto", "mesh.expert=auto", "mesh.tensor=2"])
     assert {each.config.mesh.tensor for each in plan(draft, H100S).ranked} == {2}
-    with pytest.raises(PlanError, match=r"\(mesh.tensor=3 is no mesh of 16 devices"):
-        plan(load_draft(None, [*SMALL, "mesh.expert=auto", "mesh.tensor=3"]), H100S)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ("mesh.expert=auto mesh.tensor=3", r"\(mesh.tensor=3 is no mesh of 16 devices: use mesh.tensor=2\)"),
+        (
+            "mesh.data=auto mesh.pipeline=7",
+            r"mesh.pipeline=7 × mesh.tensor=1 is no mesh of 16 devices: use mesh.pipeline=2\)",
+        ),
+        ("mesh.data=2 mesh.tensor=auto mesh.expert=3 mesh.context=5", "is no mesh of 16 devices: use auto for all"),
+        ("mesh.data=auto mesh.context=0", "mesh.context=0 is no mesh of 16 devices: use mesh.context=1"),
+    ],
+)
+def test_no_mesh_of_these_devices_is_told_with_the_nearest_one(settings: str, cure: str) -> None:
+    with pytest.raises(PlanError, match=cure):
+        plan(load_draft(None, [*SMALL, *settings.split()]), H100S)
 
 
 def test_context_ranks_are_planned_around() -> None:
@@ -145,6 +160,23 @@ def test_context_ranks_are_planned_around() -> None:
     assert estimate(gathered, H100S).step_s > cut.estimate.step_s
     with pytest.raises(PlanError, match=r"mesh.context=32 is no mesh of 16 devices"):
         plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)
+
+
+def test_ranks_are_chosen_that_cut_sequences() -> None:
+    """Each has two whole tiles at least; keys are gathered where stages would wait for those of others."""
+    few = [*SMALL, "data.seq_len=4096", "train.batch_size=2", "mesh.data=auto", "mesh.context=auto"]
+    draft = load_draft(None, [*few, "exchange.context_form=auto"])
+    assert {sizes["context"] for sizes in meshes(draft, H100S)} == {1, 2, 4}
+    with pytest.raises(PlanError, match=r"train.batch_size=2 "):
+        plan(draft, H100S)
+    feasible = load_draft(None, [*few, "exchange.context_form=auto", "mesh.expert=auto", "mesh.tensor=2"])
+    found = plan(feasible, find_cluster("h100x8"))
+    assert (found.config.mesh.context, found.config.exchange.context_form) == (2, "ring")
+    assert "context     on an axis of its own, better on one axis" in facts(found)
+    staged = load_draft(None, [*few, "exchange.context_form=auto", "mesh.pipeline=2", "train.grad_accumulation=2"])
+    assert plan(staged, find_cluster("h100x8")).config.exchange.context_form == "all_gather"
+    with pytest.raises(PlanError, match=r"use exchange.context_form=all_gather, or mesh.context=1"):
+        plan(load_draft(None, [*few, "mesh.pipeline=2", "mesh.context=4"]), find_cluster("h100x8"))
 
 
 def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:

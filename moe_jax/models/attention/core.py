@@ -26,7 +26,7 @@ def weighted_values(
     batch, tokens, num_heads, width = query_BNHK.shape
     groups, dtype = key_BSGK.shape[2], query_BNHK.dtype
     query = query_BNHK.reshape(batch, tokens, groups, num_heads // groups, width)
-    # a product of one type with a result of another would be transposed with mixed types (jax issue 24047)
+    # a product of one type with a result of another would be transposed with mixed types
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
     logits = jnp.einsum("bngjk,bsgk->bgjns", query, key_BSGK, precision=precision, preferred_element_type=jnp.float32)
     logits = jnp.where(seen_NS, logits * scale, jnp.finfo(jnp.float32).min / 2)
