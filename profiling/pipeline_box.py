@@ -24,7 +24,7 @@ from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.measure.trace import Operation, joined
-from moe_jax.schedule.pipelines.bubble import lock_step_bubble
+from moe_jax.schedule.pipelines.bubble import bubble
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.train.pipeline.plan import make_plan
 
@@ -43,10 +43,10 @@ _COMMON = [
     f"mesh.expert={EXPERT_RANKS}",
     "exchange.reduction=all_reduce",  # gradients are summed behind the ticks
     "train.grad_accumulation=8",
-    "train.batch_size=32",
-    "model.d_model=256",
-    "model.moe.hidden_dim=512",
+    "train.batch_size=64",
 ]
+_TFLOPS = 0.03
+_SLOTS = ("F", "B", "FB")  # what a stage runs in a tick
 
 
 def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
@@ -67,41 +67,64 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
                 seconds[name].append(step_s)
         tell(f"round {turn} of {arguments.rounds}")
     timelines, bubbles = {}, {}
+    common = configs[BASE]
+    part = common.train.batch_size // (EXPERT_RANKS * common.train.grad_accumulation)
+    send_s = 32 * part * common.data.seq_len * common.model.d_model / box.parse_rate(arguments.rate)  # float32
     for name, config in configs.items():
         operations = traced(steps[name], programs[name])
         timelines[name] = [each for each in operations if not each.name.startswith("while")]
-        bubbles[name] = bubble_of(timelines[name], make_plan(config, stand.mesh).table)
+        bubbles[name] = bubble_of(timelines[name], make_plan(config, stand.mesh).table, send_s)
     box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles})
 
 
-def bubble_of(operations: Sequence[Operation], table: Table) -> dict[str, float]:
-    """Which share of all ticks a stage has no pass under way, on average: as measured, and by the table.
+def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> dict[str, float]:
+    """Which share of the time between the first stage's first pass and its last one stages run no pass, on average.
 
-    By it a tick is as long as its longest slot, and a pass as long as it is on its stage on average; two passes in one
-    slot hide each other, so such tables say nothing. The first stage works from the first tick to the last.
+    Measured, and as the table says for slots as long as they are on average, without sends between stages and with
+    sends of this length. A pass is under way from the first of its
+    operations in a tick to the last one, whatever it waits for between.
     """
-    passes = {name: _under_way(operations, name) for name in ("F", "B", "FB")}
-    own = [sum(end - start for start, end in passes[name]) for name in passes]
-    span = passes["FB"][-1][1] - passes["FB"][0][0]
-    shared = np.asarray(multihost_utils.process_allgather(np.array([*own, span], np.float32))).reshape(-1, 4)
-    of_stage = shared.reshape(table.stages, -1, 4).mean(axis=1)
-    works = table.microbatches * table.chunks
-    slots = [
-        [sum(of_stage[stage]["FB".index(d)] / works for d, _ in slot.tasks()) for stage, slot in enumerate(ticks)]
-        for ticks in table.ticks
-    ]
-    both = any(slot.forward and slot.backward for ticks in table.ticks for slot in ticks)
+    stage, ticks = stage_of(box.rank() or 0), _ticks(operations, len(table.ticks))
+    seconds: dict[str, list[float]] = {kind: [] for kind in _SLOTS}
+    spans = []
+    for slots, own in zip(table.ticks, ticks, strict=True):
+        kind = "".join(direction for direction, _ in slots[stage].tasks())
+        if kind:
+            passes = [each for each in own if each.task[:1] in set(kind)]
+            spans.append((min(each.start_s for each in passes), max(each.end_s for each in passes)))
+            seconds[kind].append(spans[-1][1] - spans[-1][0])
+    busy = sum(end - start for start, end in joined(spans))
+    means = [float(np.mean(seconds[kind])) if seconds[kind] else np.nan for kind in _SLOTS]
+    found = multihost_utils.process_allgather(np.array([busy, spans[-1][1] - spans[0][0], *means], np.float32))
+    busy_s, whole_s, *slot_s = np.reshape(found, (-1, 2 + len(_SLOTS))).T
+    forward_s, backward_s, *together_s = (float(np.nanmean(own)) for own in slot_s if not np.isnan(own).all())
     return {
-        "measured": float(np.mean(1 - of_stage[:, 2] / of_stage[0, 3])),
-        "by_table": float("nan") if both else float(1 - np.sum(slots) / (table.stages * sum(map(max, slots)))),
-        "by_equal_passes": lock_step_bubble(table, 1.0, 1.0),
-        "forward_s": float(of_stage[:, 0].mean() / works),
-        "backward_s": float(of_stage[:, 1].mean() / works),
+        "measured": float(1 - busy_s.mean() / whole_s[stage_of(0)]),
+        **{
+            name: bubble(table, forward_s, backward_s, together_s=next(iter(together_s), None), send_s=each_s)
+            for name, each_s in (("formula", 0.0), ("formula_with_sends", send_s))
+        },
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        **({"together_s": together_s[0]} if together_s else {}),
     }
 
 
-def _under_way(operations: Sequence[Operation], directions: str) -> list[tuple[float, float]]:
-    return joined([(each.start_s, each.end_s) for each in operations if each.task[:1] in set(directions)])
+def stage_of(rank: int) -> int:
+    """Ranks of a stage are neighbours."""
+    return rank // EXPERT_RANKS
+
+
+def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:
+    """Operations of each tick: an instruction that ran once in each of them begins it."""
+    runs: dict[str, list[float]] = {}
+    for each in operations:
+        runs.setdefault(each.name, []).append(each.start_s)
+    begins = min((sorted(starts) for starts in runs.values() if len(starts) == count), key=lambda starts: starts[0])
+    ends = [*begins[1:], float("inf")]
+    return [
+        [each for each in operations if begin <= each.start_s < end] for begin, end in zip(begins, ends, strict=True)
+    ]
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -120,11 +143,12 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def text(rows: dict[str, Any]) -> str:
     """The summary as a table."""
-    lines = [f"{'':20}  step s  × {BASE}  idle: measured, by the table"]
+    lines = [f"{'':20}  step s  × {BASE}  idle: measured, by formula, with sends"]
     for name, row in rows.items():
         lines.append(
             f"{name:20}  {row['step_s']['median']:6.3f}  {row['speed_up_over_1f1b']['median']:6.3f}"
-            f"  {row['bubble']['measured']:14.1%}  {row['bubble']['by_table']:12.1%}"
+            f"  {row['bubble']['measured']:14.1%}  {row['bubble']['formula']:10.1%}"
+            f"  {row['bubble']['formula_with_sends']:10.1%}"
         )
     return "\n".join(lines)
 
@@ -133,9 +157,9 @@ def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
     parser = argparse.ArgumentParser(prog="python profiling/pipeline_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
-    parser.add_argument("--rate", default="100mbit", help="out of each process (default: %(default)s)")
+    parser.add_argument("--rate", default="150mbit", help="out of each process (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="of a variant in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--variants", metavar="NAME,…", default=",".join(VARIANTS), help="default: %(default)s")
     parser.add_argument("--name", default="pipeline_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
@@ -152,8 +176,10 @@ def main() -> None:
     names = list(dict.fromkeys([BASE, *arguments.variants.split(",")]))
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
-    box.parse_rate(arguments.rate)
-    configs = {name: load_config(arguments.config, [*_COMMON, *arguments.overrides, *VARIANTS[name]]) for name in names}
+    # rates that tasks are ordered by: the link's, and what a core does for two ranks
+    rates = [f"schedule.link_gb_per_s={box.parse_rate(arguments.rate) / 8e9:g}", f"schedule.device_tflops={_TFLOPS}"]
+    common = [*_COMMON, *rates, *arguments.overrides]
+    configs = {name: load_config(arguments.config, [*common, *VARIANTS[name]]) for name in names}
     if box.rank() is not None:
         measure(arguments, configs)
         return

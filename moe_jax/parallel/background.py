@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
@@ -31,6 +31,9 @@ from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 Kind = Literal["exchange", "to_next", "to_previous", "sum"]
 # As in FlowMoE: a pass waits for rows, the next pass for another stage's, and nothing for a sum before the step's end.
 _URGENCY: dict[Kind, int] = {"exchange": 0, "to_next": 1, "to_previous": 1, "sum": 2}
+
+
+NOTHING = -1  # ticket of a collective from which this device receives nothing
 
 
 class Member(NamedTuple):
@@ -52,6 +55,13 @@ class Member(NamedTuple):
         for step in range(1, len(self.group_P)):
             place = (self.place + step) % len(self.group_P)
             yield place, self.group_P[place]
+
+
+class Part(NamedTuple):
+    """What a device does of a collective. Who sends and who receives must agree."""
+
+    sends: bool = True
+    receives: bool = True
 
 
 class Worker:
@@ -89,12 +99,15 @@ class Engine:
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._tickets = itertools.count()
 
-    def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray) -> int:
+    def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: Part) -> int:
         """Start a collective of `x`, which may change later; returns its ticket."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
         member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
-            self._results[ticket] = self._started(member, x)
+            result = self._started(member, x, part)
+        if not part.receives:
+            return NOTHING
+        self._results[ticket] = result
         return ticket
 
     def finish(self, ticket: int) -> np.ndarray:
@@ -109,23 +122,25 @@ class Engine:
         for adder in self._adding.values():
             adder.close()
 
-    def _started(self, member: Member, x: np.ndarray) -> Callable[[], np.ndarray]:
+    def _started(self, member: Member, x: np.ndarray, part: Part) -> Callable[[], np.ndarray]:
         match member.kind:
             case "exchange":
                 return self._exchange(member, x)
             case "sum":
                 return self._sum(member, x)
             case "to_next":
-                return self._moved(member, x, 1)
+                return self._moved(member, x, 1, part)
             case "to_previous":
-                return self._moved(member, x, -1)
+                return self._moved(member, x, -1, part)
 
-    def _moved(self, member: Member, x: np.ndarray, distance: int) -> Callable[[], np.ndarray]:
+    def _moved(self, member: Member, x: np.ndarray, distance: int, part: Part) -> Callable[[], np.ndarray]:
         """All of x goes that many places on in the group, round and round."""
         group_P, moved = member.group_P, np.empty_like(x)
         target, source = (group_P[(member.place + steps) % len(group_P)] for steps in (distance, -distance))
-        self._expect(member, "block", {source: moved})
-        self._send(member, "block", {target: x.copy()})
+        if part.receives:
+            self._expect(member, "block", {source: moved})
+        if part.sends:
+            self._send(member, "block", {target: x.copy()})
 
         def result() -> np.ndarray:
             self._post.receive(_key(member, "block", source, member.device))
@@ -215,9 +230,12 @@ def new_program() -> None:
     _places.count = itertools.count()
 
 
-def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[Array, ""]:
+def start(
+    x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...], part_2: Bool[Array, "2"] | None = None
+) -> Int32[Array, ""]:
     """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs.
 
+    What goes to another stage only goes if `part_2`, a `Part`, says so; a device that receives nothing gets zeros.
     Devices tell collectives apart by where their program starts them, as independent ones start in any order.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -232,18 +250,23 @@ def start(x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...]) -> Int32[
     place = (next(_places.count), kind, axes, tuple(mesh.shape.items()))
     channel = zlib.crc32(repr(place).encode()) >> 1
 
-    def hand_over(device: np.ndarray, x: np.ndarray) -> np.ndarray:
-        own = int(device)
-        return np.array(engine().start(kind, own, group_of[own], channel, x), np.int32)
+    def hand_over(device: np.ndarray, x: np.ndarray, *part: np.ndarray) -> np.ndarray:
+        own, does = int(device), Part(*map(bool, part[0])) if part else Part()
+        return np.array(engine().start(kind, own, group_of[own], channel, x, does), np.int32)
 
+    operands = (jax.lax.axis_index(mesh.axis_names), x) + (() if part_2 is None else (part_2,))
     with jax.named_scope(START_SCOPE):
-        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), jax.lax.axis_index(mesh.axis_names), x)
+        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), *operands)
 
 
 def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
-    """Wait for a collective's result, of this shape and dtype."""
+    """Wait for a collective's result, of this shape and dtype; of `NOTHING` it is zeros."""
+
+    def wait(ticket: np.ndarray) -> np.ndarray:
+        return np.zeros(result.shape, result.dtype) if ticket == NOTHING else engine().finish(int(ticket))
+
     with jax.named_scope(FINISH_SCOPE):
-        return call(lambda ticket: engine().finish(int(ticket)), result, ticket)
+        return call(wait, result, ticket)
 
 
 def engine() -> Engine:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Int, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
 
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
@@ -18,14 +19,36 @@ def stage() -> Int[Array, ""]:
     return jax.lax.axis_index(Axis.PIPELINE)
 
 
-def to_next(x: Shaped[Array, "..."], in_background: bool) -> Arriving:
+def to_next(x: Shaped[Array, "..."]) -> Arriving:
     """Send to the next stage, and the last one to the first; returns what takes in what the stage before sent."""
-    return _sent(x, "to_next", in_background)
+    return _sent(x, 1, "to_next")
 
 
-def to_previous(x: Shaped[Array, "..."], in_background: bool) -> Arriving:
+def to_previous(x: Shaped[Array, "..."]) -> Arriving:
     """Send to the stage before, and the first one to the last; returns what takes in what the stage behind sent."""
-    return _sent(x, "to_previous", in_background)
+    return _sent(x, -1, "to_previous")
+
+
+def post(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previous"], part_2: Bool[Array, "2"]) -> Array:
+    """The same on CPUs, beside the program: gives the ticket of what comes, which may be taken in many ticks later.
+
+    `part_2` says whether this stage sends, and whether it receives.
+    """
+    with jax.named_scope(f"{kind}_stage"):
+        if jax.lax.axis_size(Axis.PIPELINE) == 1:
+            return nothing_posted()
+        return background.start(x, kind, (Axis.PIPELINE,), part_2)
+
+
+def nothing_posted() -> Int[Array, ""]:
+    """The ticket of nothing: zeros come."""
+    return jnp.int32(background.NOTHING)
+
+
+def arriving(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Arriving:
+    """Takes in what was posted, of this shape."""
+    with jax.named_scope("arrive_at_stage"):
+        return lambda beside: background.finish(after(ticket, beside, "cpu"), x)
 
 
 def sum_over_stages(tree: Any) -> Any:
@@ -34,12 +57,9 @@ def sum_over_stages(tree: Any) -> Any:
         return jax.lax.psum(tree, Axis.PIPELINE)
 
 
-def _sent(x: jax.Array, kind: Literal["to_next", "to_previous"], in_background: bool) -> Arriving:
+def _sent(x: jax.Array, distance: int, kind: str) -> Arriving:
     with jax.named_scope(f"{kind}_stage"):
-        if in_background and jax.lax.axis_size(Axis.PIPELINE) > 1:
-            ticket, arriving = background.start(x, kind, (Axis.PIPELINE,)), jax.ShapeDtypeStruct(x.shape, x.dtype)
-            return lambda beside: background.finish(after(ticket, beside, "cpu"), arriving)
-        moved = _moved(x, 1 if kind == "to_next" else -1)
+        moved = _moved(x, distance)
     # received when `beside` is there, too: the compiler has to let it travel beside what computes that
     return lambda beside: jax.lax.optimization_barrier((moved, beside))[0]
 

@@ -100,8 +100,13 @@ def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], nee
     """One order of issue: communication right behind the last task that it needs, earlier lanes first."""
     issued: dict[Action, None] = {}
     queues = [deque(lane) for lane in lanes]
-    for action in compute:
-        issued[action] = None
+
+    def communicate() -> None:
         while queue := next((q for q in queues if q and needs[q[0]] <= issued.keys()), None):
             issued[queue.popleft()] = None
+
+    communicate()
+    for action in compute:
+        issued[action] = None
+        communicate()
     return list(issued)

@@ -53,6 +53,18 @@ def test_stages_send_around_the_ring_both_ways():
     np.testing.assert_array_equal(found[:, 1], [1, 2, 3, 0, 5, 6, 7, 4])
 
 
+def test_only_what_a_stage_waits_for_travels():
+    """Device 1 of each ring of four sends to device 2, and nobody else does; others get zeros, and no ticket."""
+
+    def body(x):
+        place = jax.lax.axis_index(Axis.EXPERT)
+        ticket = background.start(x + 1, "to_next", (Axis.EXPERT,), jnp.stack([place == 1, place == 2]))
+        return background.finish(ticket, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(np.arange(8, dtype=np.int32))
+    np.testing.assert_array_equal(found, [0, 0, 2, 0, 0, 0, 6, 0])
+
+
 def test_what_comes_before_it_is_expected_is_kept():
     box = Post((0,))
     box.send(Key(0, 0, 7, 1), np.arange(5))

@@ -1,7 +1,8 @@
 """How long a table takes, and how much of that its stages are idle.
 
 Seconds are those of one work: forward, activation gradients, weight gradients (part of B where they are not split).
-A slot with F and B takes their sum, or `together_s` if they hide each other's exchanges. Sending takes no time.
+A slot with F and B takes their sum, or `together_s` if they hide each other's exchanges. What one stage sends another
+one is there `send_s` later.
 """
 
 from moe_jax.schedule.pipelines.dependencies import inputs
@@ -9,11 +10,16 @@ from moe_jax.schedule.pipelines.table import Slot, Table, Task
 
 
 def bubble(
-    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
+    table: Table,
+    forward_s: float,
+    backward_s: float,
+    weight_s: float = 0.0,
+    together_s: float | None = None,
+    send_s: float = 0.0,
 ) -> float:
     """The idle share of the step if a stage starts its next slot as soon as its inputs have come."""
     slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
-    return _idle(slot_s, _played_s(table, slot_s))
+    return _idle(slot_s, _played_s(table, slot_s, send_s))
 
 
 def lock_step_bubble(
@@ -54,13 +60,14 @@ def _slot_seconds(
     return [[of(slot) for slot in slots] for slots in table.ticks]
 
 
-def _played_s(table: Table, slot_s: _SlotSeconds) -> float:
+def _played_s(table: Table, slot_s: _SlotSeconds, send_s: float = 0.0) -> float:
     end_s: dict[Task, float] = {}
     free_s = [0.0] * table.stages
     for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick
         for stage, slot in enumerate(slots):
             tasks = [Task(direction, stage, work) for direction, work in slot.tasks()]
-            ready_s = [end_s[need] for task in tasks for need in inputs(task, table.stages, table.chunks)]
+            needs = [need for task in tasks for need in inputs(task, table.stages, table.chunks)]
+            ready_s = [end_s[need] + (send_s if need.stage != stage else 0.0) for need in needs]
             free_s[stage] = max([free_s[stage], *ready_s]) + seconds[stage]
             end_s |= dict.fromkeys(tasks, free_s[stage])
     return max(free_s)

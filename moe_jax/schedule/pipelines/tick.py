@@ -8,10 +8,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction, three_streams
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, task_graph
-from moe_jax.schedule.play import play
+from moe_jax.schedule.play import interleave, play
 from moe_jax.schedule.shape import Shape
 
 SIDES = ("F", "B")  # forward tasks and the sum of the routers' counts; backward tasks and weight gradients
@@ -80,7 +80,7 @@ def _rest(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: St
 
 
 def _merge(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf, first: _Rank) -> list[Action]:
-    """Always the task that can start earliest; of several the one of the lowest rank."""
+    """Always the task that can start earliest, of several the one of the lowest rank; communication issued early."""
     lanes = _lanes(apart, stream_of)
     end_s: dict[Action, float] = {}
     free_s: dict[object, float] = defaultdict(float)
@@ -92,4 +92,8 @@ def _merge(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: S
         lane = min(heads, key=lambda lane: (start_s(lane[0]), first(lane[0])))
         action = lane.popleft()
         end_s[action] = free_s[stream_of(action)] = start_s(action) + seconds(action)
-    return list(end_s)
+    on_stream: dict[Stream, list[Action]] = defaultdict(list)
+    for action in end_s:
+        on_stream[stream_of(action)].append(action)
+    compute = on_stream.pop(Stream.COMPUTE)
+    return interleave(compute, list(on_stream.values()), needs)

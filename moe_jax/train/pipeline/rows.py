@@ -31,7 +31,9 @@ class Row(NamedTuple):
     backward: Pass
     weight: Pass
     activation_to: Any  # the slot for what the stage before computes in this tick, received at its end
+    activation_part: Any  # [ticks, stages, 2]: whether this stage sends what it computes in this tick, and receives
     gradient_to: Any  # for what the stage behind computed in the tick before
+    gradient_part: Any  # whether this stage sends what it computes in this tick, and receives what comes in the next
 
 
 def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int]) -> Row:
@@ -66,7 +68,17 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int])
             activation_to[tick_of[sender], stage] = slots.activations.slot[key]
         if direction == "B" and (sender := gradient_from(task, table.stages, chunks)):
             gradient_to[tick_of[sender] + 1, stage] = slots.gradients.slot[key]
-    return Row(passes["F"], passes["B"], passes["W"], activation_to, gradient_to)
+    activations = activation_to != nothing_x
+    gradients = np.roll(gradient_to != nothing_dx, -1, axis=0)  # nobody receives any in the first tick
+    return Row(
+        passes["F"],
+        passes["B"],
+        passes["W"],
+        activation_to,
+        np.stack([np.roll(activations, -1, axis=1), activations], axis=-1),
+        gradient_to,
+        np.stack([np.roll(gradients, 1, axis=1), gradients], axis=-1),
+    )
 
 
 def _is_lowest(stage: int, work: Work) -> bool:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from moe_jax.config import Config
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
-from moe_jax.parallel.pipeline import stage, to_next, to_previous
+from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.blocks import added, weights_of
@@ -35,6 +35,7 @@ class State(NamedTuple):
 
     x_bND: jax.Array  # to be sent to the next stage
     dx_bND: jax.Array  # to be sent to the one before
+    posted: jax.Array  # in the background: the ticket of what the stage behind sends
     activations: jax.Array  # received: [slots, b, N, D]
     gradients: jax.Array
     saved: list[jax.Array]  # buffers of what forward passes keep
@@ -75,6 +76,7 @@ class Stage:
         return State(
             x_bND=zeros,
             dx_bND=zeros,
+            posted=nothing_posted(),
             # one slot more, see `rows_of`
             activations=jnp.zeros((slots.activations.num_slots + 1, *zeros.shape), zeros.dtype),
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
@@ -89,6 +91,7 @@ class Stage:
         """Run what the table says; what stages send arrives beside passes that do not wait for it.
 
         Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass.
+        In the background gradients leave as soon as they are there.
         """
         ahead, behind, table = row.forward, row.backward, self.plan.table
         both = jnp.int32(0)
@@ -99,30 +102,39 @@ class Stage:
             behind._replace(runs=behind.runs - both),
             behind._replace(runs=both),
         )
-        arriving = to_previous(state.dx_bND, self._in_background)
+        gradient = arriving(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
         state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
         state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, alone_ahead)
-        state = state._replace(gradients=put(state.gradients, arriving(state.x_bND), row.gradient_to))
+        state = state._replace(gradients=put(state.gradients, gradient(state.x_bND), row.gradient_to))
         state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
         if self.plan.has_pairs:
             state = self._turn_of_structure(self._take, state, pair)
             state = self._turn_of_structure(self._together, state, pair, ahead)
-        arriving = to_next(state.x_bND, self._in_background)
+        activation = self._to_next(state, row)
         backward = self._input_gradient if table.split_weight_grad else self._backward
         state = self._turn_of_structure(backward, state, alone_behind)
         state = turn_if(behind.runs & behind.at_end, self._embed_back, state, behind)
         if table.split_weight_grad:
             state = self._turn_of_structure(self._weight_gradients, state, row.weight)
-        return state._replace(activations=put(state.activations, arriving(state.dx_bND), row.activation_to))
+        beside = state.dx_bND
+        if self._in_background:
+            beside = post(state.dx_bND, "to_previous", row.gradient_part)
+            state = state._replace(posted=beside)
+        return state._replace(activations=put(state.activations, activation(beside), row.activation_to))
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
         state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
         state = self._turn_of_structure(functools.partial(self._forward, keep=False), state, ahead)
-        arriving = to_next(state.x_bND, self._in_background)
-        state = state._replace(activations=put(state.activations, arriving(state.x_bND), row.activation_to))
+        activation = self._to_next(state, row)
+        state = state._replace(activations=put(state.activations, activation(state.x_bND), row.activation_to))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
+
+    def _to_next(self, state: State, row: Row) -> Arriving:
+        if self._in_background:
+            return arriving(post(state.x_bND, "to_next", row.activation_part), self._x_bND)
+        return to_next(state.x_bND)
 
     def _turn_of_structure(self, body: Callable[..., State], state: State, *works: Pass) -> State:
         for number in range(len(self.chunks)):
