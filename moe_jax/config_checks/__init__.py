@@ -29,6 +29,7 @@ __all__ = [
     "check_context_split",
     "check_expert_split",
     "check_node_split",
+    "check_ranges",
     "check_tensor_split",
     "nearest_multiples",
     "setting",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moe_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_jax.config import Config
+    from moe_jax.config import Sections
 
 # Smallest allowed value of each number; everything not listed is checked below or free.
 _AT_LEAST: dict[str, float] = {
@@ -90,7 +90,7 @@ _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 
 
-def setting(config: "Config", name: str) -> object:
+def setting(config: "Sections", name: str) -> object:
     """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
     value: object = config
     for part in name.split("."):
@@ -98,14 +98,14 @@ def setting(config: "Config", name: str) -> object:
     return value
 
 
-def _number(config: "Config", name: str) -> float | None:
+def _number(config: "Sections", name: str) -> float | None:
     value = setting(config, name)
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}={value} must be a finite number")
     return value  # type: ignore[return-value]
 
 
-def check_ranges(config: "Config") -> None:
+def check_ranges(config: "Sections") -> None:
     """Raise ConfigError for a number out of its range."""
     for name, least in _AT_LEAST.items():
         value = _number(config, name)
@@ -123,13 +123,13 @@ def check_ranges(config: "Config") -> None:
             raise ConfigError(f"{name}={value} must be at least 0 and below 1")
 
 
-def _or_null(config: "Config", name: str) -> str:
+def _or_null(config: "Sections", name: str) -> str:
     section, _, own = name.rpartition(".")
     kind = type(setting(config, section)).__annotations__[own]
     return " (or null)" if isinstance(None, kind) else ""
 
 
-def check_parts(config: "Config") -> None:
+def check_parts(config: "Sections") -> None:
     """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
     for name, own in _PARTS.items():
         value = str(setting(config, name))

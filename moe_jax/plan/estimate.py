@@ -1,12 +1,14 @@
 """How long a step of a config takes on a cluster, and what it costs.
 
 Models deeper than a few periods of blocks are simulated with few of
-them: each further one takes what the last one added.
+them, more until the last one takes what the one before took: so does each further one.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
@@ -17,7 +19,8 @@ from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
 
-_PERIODS = 4  # that are simulated
+_PERIODS = 4  # that are simulated, and up to twice as many where they differ
+_ALIKE = 0.02
 _UPDATE_BYTES = 28  # per parameter: gradient, parameter and both moments are read, three of them written
 _PARAMETER_BYTES = 4
 
@@ -82,19 +85,31 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     moe, blocks = config.model.moe, config.model.num_layers
     bottom, period = (moe.first_dense_blocks, moe.every) if moe.num_experts else (0, 1)
     periods, rest = divmod(blocks - bottom, period)
-    fewer = min(periods, _PERIODS)
     measured = _measured(config)
 
     def with_periods(count: int) -> Step:
         model = dataclasses.replace(config.model, num_layers=bottom + count * period + rest)
         return Step(dataclasses.replace(config, model=model), cluster, measured)
 
-    step = with_periods(fewer)
-    whole = step.seconds()
-    if periods > fewer:
-        slope = {name: whole[name] - value for name, value in with_periods(fewer - 1).seconds().items()}
-        whole = {name: value + (periods - fewer) * slope[name] for name, value in whole.items()}
-    return _of(config, cluster, step, step.timeline, whole)
+    count = min(periods, _PERIODS)
+    steps = [with_periods(count)]
+    if periods > _PERIODS:
+        steps = [with_periods(count - 2), with_periods(count - 1), *steps]
+        while not _last_ones_alike(steps) and count < min(periods, 2 * _PERIODS):
+            count += 1
+            steps.append(with_periods(count))
+    whole = steps[-1].seconds()
+    if periods > count:
+        apart = 1 if _last_ones_alike(steps) else len(steps) - 1
+        slope = {name: (whole[name] - value) / apart for name, value in steps[-1 - apart].seconds().items()}
+        whole = {name: value + (periods - count) * slope[name] for name, value in whole.items()}
+    return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
+
+
+def _last_ones_alike(steps: Sequence[Step]) -> bool:
+    """Whether the last period took as long as the one before."""
+    before_s, last_s = (behind.seconds()["step"] - step.seconds()["step"] for step, behind in pairwise(steps[-3:]))
+    return abs(last_s - before_s) <= _ALIKE * last_s
 
 
 def _pipelined(config: Config, cluster: Cluster) -> Estimate:

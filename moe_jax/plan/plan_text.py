@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.placement import place
-from moe_jax.plan.planner import Candidate, Plans
+from moe_jax.plan.planner import Plans
+from moe_jax.plan.search import Candidate
 
 _COLUMNS = (
     "mesh",
@@ -27,7 +28,7 @@ def plan_text(plans: Plans) -> str:
 
 
 def table(plans: Plans) -> str:
-    """The fastest way on each mesh."""
+    """The fastest way that was found on each mesh; ≤: of few that were tried there."""
     best = plans.best
     rows = [_COLUMNS, *(_row(each, best) for each in plans.ranked[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
@@ -56,7 +57,8 @@ def facts(plans: Plans) -> str:
         + (f", {seconds(busy.idle)} idle behind other stages" if plans.config.mesh.pipeline > 1 else ""),
         *_ranges(plans.best),
         *_placement(plans),
-        f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}",
+        f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}"
+        + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
     if found.joules_per_token is not None:
         lines.append(f"energy      {found.joules_per_token:.3g} J per token, at full load of all devices")
@@ -105,7 +107,7 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     share = found.busy.exposed / max(found.busy.exchange + found.busy.sums, 1e-12)
     return (
         candidate.mesh,
-        seconds(found.step_s),
+        f"{'' if candidate.refined else '≤ '}{seconds(found.step_s)}",
         f"{found.mfu:.1%}",
         f"{found.tokens_per_s:,.0f}",
         gigabytes(candidate.memory.total),
@@ -155,6 +157,8 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
     }
     name = max(more, key=lambda each: more[each])
     ratio = candidate.estimate.step_s / best.estimate.step_s
+    if ratio < 1.005:
+        return "as fast"
     return f"{ratio:.2f} ×: {seconds(more[name])} more {name}"
 
 

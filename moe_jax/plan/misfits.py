@@ -1,0 +1,93 @@
+"""Models that do not fit, and meshes that cannot be: one line with the nearest change that would help."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from moe_jax.config import Config
+from moe_jax.draft import Draft
+from moe_jax.errors import UserError
+from moe_jax.plan.candidates import Refused, mesh_text, meshes, on_meshes
+from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.resources import count_parameters
+from moe_jax.plan.search import Search
+
+_LARGER = tuple(2**n for n in range(1, 13))  # times the devices
+_NODE = 8  # devices of most nodes
+_STATE_BYTES = 16  # of a parameter at least: itself, its gradient and both moments
+_SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.sharded")
+_ALWAYS_TOLD = ("data", "expert", "tensor")
+_SMALLER = "use a smaller model, or shorter sequences (data.seq_len)"
+
+
+def too_large(search: Search, base: Config) -> Refused | None:
+    """What it needs, and for what most, if no way makes it fit."""
+    memory, limit = search.least(base), search.cluster.device.memory_bytes
+    if limit is None or search.fits(memory):
+        return None
+    largest = max(memory.parts, key=lambda name: memory.parts[name])
+    needed = search.memory_factor * memory.total
+    reason = (
+        f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
+        f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
+    )
+    return Refused(mesh_text(base.mesh.sizes), reason, needed)
+
+
+def nothing(search: Search, refused: list[Refused]) -> str:
+    """One line: why, and the nearest change that would help."""
+    too_large = [each for each in refused if each.needed_bytes is not None]
+    if not too_large:
+        reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(search.draft, search.cluster)
+        return f"nothing trains on {search.cluster.name} ({reason})"
+    nearest = min(too_large, key=lambda each: each.needed_bytes or 0.0)
+    return f"nothing trains on {search.cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(search)}"
+
+
+def _cure(search: Search) -> str:
+    """Settings that would make it fit; else the next larger cluster of its kind that has enough memory."""
+    closed = [name for name in _SAVING if name not in search.draft.open]
+    more_open = dataclasses.replace(search.draft, open=search.draft.open | set(closed))
+    if closed and _fits_at_all(dataclasses.replace(search, draft=more_open)):
+        return f"use {' '.join(f'{name}=auto' for name in closed)}"
+    train, device = search.draft.train, search.cluster.device
+    state_bytes = _STATE_BYTES * count_parameters(search.draft.model).total
+    for larger in _larger(search.cluster):
+        if device.memory_bytes is not None and state_bytes > larger.devices * device.memory_bytes:
+            continue
+        batch = dataclasses.replace(train, batch_size=train.batch_size * larger.devices // search.cluster.devices)
+        grown = dataclasses.replace(search.draft, train=batch)
+        if _fits_at_all(dataclasses.replace(search, draft=grown, cluster=larger)):
+            return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
+    return _SMALLER
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """Clusters of its kind, each with about twice the devices."""
+    count = str(cluster.devices)
+    for factor in _LARGER if cluster.name.endswith(count) else ():
+        size = factor * cluster.devices
+        for possible in (size, -(-size // _NODE) * _NODE):
+            with contextlib.suppress(UserError):
+                yield find_cluster(f"{cluster.name.removesuffix(count)}{possible}")
+                break
+
+
+def _fits_at_all(search: Search) -> bool:
+    """Whether there is a mesh on which some way fits."""
+    tried = (each for each in on_meshes(search.draft, search.cluster) if isinstance(each, Config))
+    return any(too_large(search, each) is None for each in tried)
+
+
+def _no_mesh(draft: Draft, cluster: Cluster) -> str:
+    """What was asked for, and the nearest size of one axis that would do."""
+    given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
+    text = " × ".join(f"mesh.{name}={size}" for name, size in given.items() if size != 1 or name in _ALWAYS_TOLD)
+    for name, size in sorted(given.items(), key=lambda axis: -axis[1]):
+        others = dataclasses.replace(draft, open=draft.open | {f"mesh.{name}"})
+        if possible := [sizes[name] for sizes in meshes(others, cluster)]:
+            cure = f"mesh.{name}={min(possible, key=lambda each: abs(each - size))}"
+            break
+    else:
+        cure = "auto for all of them"
+    return f"{text} is no mesh of {cluster.devices} devices: use {cure}"

@@ -1,0 +1,196 @@
+"""The search on one mesh: what fits into memory, then every schedule, size of chunks and form of what looks best."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_jax.config import Config
+from moe_jax.draft import Draft
+from moe_jax.plan.candidates import (
+    CHUNKS_MB,
+    CONTEXT_FORMS,
+    Way,
+    accumulations,
+    choices,
+    guesses,
+    mesh_text,
+    pipelines,
+    scheduled,
+    schedules,
+)
+from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.estimate import Estimate, estimate
+from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.memory import StepMemory, step_memory
+
+_MEMORY_LEFT = 0.06  # of a device's, for the runtime and what estimates miss
+_PARTS = 4  # numbers of parts of the batch that pipeline stages are tried with
+_REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
+_FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way that fits into memory."""
+
+    estimate: Estimate
+    memory: StepMemory
+    squeezed: bool  # whether it recomputes or cuts the batch, which it would not if memory were larger
+    refined: bool = False  # whether all of what its mesh allows was tried
+
+    @property
+    def config(self) -> Config:
+        return self.estimate.config
+
+    @property
+    def mesh(self) -> str:
+        return mesh_text(self.config.mesh.sizes)
+
+    @property
+    def binds(self) -> str:
+        """What would have to be more for a faster step."""
+        busy = self.estimate.busy
+        where = "between nodes" if self.estimate.leaves_node else "inside nodes"
+        found = {
+            "idle stages": busy.idle,
+            "compute": busy.compute,
+            f"exchanges {where}": busy.exchange,
+            "sums of gradients": busy.sums,
+        }
+        most = max(found, key=lambda name: found[name])
+        return f"{most}, memory" if self.squeezed else most
+
+
+def step_s(candidate: Candidate) -> float:
+    return candidate.estimate.step_s
+
+
+def best_of(candidates: Iterable[Candidate]) -> Candidate:
+    return min(candidates, key=step_s)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is open, and where it has to fit."""
+
+    draft: Draft
+    cluster: Cluster
+    memory_factor: float
+
+    def fitting(self, base: Config) -> Iterator[Candidate]:
+        """With each way to save memory, the batch in as few parts as fit; only without, if that fits."""
+        if base.mesh.pipeline > 1:
+            yield from self._fitting_stages(base)
+            return
+        seen = set()
+        for saving in itertools.product((False, True), _REMATS):
+            firsts: dict[bool, Config] = {}  # a scheduled step keeps more, and so may need a batch in more parts
+            for each in self._saving(base, *saving):
+                plain = each.schedule.policy == "vanilla"
+                if plain not in firsts and self.fits(self.memory(each)):
+                    firsts[plain] = each
+                if len(firsts) == 2:
+                    break
+            found = [self._candidate(each) for each in firsts.values() if each not in seen]
+            seen |= set(firsts.values())
+            yield from found
+            if any(not each.squeezed for each in found):
+                return
+
+    def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
+        """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
+        for remat, sharded in itertools.product(_REMATS, (False, True)):
+            fitting = (each for each in self._saving(base, sharded, remat) if self.fits(self.memory(each)))
+            firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
+            if firsts:
+                yield from map(self._candidate, firsts.values())
+                return
+
+    def refined(self, candidate: Candidate) -> Candidate:
+        """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
+        # ranges of the forward pass may have more parts than powers of two
+        ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
+        best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
+        if best.config.mesh.pipeline > 1:
+            best = self._best_of(best, ({"schedule": order} for order in pipelines()))
+        if (saved := self._best_of(best, self._savings_near(best.config))) is not best:
+            best = self._best_of(saved, ({"schedule": each} for each in schedules()))
+        if best.config.schedule.grad_reduce == "chunked":
+            best = self._best_of(best, ({"schedule": {"chunk_mb": chunk}} for chunk in CHUNKS_MB))
+        if best.config.mesh.tensor > 1:
+            forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
+            best = self._best_of(best, ({"exchange": form} for form in forms))
+        if best.config.mesh.context > 1:
+            best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
+        return dataclasses.replace(best, refined=True)
+
+    def _savings_near(self, config: Config) -> Iterator[Way]:
+        """Other ways to save memory, with as many parts of the batch, and one step fewer or more."""
+        possible = accumulations(config)
+        place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
+        for sharded, remat, parts in itertools.product((False, True), _REMATS, possible[max(place - 1, 0) : place + 2]):
+            yield {
+                "optimizer": {"sharded": sharded},
+                "schedule": {"remat": remat},
+                "train": {"grad_accumulation": parts},
+            }
+
+    def _best_pipeline(self, candidate: Candidate) -> Candidate:
+        """The best order in which stages work through parts, and so many of these; parts beside each other."""
+        config = candidate.config
+        if config.mesh.pipeline == 1:
+            return self._best_of(candidate, ({"schedule": {**each, "pipeline": "coscheduled"}} for each in guesses()))
+        ways = ({"schedule": {**each, **order}} for order in pipelines() for each in guesses())
+        best = self._best_of(candidate, ways)
+        more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
+        return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
+
+    def _saving(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
+        """Ever smaller parts of the batch."""
+        for parts in accumulations(base):
+            yield from self._in_parts(base, sharded, remat, parts)
+
+    def _in_parts(self, base: Config, sharded: bool, remat: str, parts: int) -> Iterator[Config]:
+        """With each guess."""
+        saving: Way = {"optimizer": {"sharded": sharded}, "train": {"grad_accumulation": parts}}
+        yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
+
+    def _best_of(self, known: Candidate, ways: Iterable[Way]) -> Candidate:
+        others = choices(self.draft, known.config, ways)
+        return best_of([known, *(self._candidate(each) for each in others if self.fits(self.memory(each)))])
+
+    def _candidate(self, config: Config) -> Candidate:
+        saves = {
+            "optimizer.sharded": config.optimizer.sharded,
+            "schedule.remat": config.schedule.remat != "none",
+            # stages need several parts anyway
+            "train.grad_accumulation": config.mesh.pipeline == 1
+            and config.train.grad_accumulation > accumulations(config)[0],
+        }
+        squeezed = self.cluster.device.memory_bytes is not None and any(
+            value for name, value in saves.items() if name in self.draft.open
+        )
+        return Candidate(estimate=estimate(config, self.cluster), memory=self.memory(config), squeezed=squeezed)
+
+    def memory(self, config: Config) -> StepMemory:
+        return step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+
+    def fits(self, memory: StepMemory) -> bool:
+        limit = self.cluster.device.memory_bytes
+        return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
+
+    def least(self, base: Config) -> StepMemory:
+        """With all ways to save memory; more parts are smaller, but their gradients add up in a copy."""
+        parts = accumulations(base)
+        by_parts = (list(self._in_parts(base, True, "full", count)) for count in reversed(parts))
+        smallest = next(filter(None, by_parts))
+        tried = itertools.chain(smallest, self._in_parts(base, True, "full", parts[0]))
+        return min(map(self.memory, tried), key=lambda memory: memory.total)
+
+
+def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
+    """The first with each number of parts."""
+    for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
+        yield next(alike)
