@@ -18,6 +18,7 @@ from moe_jax.plan.misfits import nothing, too_large
 from moe_jax.plan.search import Candidate, Search, best_of, step_s
 
 _REFINED = 4  # meshes
+_REFINED_STAGED = 4  # with pipeline stages, which gain more from it
 
 
 class PlanError(UserError):
@@ -67,5 +68,7 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     if not found:
         raise PlanError(nothing(search, refused))
     found.sort(key=step_s)
-    ranked = sorted([*map(search.refined, found[:_REFINED]), *found[_REFINED:]], key=step_s)
-    return Plans(cluster=cluster, ranked=tuple(ranked), refused=tuple(refused))
+    staged = [each for each in found if each.config.mesh.pipeline > 1]
+    promising = {each.mesh for each in (*found[:_REFINED], *staged[:_REFINED_STAGED])}
+    refined = [search.refined(each) if each.mesh in promising else each for each in found]
+    return Plans(cluster=cluster, ranked=tuple(sorted(refined, key=step_s)), refused=tuple(refused))
