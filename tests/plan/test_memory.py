@@ -57,6 +57,7 @@ def stacked_bytes(jaxpr: Any) -> int:
     return most
 
 
+_BESIDE = {"mesh": (2, 2, 2), "num_shared_experts": 1, "dense_residual": True}
 _MIXED = {"every": 2, "num_shared_experts": 1, "model": {"num_layers": 6, "qk_norm": True}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
@@ -72,6 +73,9 @@ CASES: dict[str, dict[str, Any]] = {
     "context gathered": {"mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
     "least ring": {"mesh": (1, 4, 1, 2), "schedule": SCHEDULED, "model": {"qk_norm": True}},
     "least": _MIXED | {"schedule": SCHEDULED},
+    "beside experts": _BESIDE,
+    "beside experts scheduled": _BESIDE | {"num_shared_experts": 0, "schedule": SCHEDULED},
+    "least beside experts": _BESIDE | {"schedule": SCHEDULED},
 }
 
 
