@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
-from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds
+from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
 _MESSAGE_S = 1e-6  # to send one more message in the same collective: an estimate
+_AS_FLAT = ("ragged", "background")  # one collective, too
 
 
 class Group(NamedTuple):
@@ -72,25 +73,38 @@ class Fabric:
     def exchange(self, num_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
         """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
 
-        By the fastest algorithm, unless `algorithm` is one that goes by way of nodes, or `flat`.
+        By the fastest algorithm, unless `algorithm` names one; those that go by way of nodes are flat without nodes.
         """
-        per_node = self.ranks_per_node(group)
         if group.ranks == 1:
             return Choice("flat", 0.0)
+        per_node = self.ranks_per_node(group)
+        by_node = ALGORITHMS if 1 < per_node < group.ranks and group.ranks % per_node == 0 else ("flat",)
+        given = algorithm if algorithm in ("ring", *_AS_FLAT, *by_node) else "flat"
+        names = by_node if algorithm == "auto" else (given,)
+        seconds = {name: self._exchange_seconds(name, num_bytes, group) for name in names}
+        best = min(names, key=seconds.__getitem__)  # of equals the first, which has fewest phases
+        return Choice(best, seconds[best])
+
+    def _exchange_seconds(self, algorithm: str, num_bytes: float, group: Group) -> float:
+        """By closed forms."""
+        per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
             level = self._cluster.level(group.span)
-            return Choice("flat", level.exchange_seconds(num_bytes * (1 - 1 / group.ranks), group.span))
-        nodes, rest = divmod(group.ranks, per_node)
-        names = ALGORITHMS if per_node > 1 and not rest else ("flat",)
-        names = (algorithm,) if algorithm in names else names
+            more_s = (hops - 1) * level.alpha_s if algorithm == "ring" else 0.0
+            return more_s + level.exchange_seconds(num_bytes * hops / group.ranks, group.span)
         inside, between = self._levels(group)
+        devices = self._cluster.ranks_per_adapter
+        sharers = min(devices, per_node)  # the adapter's other devices are in groups that send at the same time
         links = Links(
             inside=Linear(_MESSAGE_S, inside.exchange(inside.devices).beta_s),
-            between=Linear(_MESSAGE_S, between.line.beta_s),
+            between=Linear(_MESSAGE_S * devices / sharers, between.line.beta_s / sharers),
+            ranks_per_adapter=sharers,
         )
-        seconds = {name: exchange_seconds(name, num_bytes, nodes + (rest > 0), per_node, links) for name in names}
-        best = min(seconds, key=lambda name: (seconds[name], ALGORITHMS.index(name)))
-        return Choice(best, between.alpha_s + seconds[best])
+        nodes = math.ceil(group.ranks / per_node)
+        if algorithm == "ring":
+            return hops * between.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
+        form = "flat" if algorithm in _AS_FLAT else algorithm
+        return between.alpha_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
 
     def ring(self, num_bytes: float, group: Group) -> float:
         """Seconds of an all-gather, a reduce-scatter or a sum in which `num_bytes` leave each rank."""

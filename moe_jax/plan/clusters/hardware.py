@@ -36,7 +36,7 @@ class Level:
     name: str
     devices: int
     alpha_s: float  # of one collective
-    bytes_per_s: float  # published, of all links of a device together
+    bytes_per_s: float  # published, of all links of a device together; of a shared network adapter its part
     efficiency: float = 1.0  # of that, in long messages
     dimensions: int | None = None  # of a torus or a mesh; None: all devices are equally far from each other
     wraps: bool = False  # around, as a torus does
@@ -79,7 +79,7 @@ class Cluster:
     levels: tuple[Level, ...]
     compute_slowdown: float = 1.0  # how many times longer compute takes while its device communicates
     handling: Handling = FREE  # what each collective takes of compute
-    adapters_per_node: int | None = None  # network adapters; None: not known, or no network
+    ranks_per_adapter: float = 1.0  # neighbours that share a network adapter
     profile: ClusterProfile | None = None  # what was measured there
 
     @property
