@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 
 from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.plan.curves import Curve
-from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds
+from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
 from moe_jax.plan.task_times import Linear
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -23,7 +23,7 @@ def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float |
     Exchanges in the background send what flat ones do, over sockets of their own.
     """
     if algorithm == "ring":
-        return _ring_seconds(num_bytes, _links("all_to_all.flat", lines))
+        return ring_seconds(num_bytes, NODES, RANKS_PER_NODE, _links("all_to_all.flat", lines))
     form, made_of = ("flat", algorithm) if algorithm == "background" else (algorithm, "flat")
     if form not in ALGORITHMS:
         return None
@@ -42,14 +42,6 @@ def _links(name: str, lines: Lines) -> Links:
         between=Linear(between.alpha_s / messages, between.beta_s * NODES / messages),
         ranks_per_adapter=RANKS_PER_NODE,
     )
-
-
-def _ring_seconds(num_bytes: float, links: Links) -> float:
-    """Hop after hop, one block each: in the first and the last ones not all ranks of a node send to another one."""
-    ranks = NODES * RANKS_PER_NODE
-    block = num_bytes / ranks
-    leaving = [min(hop, ranks - hop, RANKS_PER_NODE) for hop in range(1, ranks)]
-    return sum(max(count * links.between.seconds(block), links.inside.seconds(block)) for count in leaving)
 
 
 def summary(curves: Sequence[Curve]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from memory_published import monta_bytes, piper_bytes
 from results_file import RESULTS
 
 from moe_jax.config_files import load_config
@@ -20,7 +21,6 @@ from moe_jax.errors import run_command
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.plan.memory import step_memory
-from moe_jax.plan.memory_published import monta_bytes, piper_bytes
 from moe_jax.report.compiled import CompileError, Job, compile_job
 
 _CONFIG = str(Path(__file__).parents[1] / "configs" / "bench" / "fine_grained.yaml")

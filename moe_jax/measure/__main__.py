@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.errors import run_command
-from moe_jax.measure.microbench import compile_all, curves_of, times_of
+from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, sizes_for
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.ranks import ranks_per_node
@@ -80,6 +80,7 @@ def measure(kinds: list[str], quick: bool, rounds: int, node_devices: int | None
         node_devices=node_devices,
         curves=curves_of([program.operation for program in programs], times),
         provenance=provenance(),
+        memory_bytes=memory_bytes(jax.local_devices()),
     )
 
 

@@ -133,3 +133,10 @@ def curves_of(operations: Sequence[Operation], times: Times) -> tuple[Curve, ...
         curve(name, dict(settings), unit, sorted(points), [points[amount] for amount in sorted(points)])
         for (name, settings, unit), points in found.items()
     )
+
+
+def memory_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What jax may use of the memory of each device, the smallest counts; None where devices do not tell, as CPUs."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if len(known) == len(limits) else None

@@ -1,6 +1,7 @@
 """The cluster profile: what `python -m moe_jax.measure` found out about a machine, as a JSON file of plain numbers.
 
-{"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...}}
+{"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...},
+ "memory_bytes": 63719178240}
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ class ClusterProfile:
     node_devices: int  # neighbours that fast links join
     curves: tuple[Curve, ...]
     provenance: dict[str, Any]
+    memory_bytes: int | None = None  # of a device, for jax to use; None: not known
 
     def find(self, name: str, **settings: int) -> Curve:
         """The curve of an operation. Raises ProfileError."""
@@ -54,6 +56,8 @@ def read_profile(path: Path) -> ClusterProfile:
     """Read what `write_profile` wrote. Raises ProfileError."""
     name = f"cluster profile {path}"
     found = read_json(path, name, "make one with python -m moe_jax.measure", ProfileError)
+    if isinstance(found, dict):
+        found = {"memory_bytes": None, **found}  # which earlier files do not have
     problem = _problem(found, _PROFILE)
     for i, each in enumerate([] if problem else found["curves"]):
         problem = problem or _in_curve(f"curves[{i}]", each)
@@ -97,6 +101,7 @@ _PROFILE: Rules = {
     "node_devices": _COUNT,
     "curves": (lambda value: isinstance(value, list), "a list"),
     "provenance": _OBJECT,
+    "memory_bytes": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
 }
 _CURVE: Rules = {
     "name": _TEXT,
@@ -114,7 +119,7 @@ _CURVE: Rules = {
     "r_squared": (lambda value: _is_number(value, above=-math.inf), "a number"),
     "efficiency": _TIMES,
 }
-_EXCHANGE = "all_to_all"
+_COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter", "permute")
 _LISTS = ("median_s", "first_quartile_s", "third_quartile_s", "efficiency")
 
 
@@ -133,6 +138,6 @@ def _in_curve(place: str, found: object) -> str | None:
         uneven = [name for name in _LISTS if len(found[name]) != len(found["amounts"])]
         problem = f"{uneven[0]} is not as long as amounts" if uneven else None
         ranks = found["settings"].get("ranks", 0)
-        if found["name"].startswith(_EXCHANGE) and (ranks < 2 or "stride" not in found["settings"]):
-            problem = "settings of an all-to-all are 2 ranks or more, and a stride"
+        if found["name"].startswith(_COLLECTIVES) and (ranks < 2 or "stride" not in found["settings"]):
+            problem = "settings of a collective are 2 ranks or more, and a stride"
     return problem and f"{place}: {problem}"

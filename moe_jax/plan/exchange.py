@@ -45,8 +45,8 @@ class Links:
     """What a message takes, by its bytes. Ranks that share a network adapter wait for each other."""
 
     inside: Linear
-    between: Linear
-    ranks_per_adapter: int = 1
+    between: Linear  # by an adapter that it has for itself
+    ranks_per_adapter: float = 1
 
 
 def _flat(nodes: int, local: int, block: float) -> Steps:
@@ -112,9 +112,13 @@ def exchange_seconds(algorithm: str, num_bytes: float, nodes: int, per_node: int
     return sum(max(_phase_seconds(phase, links) for phase in step) for step in steps)
 
 
-def fastest(num_bytes: float, nodes: int, per_node: int, links: Links) -> str:
-    """The algorithm that takes least; of equals, the one with fewest phases."""
-    return min(ALGORITHMS, key=lambda name: exchange_seconds(name, num_bytes, nodes, per_node, links))
+def ring_seconds(num_bytes: float, nodes: int, per_node: int, links: Links) -> float:
+    """Hop after hop, one block each; in the first and the last ones not all ranks of a node send to another one."""
+    ranks = nodes * per_node
+    block = num_bytes / ranks
+    leaving = (min(hop, ranks - hop, per_node) if nodes > 1 else 0 for hop in range(1, ranks))
+    waiting = (min(count, links.ranks_per_adapter) for count in leaving)
+    return sum(max(count * links.between.seconds(block), links.inside.seconds(block)) for count in waiting)
 
 
 def _phase_seconds(phase: Phase, links: Links) -> float:

@@ -5,15 +5,18 @@ A group has `ranks` members, every `stride`-th device of a row of neighbours, or
 
 import math
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
-from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds
+from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
+from moe_jax.plan.measured_links import MeasuredLinks, Members
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
 _MESSAGE_S = 1e-6  # to send one more message in the same collective: an estimate
+_AS_FLAT = ("ragged", "background")  # one collective, too
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 
 
 class Group(NamedTuple):
@@ -56,6 +59,7 @@ class Fabric:
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
+        self._measured = MeasuredLinks(cluster.curves, cluster.node_devices)
 
     def ranks_per_node(self, group: Group) -> int:
         """Members that share the fastest links."""
@@ -72,30 +76,61 @@ class Fabric:
     def exchange(self, num_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
         """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
 
-        By the fastest algorithm, unless `algorithm` is one that goes by way of nodes, or `flat`.
+        By the fastest algorithm, unless `algorithm` names one; those that go by way of nodes are flat without nodes.
         """
-        per_node = self.ranks_per_node(group)
         if group.ranks == 1:
             return Choice("flat", 0.0)
+        per_node = self.ranks_per_node(group)
+        by_node = ALGORITHMS if 1 < per_node < group.ranks and group.ranks % per_node == 0 else ("flat",)
+        given = algorithm if algorithm in ("ring", *_AS_FLAT, *by_node) else "flat"
+        names = by_node if algorithm == "auto" else (given,)
+        measured = {name: self._exchange_measured(name, num_bytes, group) for name in names}
+        seconds = {name: time_s for name, time_s in measured.items() if time_s is not None}
+        seconds = seconds or {name: self._exchange_modelled(name, num_bytes, group) for name in names}
+        best = min(seconds, key=lambda name: seconds[name])  # of equals the first, which has fewest phases
+        return Choice(best, seconds[best])
+
+    def _exchange_measured(self, algorithm: str, num_bytes: float, group: Group) -> float | None:
+        form = "flat" if algorithm in _AS_FLAT else algorithm
+        return self._measured.seconds(f"all_to_all.{form}", num_bytes, self._members(group))
+
+    def _exchange_modelled(self, algorithm: str, num_bytes: float, group: Group) -> float:
+        """By closed forms."""
+        per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
             level = self._cluster.level(group.span)
-            return Choice("flat", level.exchange_seconds(num_bytes * (1 - 1 / group.ranks), group.span))
-        nodes, rest = divmod(group.ranks, per_node)
-        names = ALGORITHMS if per_node > 1 and not rest else ("flat",)
-        names = (algorithm,) if algorithm in names else names
+            more_s = (hops - 1) * level.alpha_s if algorithm == "ring" else 0.0
+            return more_s + level.exchange_seconds(num_bytes * hops / group.ranks, group.span)
         inside, between = self._levels(group)
+        devices = self._cluster.ranks_per_adapter
+        sharers = min(devices, per_node)  # the adapter's other devices are in groups that send at the same time
         links = Links(
             inside=Linear(_MESSAGE_S, inside.exchange(inside.devices).beta_s),
-            between=Linear(_MESSAGE_S, between.line.beta_s),
+            between=Linear(_MESSAGE_S * devices / sharers, between.line.beta_s / sharers),
+            ranks_per_adapter=sharers,
         )
-        seconds = {name: exchange_seconds(name, num_bytes, nodes + (rest > 0), per_node, links) for name in names}
-        best = min(seconds, key=lambda name: (seconds[name], ALGORITHMS.index(name)))
-        return Choice(best, between.alpha_s + seconds[best])
+        nodes = math.ceil(group.ranks / per_node)
+        if algorithm == "ring":
+            return hops * between.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
+        form = "flat" if algorithm in _AS_FLAT else algorithm
+        return between.alpha_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
 
-    def ring(self, num_bytes: float, group: Group) -> float:
-        """Seconds of an all-gather, a reduce-scatter or a sum in which `num_bytes` leave each rank."""
+    def ring(self, num_bytes: float, group: Group, collective: Collective = "all_gather") -> float:
+        """Seconds of a collective, or of all hops of permutes, in which `num_bytes` leave each rank around a ring."""
         if group.ranks == 1 or num_bytes == 0:
             return 0.0
+        measured_s = self._ring_measured(num_bytes, group, collective)
+        return self._ring_modelled(num_bytes, group) if measured_s is None else measured_s
+
+    def _ring_measured(self, num_bytes: float, group: Group, collective: Collective) -> float | None:
+        hops, members = group.ranks - 1, self._members(group)
+        if collective == "permute":
+            hop_s = self._measured.seconds(collective, num_bytes / hops, members)
+            return None if hop_s is None else hops * hop_s
+        rounds = 2 if collective == "all_reduce" else 1
+        return self._measured.seconds(collective, num_bytes / rounds * group.ranks / hops, members)
+
+    def _ring_modelled(self, num_bytes: float, group: Group) -> float:
         per_node = self.ranks_per_node(group)
         if per_node == group.ranks:
             return self._cluster.level(group.span).line.seconds(num_bytes)
@@ -106,7 +141,13 @@ class Fabric:
 
     def send(self, num_bytes: float, group: Group) -> float:
         """Seconds in which each rank sends so much to the next one, all at once; the slowest of them counts."""
-        return self._cluster.level(group.span).line.seconds(num_bytes) if group.ranks > 1 else 0.0
+        if group.ranks == 1:
+            return 0.0
+        measured_s = self._measured.seconds("permute", num_bytes, self._members(group))
+        return self._cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
+
+    def _members(self, group: Group) -> Members:
+        return Members(group.ranks, group.stride if group.rows == 1 else 0, self.ranks_per_node(group))
 
     def _levels(self, group: Group) -> tuple[Level, Level]:
         return self._cluster.levels[0], self._cluster.level(group.span)

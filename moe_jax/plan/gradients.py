@@ -1,7 +1,7 @@
 """Which gradients are summed over which devices, and into how many chunks they are cut."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Model
@@ -37,6 +37,12 @@ def held_by(owned: Owned, mesh: Mapping[str, int]) -> Counter[Group]:
     of_group[group_over(("context", "expert"), mesh)] += owned.heads_and_hidden // tensor
     of_group[group_over(("context",), mesh)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
     return of_group
+
+
+def with_moments(owned: Iterable[Owned], mesh: Mapping[str, int], sharded: bool) -> float:
+    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
+    held = (entry for each in owned for entry in held_by(each, mesh).items())
+    return sum(count / (group.ranks if sharded else 1) for group, count in held)
 
 
 def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:

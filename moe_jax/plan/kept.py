@@ -115,6 +115,16 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     return Rows(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
 
 
+def _mlps(model: Model, kind: str) -> list[int]:
+    """Hidden widths of a block's MLPs that every token meets."""
+    moe = model.moe
+    widths = {
+        "dense": [model.hidden_dim],
+        "moe": [moe.num_shared_experts * moe.hidden_dim, model.hidden_dim * moe.dense_residual],
+    }
+    return [width for width in widths[kind] if width]
+
+
 def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: bool) -> float:
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
@@ -124,20 +134,21 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     keys = key * (1 if sizes.ring else sizes.keys / sizes.length)  # of other context ranks, too, if they are gathered
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
     squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
-    hidden = (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim) / sizes.tensor
-    hidden_values = sizes.tokens * hidden * item
+    mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
+    hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
     matrices = 2 if model.activation == "swiglu" else 1  # in front of the activation
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
         total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
         total += 6 * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
-        total += 6 * hidden_values + (stream if hidden else 0)
-        total += 2 * gathered * model.d_model * item
+        total += 6 * hidden_values + (stream if mlps else 0)
+        total += item * model.d_model * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
     elif mode == "least":
         total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
         total += item * (query + key) if model.qk_norm else 0
-        total += matrices * hidden_values + 2 * gathered * model.d_model * item
+        total += matrices * hidden_values
+        total += item * model.d_model * (1 + len(mlps)) * whole
     else:
         total = stream  # a block's input, or what its MLP adds to that: a product
         if mode == "dots":
@@ -162,11 +173,11 @@ def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
     moe, item, own, rows = model.moe, sizes.item, sizes.own_tokens, sizes.rows
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2
-    hidden = sizes.tokens * (model.hidden_dim if kind == "dense" else moe.num_shared_experts * moe.hidden_dim)
+    mlps = _mlps(model, kind)
     computed = rows.computed if kind == "moe" else 0
-    hidden = (hidden + computed * moe.hidden_dim) / sizes.tensor
+    hidden = (sizes.tokens * sum(mlps) + computed * moe.hidden_dim) / sizes.tensor
     matrices = 2 if model.activation == "swiglu" else 1
-    outputs = model.d_model * (own * (1 if kind == "moe" and not moe.num_shared_experts else 2) + computed)
+    outputs = model.d_model * (own * (1 + len(mlps)) + computed)  # attention's, too
     total = item * (query + 2 * key + outputs + matrices * hidden) + 2 * 4 * own * model.d_model
     total += 4 * own * moe.num_experts if kind == "moe" else 0
     if mode in ("dots", "full"):  # made again

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.plan.compilers import COMPILERS
+from moe_jax.plan.gradients import with_moments
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
-from moe_jax.plan.resources import count_parameters, state_bytes_per_device
+from moe_jax.plan.resources import owned_parameters, state_bytes_per_device
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.working import head_bytes, in_blocks, period_of, working_bytes
 
@@ -62,21 +63,11 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * _with_moments(config, mesh)),
+        optimizer=int(8 * with_moments(owned_parameters(model), mesh, config.optimizer.sharded)),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
     )
-
-
-def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
-    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
-    model, expert, tensor = config.model, mesh["expert"], mesh["tensor"]
-    if not config.optimizer.sharded:
-        return state_bytes_per_device(model, expert, tensor) / 12
-    counts, copies = count_parameters(model), mesh["data"] * mesh["context"] * expert
-    experts = counts.expert / (copies * tensor)
-    return experts + (counts.total - counts.expert) / (copies * tensor)
 
 
 def _kept(config: Config, sizes: Sizes, mode: Mode, in_products: float) -> float:

@@ -19,14 +19,6 @@ class Stages(NamedTuple):
     copy: Seconds
 
 
-class Choice(NamedTuple):
-    """A form, into how many chunks it cuts, and how long it takes."""
-
-    form: Form
-    chunks: int
-    seconds: float
-
-
 def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> tuple[float, ...]:
     """Of one of c chunks: the all-to-all of I/(c·t), the gather of I/c of which 1/t is there, the copy of I/c."""
     part = num_bytes / chunks
@@ -51,20 +43,3 @@ def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks
     exchange, gather, copy = stage_seconds(num_bytes, tensor, experts, chunks, stages)
     pipeline = (exchange, gather + copy) if form == "o2" else (exchange, gather, copy)
     return sum(pipeline) + (chunks - 1) * max(pipeline)
-
-
-def fastest_form(
-    num_bytes: float, tensor: int, experts: int, stages: Stages, smallest_bytes: float, tolerance: float = 0.0
-) -> Choice:
-    """The form and the number of chunks that take least; of those within `tolerance` of it the simplest.
-
-    A chunk's exchange is no smaller than `smallest_bytes`.
-    """
-    most = max(int(num_bytes / tensor / smallest_bytes), 1)
-    cut: list[tuple[Form, int]] = [("replicated", 1), ("o1", 1)]
-    cut += [(form, chunks) for chunks in range(2, most + 1) for form in ("o2", "o3")]
-    choices = [
-        Choice(form, chunks, form_seconds(form, num_bytes, tensor, experts, chunks, stages)) for form, chunks in cut
-    ]
-    least = min(choice.seconds for choice in choices)
-    return next(choice for choice in choices if choice.seconds <= least * (1 + tolerance))

@@ -125,7 +125,8 @@ class PipelinedStep:
         everyone = Group(math.prod(mesh.values()), 1)
         counts = [*held_by(held.blocks, mesh).items(), (everyone, held.ends.whole)]
         fabric = self.step.fabric
-        return sum(fabric.ring(2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES, group) for group, count in counts)
+        sent = ((group, 2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES) for group, count in counts)
+        return sum(fabric.ring(num_bytes, group, "all_reduce") for group, num_bytes in sent)
 
 
 def parameters_by_group(config: Config) -> Iterable[tuple[Group, float]]:

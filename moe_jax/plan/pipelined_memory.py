@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from moe_jax.config import Config
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import held_by
+from moe_jax.plan.gradients import held_by, with_moments
 from moe_jax.plan.kept import held_bytes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.stage_parameters import on_stage
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
@@ -59,7 +59,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * _with_moments(config, mesh)),
+        optimizer=int(8 * with_moments(held, mesh, config.optimizer.sharded)),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=int((compiler.scheduled_gaps - 1) * sum(found.values())) + compiler.reserved_bytes,
@@ -72,9 +72,3 @@ def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> 
     most = {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
     beside = sum(count * (of_kind(kind) - common) for kind, count in most.items() if count)
     return max(map(len, groups)) * common + beside
-
-
-def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
-    """Parameters whose moments a device has."""
-    counts = [entry for owned in on_stage(config) for entry in held_by(owned, mesh).items()]
-    return sum(count / (group.ranks if config.optimizer.sharded else 1) for group, count in counts)

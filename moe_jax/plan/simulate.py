@@ -42,19 +42,9 @@ class Timeline:
         return busy_s
 
     @property
-    def bound_s(self) -> float:
-        """No order of these tasks on these streams is faster."""
-        return max(self.busy_s.values())
-
-    @property
     def exposed_s(self) -> float:
         """Time in which something communicates and nothing computes: streams never rest all at once."""
         return self.makespan_s - self.busy_s[Stream.COMPUTE]
-
-    @cached_property
-    def span(self) -> dict[Action, Task]:
-        """Each action's task."""
-        return {task.action: task for task in self.tasks}
 
     def peak_bytes(self, output_bytes: Callable[[Action], float]) -> float:
         """Most bytes alive at once: an output lives from its task's start to the end of the last task that needs it.

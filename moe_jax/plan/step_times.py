@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from moe_jax.config import Config, Model
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
-from moe_jax.plan.fabric import Choice, Fabric, Group
+from moe_jax.plan.fabric import Choice, Collective, Fabric, Group
 from moe_jax.plan.gradients import Sum, sums_of
 from moe_jax.plan.handling import handled
 from moe_jax.plan.measured import Measured
@@ -108,8 +108,11 @@ class Step:
             compute={**self.compute(), **self.measured.compute},
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
             reduce=Linear(0.0, 1.0),
-            reduction_bytes=tuple(tuple(self.fabric.ring(s.sent_bytes, s.group) for s in owner) for owner in self.sums),
+            reduction_bytes=tuple(tuple(map(self._sum_seconds, owner)) for owner in self.sums),
         )
+
+    def _sum_seconds(self, of: Sum) -> float:
+        return self.fabric.ring(of.sent_bytes, of.group, "all_reduce")
 
     @property
     def _pairs(self) -> float:
@@ -195,9 +198,10 @@ class Step:
     def _gathered(self, model: Model, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
         moe = model.moe
-        times = 4 if kind == "dense" or moe.num_shared_experts or moe.dense_residual else 2
+        parts = 1 + (kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual)
         leaving = (self.tensor - 1) * self.tokens * model.d_model * self._item
-        return times * self.fabric.ring(leaving, Group(self.tensor, 1))
+        group = Group(self.tensor, 1)
+        return parts * (self.fabric.ring(leaving, group) + self.fabric.ring(leaving, group, "reduce_scatter"))
 
     def _from_others(self, model: Model) -> tuple[float, float]:
         """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
@@ -208,11 +212,13 @@ class Step:
         width = float(model.kv_heads * (model.qk_width + model.v_width))  # each tensor rank passes on its part
         if model.latent.kv_lora_rank is not None:
             width = self.tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)  # or all
-        group = Group(self.context, self.experts.ranks * self.tensor)
-        once = self.fabric.ring((self.context - 1) * self.tokens * width * self._item, group)
+        group, leaving = Group(self.context, self.experts.ranks * self.tensor), (self.context - 1) * self.tokens * width
         if not has_ring(self.config):
-            return once, once
-        sums = self.fabric.ring((self.context - 1) * self.tokens * width * ITEM_BYTES["float32"], group)
+            gathers: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+            forward, backward = (self.fabric.ring(leaving * self._item, group, each) for each in gathers)
+            return forward, backward
+        sizes = (self._item, ITEM_BYTES["float32"])
+        once, sums = (self.fabric.ring(leaving * size, group, "permute") for size in sizes)
         squares_s = self.squares_s()
         return max(once - squares_s, 0.0), max(once + sums - 2 * squares_s, 0.0)
 

@@ -107,20 +107,3 @@ class TaskTimes:
 def owner_of(reduction: Action) -> int:
     """Whose gradients are summed: 0 is the embedding, -1 the head, blocks lie between them."""
     return {"embed": 0, "head": -1}.get(reduction.op, reduction.block + 1)
-
-
-def nominal(shape: Shape) -> TaskTimes:
-    """Costs to order tasks by where nothing has been measured: an exchange takes as long as attention or experts.
-
-    The unit is the time of one such task over the whole batch; all reductions of a block take half of it.
-    """
-    unit = Linear(0.0, 1.0)
-    full = Compute(rate=unit, forward=1.0, backward=1.0, weight=1.0)
-    free = Compute(rate=unit, forward=0.0, backward=0.0)
-    exchange = Transfer(link=unit, num_bytes=1.0)
-    return TaskTimes(
-        compute={"embed": free, "attend": full, "dense": full, "expert": full, "head": full},
-        transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
-        reduce=unit,
-        reduction_bytes=tuple((0.5 / max(count, 1),) * count for count in shape.reductions),
-    )

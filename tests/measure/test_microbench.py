@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from moe_jax.measure.microbench import Program, Stand, compile_all, curves_of, times_of
+from moe_jax.measure.microbench import Program, Stand, compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, QUICK, Group, Machine, collectives, groups_of, operations
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
@@ -152,6 +154,7 @@ def test_the_command_writes_a_profile_and_a_plot_on_simulated_devices(tmp_path: 
     said = command("moe_jax.measure", "--cpu-devices", "2", "--quick", "--rounds", "2", "--out", str(path))
     profile = read_profile(path)
     assert (profile.platform, profile.devices, profile.processes, profile.node_devices) == ("cpu", 2, 1, 2)
+    assert profile.memory_bytes is None, "CPUs do not tell"
     assert profile.provenance["command"].startswith("python -m moe_jax.measure --cpu-devices 2")
     assert {each.name.partition(".")[0] for each in profile.curves} == {
         *("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "permute", "matmul", "attention", "copy")
@@ -173,6 +176,16 @@ def test_two_processes_measure_together_and_one_of_them_writes(tmp_path: Path) -
     assert any(each.name == "all_to_all.hier_2d" for each in profile.curves), "two nodes of two"
     assert said.count("written:") == 2
     assert {each.name for each in tmp_path.iterdir()} == {"two.json", "two.png"}
+
+
+def test_memory_is_that_of_the_smallest_device_if_all_tell() -> None:
+    def device(stats: dict[str, int] | None) -> Any:
+        return SimpleNamespace(memory_stats=lambda: stats)
+
+    large, small, other = ({"bytes_limit": 9, "bytes_in_use": 1}, {"bytes_limit": 5}, {"bytes_in_use": 1})
+    assert memory_bytes([device(large), device(small)]) == 5
+    assert memory_bytes([device(large), device(other)]) is None
+    assert memory_bytes([device(None)]) is memory_bytes(jax.local_devices()) is None
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

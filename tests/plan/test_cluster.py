@@ -1,5 +1,6 @@
 """Cluster profiles as files: what is written is read, and what is damaged is told."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ def profile() -> ClusterProfile:
             curve("copy", {}, "bytes", [1024, 4096], times),
         ),
         provenance={"date": "2026-01-01"},
+        memory_bytes=8 * 10**9,
     )
 
 
@@ -32,6 +34,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_profile(path, profile())
     assert read_profile(path) == profile()
     assert [each.name for each in path.parent.iterdir()] == ["box.json"]
+
+
+def test_a_file_without_memory_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    write_profile(path, profile())
+    found = json.loads(path.read_text())
+    assert found.pop("memory_bytes") == 8 * 10**9
+    path.write_text(json.dumps(found))
+    assert read_profile(path) == dataclasses.replace(profile(), memory_bytes=None)
 
 
 def test_a_curve_is_found_by_its_settings() -> None:
@@ -57,19 +68,20 @@ def _curve(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, An
 
 
 DAMAGE = {
-    "it wants platform, devices, processes, node_devices, curves, provenance, and has": lambda found: found.pop(
+    "it wants platform, devices, processes, node_devices, curves, provenance, memory_bytes": lambda found: found.pop(
         "curves"
     ),
     "devices is not a whole number above 0": lambda found: found.update(devices=0),
     "platform is not tpu, gpu or cpu": lambda found: found.update(platform="fpga"),
     "processes is not a whole number above 0": lambda found: found.update(processes=True),
     "node_devices is not a whole number above 0": lambda found: found.update(node_devices=1.5),
+    "memory_bytes is not a whole number above 0, or null": lambda found: found.update(memory_bytes=-1),
     "curves is not a list": lambda found: found.update(curves={}),
     "curves\\[0\\]: it is no JSON object": lambda found: found["curves"].insert(0, 3),
     "curves\\[1\\]: it wants name, settings": _curve(lambda each: each.pop("alpha_s")),
     "curves\\[1\\]: unit is not bytes or flops": _curve(lambda each: each.update(unit="tokens")),
     "curves\\[1\\]: settings is not an object": _curve(lambda each: each.update(settings={"ranks": "2"})),
-    "curves\\[1\\]: settings of an all-to-all are 2 ranks or more, and a stride": _curve(
+    "curves\\[1\\]: settings of a collective are 2 ranks or more, and a stride": _curve(
         lambda each: each.update(name="all_to_all.flat", settings={"ranks": 1, "stride": 1})
     ),
     "curves\\[1\\]: amounts is not a list of two or more growing": _curve(lambda each: each["amounts"].reverse()),

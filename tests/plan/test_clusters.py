@@ -10,6 +10,7 @@ from moe_jax.measure.targets import find_target
 from moe_jax.plan.cluster import ClusterProfile, write_profile
 from moe_jax.plan.clusters import PRESETS, cluster_of, find_cluster
 from moe_jax.plan.curves import curve
+from moe_jax.plan.fabric import Fabric, Group
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PRESETS if kind != "cpu"])
@@ -112,6 +113,7 @@ def measured(node_devices: int) -> ClusterProfile:
             curve("copy", {}, "bytes", [1e6, 4e6], times(1e-3, 4e-3)),
         ),
         provenance={"devices": "4 × cpu"},
+        memory_bytes=10**9,
     )
 
 
@@ -122,11 +124,13 @@ def test_a_profile_is_a_cluster_whose_curves_replace_rates(tmp_path: Path) -> No
     assert (cluster.devices, cluster.node_devices, cluster.device.name) == (4, 2, "4 × cpu")
     assert cluster.device.matrix_flops_per_s == pytest.approx(1e11)
     assert cluster.device.memory_bytes_per_s == pytest.approx(2e9)
-    assert cluster.device.memory_bytes is cluster.watts is None
-    inside, between = cluster.levels
-    assert inside.exchange_seconds(0.5e6, 2) == pytest.approx(1e-3)
-    assert between.exchange_seconds(0.5e6, 2) == pytest.approx(5e-3), "every second device: none of them share a node"
-    assert cluster.profile is not None
+    assert cluster.device.memory_bytes == 10**9
+    assert cluster.watts is None
+    fabric = Fabric(cluster)
+    for ranks, stride, seconds in ((2, 1, 1e-3), (4, 1, 6e-3), (2, 2, 5e-3)):
+        assert fabric.exchange(1e6, Group(ranks, stride)).seconds == pytest.approx(seconds)
+    # without a measured sum lines are made of the exchanges: between nodes of devices that share none
+    assert fabric.ring(1e6, Group(2, 2)) == pytest.approx(1e-2)
 
 
 def test_a_profile_that_lacks_something_is_told(tmp_path: Path) -> None:

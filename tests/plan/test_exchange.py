@@ -1,15 +1,15 @@
-"""Closed forms of exchanges: against messages counted one by one, conservation, limits, and a choice with reasons."""
+"""Closed forms of exchanges: against messages counted one by one, conservation, limits."""
 
+import dataclasses
 import itertools
 
 import pytest
 
-from moe_jax.plan.exchange import ALGORITHMS, Links, Traffic, exchange_seconds, fastest, steps_of, traffic
+from moe_jax.plan.exchange import ALGORITHMS, Links, Traffic, exchange_seconds, ring_seconds, steps_of, traffic
 from moe_jax.plan.task_times import Linear
 
 FACTORS = [(1, 1), (1, 8), (8, 1), (2, 4), (4, 2), (2, 8), (8, 8), (3, 5)]
 H100 = Links(inside=Linear(5e-6, 1 / 450e9), between=Linear(10e-6, 1 / 50e9))
-ETHERNET = Links(inside=Linear(5e-6, 1 / 10e9), between=Linear(50e-6, 1 / 12e9), ranks_per_adapter=8)
 MB = 1e6
 
 
@@ -53,7 +53,6 @@ def test_without_nodes_or_without_neighbours_there_is_nothing_to_choose(factors)
     flat = exchange_seconds("flat", MB, *factors, H100)
     for name in ("hier_2d", "halo"):
         assert exchange_seconds(name, MB, *factors, H100) == pytest.approx(flat)
-    assert fastest(MB, *factors, H100) == "flat"
 
 
 def test_seconds_of_one_case_written_out():
@@ -66,12 +65,17 @@ def test_seconds_of_one_case_written_out():
     assert seconds["hier_1d"] == pytest.approx(2 * 7 * inside(MB) + 7 * between(64 * b))
 
 
-def test_the_choice_follows_what_is_scarce():
-    assert fastest(64 * MB, 1, 8, H100) == "flat"  # one node
-    assert fastest(1 * MB, 8, 8, H100) == "halo"  # start-ups between nodes
-    assert fastest(64 * 1000 * MB, 8, 8, H100) == "flat"  # only bytes count, and each crosses the network anyway
-    assert fastest(0.01 * MB, 8, 8, ETHERNET) == "hier_1d"  # start-ups, at an adapter that a node has once
-    assert fastest(64 * MB, 8, 8, ETHERNET) != "hier_1d"  # a leader's links inside the node are the bottleneck
+@pytest.mark.parametrize("sharers", [1, 2, 4])
+def test_a_ring_takes_what_its_hops_take_one_by_one(sharers):
+    """Each adapter's ranks wait for each other, nodes do not; 3 nodes of 4."""
+    links, block = dataclasses.replace(H100, ranks_per_adapter=sharers), MB / 12
+    total = 0.0
+    for hop in range(1, 12):
+        leaving = [rank for rank in range(4) if (rank + hop) % 12 // 4 != 0]
+        busiest = max(sum(rank // sharers == adapter for rank in leaving) for adapter in range(4))
+        total += max(busiest * links.between.seconds(block), links.inside.seconds(block))
+    assert ring_seconds(MB, 3, 4, links) == pytest.approx(total)
+    assert ring_seconds(MB, 1, 4, links) == pytest.approx(3 * links.inside.seconds(MB / 4))
 
 
 def test_halo_is_never_slower_than_hier_2d_where_the_network_is_the_slower_link():

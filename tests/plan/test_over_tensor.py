@@ -1,10 +1,15 @@
 """The forms of MoNTA against the paper's formulas and against a walk through the stages."""
 
+import dataclasses
 import itertools
 
 import pytest
 
-from moe_jax.plan.over_tensor import Stages, fastest_form, form_seconds, stage_seconds
+from moe_jax.config_files import load_draft
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.over_tensor import Stages, form_seconds, stage_seconds
+from moe_jax.plan.planner import plan
 from moe_jax.plan.task_times import Linear
 
 SLOW_EXCHANGE = Stages(Linear(1e-5, 1e-9).seconds, Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-12).seconds)
@@ -51,17 +56,16 @@ def test_o1_exchanges_a_part_of_what_all_ranks_would():
     assert form_seconds("o1", 800.0, 4, EXPERTS, 1, only_bytes) == 175
 
 
-def test_the_choice_is_the_least_of_all_forms_and_chunks():
-    for stages, num_bytes, tensor in itertools.product([SLOW_EXCHANGE, SLOW_GATHER], [1e4, 1e6, 1e8], [2, 4]):
-        choice = fastest_form(num_bytes, tensor, EXPERTS, stages, smallest_bytes=1e6)
-        assert choice.chunks <= max(num_bytes / tensor / 1e6, 1)
-        for form, chunks in itertools.product(["replicated", "o1", "o2", "o3"], range(1, choice.chunks + 3)):
-            if num_bytes / tensor / chunks >= 1e6 or chunks == 1:
-                assert choice.seconds <= form_seconds(form, num_bytes, tensor, EXPERTS, chunks, stages)
-
-
-def test_chunks_that_gain_next_to_nothing_are_not_made():
-    exact = fastest_form(1e8, 4, EXPERTS, SLOW_EXCHANGE, smallest_bytes=1e5)
-    easy = fastest_form(1e8, 4, EXPERTS, SLOW_EXCHANGE, smallest_bytes=1e5, tolerance=0.5)
-    assert exact.chunks > easy.chunks
-    assert easy.form == "o1"
+@pytest.mark.parametrize(("length", "cut"), [(256, False), (2048, True)])
+def test_the_planner_takes_the_form_that_is_fastest(length, cut):
+    """Chunks of what is large, none where they would add little but start-ups."""
+    cluster = find_cluster("h100x16")
+    model = ["model.d_model=1024", "model.num_layers=2", "model.num_heads=8"]
+    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=64", f"data.seq_len={length}"]
+    draft = load_draft(None, [*model, *settings, "exchange.tensor_form=auto", "exchange.tensor_chunks=auto"])
+    best = plan(draft, cluster).best
+    exchange = best.config.exchange
+    for form, chunks in itertools.product(("replicated", "o1", "o2", "o3"), (2, 4)):
+        other = dataclasses.replace(exchange, tensor_form=form, tensor_chunks=chunks)
+        assert best.estimate.step_s <= estimate(dataclasses.replace(best.config, exchange=other), cluster).step_s
+    assert (exchange.tensor_form in ("o2", "o3")) == cut

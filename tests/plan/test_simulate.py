@@ -45,7 +45,7 @@ def test_times_exposure_and_memory_equal_slow_twins(schedule):
     for action, begin in start.items():
         slots[two_streams(action)] |= set(range(begin, begin + seconds[action]))
     assert timeline.exposed_s == len(slots[Stream.COMMUNICATION] - slots[Stream.COMPUTE])
-    assert timeline.bound_s == max(map(len, slots.values())) <= timeline.makespan_s
+    assert timeline.busy_s == {stream: len(busy) for stream, busy in slots.items()}
 
     held = _whole_seconds(schedule, seed=1)
     users = {a: [b for b in start if a in task_graph(schedule.shape)[b]] for a in start}
@@ -58,7 +58,8 @@ def test_times_exposure_and_memory_equal_slow_twins(schedule):
 def test_compute_takes_longer_while_anything_communicates(schedule):
     """Every task starts as soon as it may, and does its work at the speed of each moment: no other times do both."""
     seconds = _whole_seconds(schedule, seed=0)
-    span = simulate(schedule, seconds.__getitem__, two_streams, slowdown=1.5).span
+    timeline = simulate(schedule, seconds.__getitem__, two_streams, slowdown=1.5)
+    span = {task.action: task for task in timeline.tasks}
     transfers = [task for task in span.values() if task.stream == Stream.COMMUNICATION]
     needs, last = task_graph(schedule.shape), {}
     for action in schedule.actions:

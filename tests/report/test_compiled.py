@@ -17,7 +17,6 @@ from moe_jax.errors import UserError
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.plan.task_times import nominal
 from moe_jax.report.compiled import Outcome, analyse, file_name, variants_of
 from moe_jax.report.compiled_text import assumptions, columns, compare, describe
 from moe_jax.schedule.actions import Action
@@ -25,6 +24,7 @@ from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.xla_flags import FLAGS, compiler_options
 from moe_jax.train.profiled import traced
 from moe_jax.train.step import make_trainer
+from tests.schedule.steps import nominal
 from tests.small import tokens_of
 
 MEASURE = Path(__file__).parent.parent / "measure"
@@ -75,8 +75,9 @@ def test_predicted_tasks_take_the_time_of_their_instructions() -> None:
     text = (MEASURE / "tpu_v5p.hlo").read_text(encoding="utf-8")
     planned = analyse("unified", text, outcome(toy_schedule()), find_target("v5p:2x2x2"))
     assert planned.predicted
-    span = planned.predicted.span[Action.parse("F.dispatch.0.1")]
-    assert span.end_s - span.start_s == pytest.approx(planned.replay.collectives[1].seconds)
+    dispatch = Action.parse("F.dispatch.0.1")
+    task = next(task for task in planned.predicted.tasks if task.action == dispatch)
+    assert task.end_s - task.start_s == pytest.approx(planned.replay.collectives[1].seconds)
 
 
 def test_variants_are_policies_with_settings_of_their_own() -> None:

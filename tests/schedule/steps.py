@@ -19,6 +19,20 @@ MIXED = (
 POLICIES = (("vanilla", 1), ("expert_pipeline", 2), ("expert_pipeline", 4), ("unified", 2), ("unified", 4))
 
 
+def nominal(shape: Shape) -> TaskTimes:
+    """An exchange takes as long as attention or experts, a second for the whole batch; sums of a block half of it."""
+    unit = Linear(0.0, 1.0)
+    full = Compute(rate=unit, forward=1.0, backward=1.0, weight=1.0)
+    free = Compute(rate=unit, forward=0.0, backward=0.0)
+    exchange = Transfer(link=unit, num_bytes=1.0)
+    return TaskTimes(
+        compute={"embed": free, "attend": full, "dense": full, "expert": full, "head": full},
+        transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
+        reduce=unit,
+        reduction_bytes=tuple((0.5 / max(count, 1),) * count for count in shape.reductions),
+    )
+
+
 def random_costs(seed: int, shape: Shape, chunk_alpha_s: float = 0.0, reduce_scale: float = 1.0) -> TaskTimes:
     """Costs without start-up times but for chunks; the same for every cut of a model."""
     rng = random.Random(seed)

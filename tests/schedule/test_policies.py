@@ -2,12 +2,11 @@
 
 import pytest
 
-from moe_jax.plan.task_times import nominal
 from moe_jax.schedule.actions import ScheduleError, Stream, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check, task_graph
 from moe_jax.schedule.shape import GRAD_REDUCES
-from tests.schedule.steps import MIXED, random_step, schedules
+from tests.schedule.steps import MIXED, nominal, random_step, schedules
 
 
 @pytest.mark.parametrize("seed", range(4, 12))

@@ -92,5 +92,5 @@ def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:
         device=preset.device,
         devices=devices,
         levels=preset.levels(devices, per_slice),
-        adapters_per_node=preset.adapters_per_unit,
+        ranks_per_adapter=max(preset.unit / preset.adapters_per_unit, 1.0) if preset.adapters_per_unit else 1.0,
     )

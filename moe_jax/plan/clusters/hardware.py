@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_jax.plan.cluster import ClusterProfile
 from moe_jax.plan.curves import Curve
 from moe_jax.plan.handling import FREE, Handling
 from moe_jax.plan.task_times import Linear
@@ -36,11 +35,10 @@ class Level:
     name: str
     devices: int
     alpha_s: float  # of one collective
-    bytes_per_s: float  # published, of all links of a device together
+    bytes_per_s: float  # published, of all links of a device together; of a shared network adapter its part
     efficiency: float = 1.0  # of that, in long messages
     dimensions: int | None = None  # of a torus or a mesh; None: all devices are equally far from each other
     wraps: bool = False  # around, as a torus does
-    curve: Curve | None = None  # a measured all-to-all, used instead of rates
 
     @property
     def line(self) -> Linear:
@@ -63,9 +61,6 @@ class Level:
 
     def exchange_seconds(self, num_bytes: float, ranks: int) -> float:
         """Of an all-to-all in which so many bytes leave each of `ranks` neighbours."""
-        if self.curve is not None:
-            measured = self.curve.settings["ranks"]
-            return self.curve.seconds(num_bytes * measured / (measured - 1))
         return self.exchange(ranks).seconds(num_bytes)
 
 
@@ -79,8 +74,8 @@ class Cluster:
     levels: tuple[Level, ...]
     compute_slowdown: float = 1.0  # how many times longer compute takes while its device communicates
     handling: Handling = FREE  # what each collective takes of compute
-    adapters_per_node: int | None = None  # network adapters; None: not known, or no network
-    profile: ClusterProfile | None = None  # what was measured there
+    ranks_per_adapter: float = 1.0  # neighbours that share a network adapter
+    curves: tuple[Curve, ...] = ()  # of collectives that were measured there, used instead of levels
 
     @property
     def node_devices(self) -> int:

@@ -1,4 +1,4 @@
-"""A measured machine as a cluster: the curves of its profile replace links and rates."""
+"""A measured machine as a cluster: curves of its profile, and rates and links made of them for what it has none of."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,15 @@ def measured_cluster(path: Path) -> Cluster:
     device = Device(
         name=str(profile.provenance.get("devices", profile.platform)),
         platform=cast(Platform, profile.platform),
-        memory_bytes=None,
+        memory_bytes=profile.memory_bytes,
         matrix_flops_per_s=_best_rate(profile, "matmul"),
         memory_bytes_per_s=memory,
         matrix_efficiency=1.0,
         watts=None,
         dollars_per_hour=None,
     )
-    return Cluster(name=str(path), device=device, devices=profile.devices, levels=tuple(levels), profile=profile)
+    curves = tuple(curve for curve in profile.curves if "stride" in curve.settings)
+    return Cluster(name=str(path), device=device, devices=profile.devices, levels=tuple(levels), curves=curves)
 
 
 def _level(profile: ClusterProfile, name: str, devices: int, uses: Callable[..., bool]) -> Level:
@@ -41,7 +42,7 @@ def _level(profile: ClusterProfile, name: str, devices: int, uses: Callable[...,
         raise _lacks(profile, f"{_EXCHANGE} {name}")
     curve = max(found, key=lambda each: (min(each.settings["stride"], profile.node_devices), each.settings["ranks"]))
     leaving = 1 - 1 / curve.settings["ranks"]
-    return Level(name=name, devices=devices, alpha_s=curve.alpha_s, bytes_per_s=leaving * _rate(curve), curve=curve)
+    return Level(name=name, devices=devices, alpha_s=curve.alpha_s, bytes_per_s=leaving * _rate(curve))
 
 
 def _best_rate(profile: ClusterProfile, name: str) -> float:

@@ -1,0 +1,128 @@
+"""Collectives on the links of a cluster: which algorithm, who shares an adapter, and what was measured."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from moe_jax.config import Config, Exchange, Mesh, Model, MoE
+from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.curves import Curve, curve
+from moe_jax.plan.fabric import Fabric, Group
+from moe_jax.plan.step_times import Step
+
+H100 = find_cluster("h100x64")
+ETHERNET = dataclasses.replace(H100, ranks_per_adapter=8)  # one adapter in each node
+ALL = Group(64, 1)
+BY_NODE = ("hier_2d", "halo", "hier_1d")
+
+
+def seconds_of(algorithm: str, num_bytes: float, cluster: Cluster = H100, group: Group = ALL) -> float:
+    found = Fabric(cluster).exchange(num_bytes, group, algorithm)
+    assert found.algorithm in (algorithm, "flat")
+    return found.seconds
+
+
+def test_the_choice_is_the_least_and_follows_what_is_scarce() -> None:
+    chosen = {
+        (H100, 1e6): "halo",  # start-ups between nodes
+        (H100, 1e9): "flat",  # only bytes count, and each crosses the network anyway
+        (ETHERNET, 1e5): "hier_1d",  # start-ups, at an adapter that a node has once
+        (ETHERNET, 1e8): "halo",  # a leader's links inside the node would be the bottleneck
+    }
+    for (cluster, num_bytes), name in chosen.items():
+        found = Fabric(cluster).exchange(num_bytes, ALL)
+        assert found.algorithm == name
+        assert found.seconds == min(seconds_of(each, num_bytes, cluster) for each in ("flat", *BY_NODE))
+    assert Fabric(H100).exchange(1e6, Group(8, 1)).algorithm == "flat", "there is one node"
+
+
+def test_what_is_given_is_timed() -> None:
+    """Not the fastest way. Without nodes, or on uneven ones, exchanges by way of nodes are flat, as in training."""
+    for group in (ALL, Group(8, 1)):
+        for name in ("ragged", "background"):
+            assert seconds_of(name, 1e6, group=group) == seconds_of("flat", 1e6, group=group)
+        hops = group.ranks - 1
+        level = H100.level(group.span)
+        # every hop starts a collective
+        assert seconds_of("ring", 1e6, group=group) > hops * level.alpha_s > seconds_of("flat", 1e6, group=group) / 2
+        assert Fabric(H100).exchange(1e6, group, "ring").algorithm == "ring"
+    assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
+    model, ring = Model(moe=MoE(num_experts=64)), Exchange(algorithm="ring")
+    step = Step(Config(mesh=Mesh(data=1, expert=64), model=model, exchange=ring), H100)
+    assert step.choice(1e6).seconds == seconds_of("ring", 1e6)
+    for name, group in itertools.product(BY_NODE, (Group(8, 1), Group(12, 1), Group(8, 8))):
+        assert Fabric(H100).exchange(1e6, group, name) == Fabric(H100).exchange(1e6, group, "flat")
+
+
+def test_ranks_of_an_adapter_wait_for_each_others_messages() -> None:
+    """Their rates are shares of its rate already; a leader has it for itself, in as far as other groups have none."""
+    more_s = seconds_of("flat", 1e6, ETHERNET) - seconds_of("flat", 1e6)
+    assert more_s == pytest.approx(7 * 56e-6)  # start-ups of seven other ranks' messages
+    between = H100.levels[-1]
+    leader_s = 7 * 1e9 * between.line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
+    assert seconds_of("hier_1d", 1e9) - seconds_of("hier_1d", 1e9, ETHERNET) == pytest.approx(7 * leader_s, rel=1e-3)
+    # of eight groups with one rank in each node none has more than its share of the adapter
+    alone_s, shared_s = (seconds_of("flat", 1e9, cluster, Group(8, 8)) for cluster in (H100, ETHERNET))
+    assert shared_s - alone_s == pytest.approx(7 * 7e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharers"),
+    [("h100x64", 1), ("v5p-12288", 1), ("mi250x-64", 2), ("4xv5e-256", 4), ("v6e-512", 2), ("rtx3090x16", 8)],
+)
+def test_presets_know_who_shares_an_adapter(name: str, sharers: float) -> None:
+    assert find_cluster(name).ranks_per_adapter == sharers
+
+
+def line(name: str, ranks: int, stride: int, *points: tuple[float, float]) -> Curve:
+    """Through (bytes, seconds)."""
+    num_bytes, seconds = zip(*points, strict=True)
+    settings = {"ranks": ranks, "stride": stride}
+    return curve(name, settings, "bytes", num_bytes, [(each, each, each) for each in seconds])
+
+
+def measured(node_devices: int, *curves: Curve) -> Cluster:
+    levels = [dataclasses.replace(H100.levels[0], devices=node_devices), dataclasses.replace(H100.levels[1], devices=8)]
+    return dataclasses.replace(H100, devices=8, levels=tuple(levels), curves=curves)
+
+
+@pytest.mark.parametrize("node_devices", [1, 2, 8])
+def test_the_planner_says_what_was_measured_over_a_group(node_devices: int) -> None:
+    """Whether it is inside a node or not; no curve of it is a line from zero."""
+    points = ((1e6, 9e-3), (1e8, 50e-3))
+    names = ("all_to_all.flat", "all_to_all.ring", "all_gather", "reduce_scatter", "all_reduce", "permute")
+    others = [line(name, 2, 4, (1e6, 1.0), (1e8, 2.0)) for name in names]
+    fabric, group = Fabric(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))), Group(4, 1)
+    for num_bytes, seconds in points:
+        for algorithm in ("auto", "flat", "ring", "ragged", "background"):
+            assert fabric.exchange(num_bytes, group, algorithm).seconds == pytest.approx(seconds)
+        assert fabric.ring(num_bytes * 3 / 4, group) == pytest.approx(seconds)  # leave each rank
+        assert fabric.ring(num_bytes * 3 / 4, group, "reduce_scatter") == pytest.approx(seconds)
+        assert fabric.ring(2 * num_bytes * 3 / 4, group, "all_reduce") == pytest.approx(seconds)
+        assert fabric.ring(3 * num_bytes, group, "permute") == pytest.approx(3 * seconds)
+        assert fabric.send(num_bytes, group) == pytest.approx(seconds)
+
+
+def test_of_algorithms_that_were_measured_the_fastest_is_chosen() -> None:
+    """Closed forms stand for those that were not, if they are asked for."""
+    flat = line("all_to_all.flat", 8, 1, (1e3, 1e-3), (1e6, 2e-3))
+    halo = line("all_to_all.halo", 8, 1, (1e3, 2e-3), (1e6, 1e-3))
+    only_flat, both = Fabric(measured(4, flat)), Fabric(measured(4, flat, halo))
+    group = Group(8, 1)
+    assert [both.exchange(num_bytes, group).algorithm for num_bytes in (1e3, 1e6)] == ["flat", "halo"]
+    assert only_flat.exchange(1e6, group).seconds == pytest.approx(2e-3)
+    assert only_flat.exchange(1e6, group, "halo") == Fabric(measured(4)).exchange(1e6, group, "halo")
+    assert only_flat.exchange(1e6, Group(4, 1)) == Fabric(measured(4)).exchange(1e6, Group(4, 1)), "the node's links"
+
+
+def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> None:
+    curves = [line(name, 4, 2, (1e6, 1e-3), (1e9, 1.0)) for name in ("all_to_all.flat", "all_gather")]
+    fabric = Fabric(measured(4, *curves))  # two of them in each of two nodes
+    # half of all rows leave a node, and three quarters; of what all want alike each rank sends its part
+    assert fabric.exchange(1e7, Group(4, 2)).seconds == pytest.approx(1e-2)
+    assert fabric.exchange(1e7, Group(4, 4)).seconds == pytest.approx(1.5e-2)
+    assert fabric.ring(7.5e6, Group(4, 2)) == pytest.approx(1e-2)
+    assert fabric.ring(7.5e6, Group(4, 4)) == pytest.approx(3e-2)
+    scattered = Group(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
+    assert fabric.exchange(1e7, scattered).seconds == pytest.approx(1e-2)
