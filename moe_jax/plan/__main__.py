@@ -115,7 +115,8 @@ def _title(plans: Plans) -> str:
     parts = config.train.grad_accumulation
     shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]
     if config.is_pipelined:
-        shown.append(f"one of {parts} parts of the batch, on one pipeline stage")
+        where = ", on one pipeline stage" if config.mesh.pipeline > 1 else ""
+        shown.append(f"one of {parts} parts of the batch{where}")
     elif parts > 1:
         shown.append(f"the last of {parts} parts of the batch")
     return f"{', '.join(shown)}: from a step of {seconds(found.step_s)} on {plans.cluster.name}, {plans.best.mesh}"
