@@ -9,7 +9,10 @@ from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 # What the system says of a path that a user got wrong.
-_BAD_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.ENAMETOOLONG)
+_BAD_NAME = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
 
 
 class UserError(Exception):

@@ -1,14 +1,18 @@
 """`python -m moe_jax.plan --model FILE --cluster h100x64`: how to train a model on a cluster, and how fast that is."""
 
 import argparse
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_jax.config_files import load_draft, to_yaml
 from moe_jax.draft import open_draft
 from moe_jax.errors import ConfigError, run_command
+from moe_jax.files import check_writable, reason, write_together
 from moe_jax.measure.provenance import origin
 from moe_jax.plan.clusters import PRESETS, find_cluster
-from moe_jax.plan.plan_text import plan_text
+from moe_jax.plan.plan_text import plan_text, seconds
 from moe_jax.plan.planner import Plans, plan
 from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
@@ -45,10 +49,16 @@ def main() -> None:
         help="write the best plan as a config; beside it what was printed, and a timeline",
     )
     arguments = parser.parse_intermixed_args()
-    if arguments.out and arguments.out.suffix != ".yaml":
-        raise ConfigError(f"--out {arguments.out} is to be a config: name a .yaml file")
+    if not arguments.model:
+        raise ConfigError("--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml")
     cluster = find_cluster(arguments.cluster)
     given = load_draft(arguments.model, arguments.overrides)
+    if given.plan.cluster not in (None, arguments.cluster):
+        raise ConfigError(
+            f"plan.cluster={given.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
+        )
+    if arguments.out:
+        _check(arguments.out)
     draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
     said: list[str] = []
 
@@ -65,22 +75,51 @@ def main() -> None:
         _write(plans, "\n\n".join(said), arguments.out)
 
 
-def _write(plans: Plans, text: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(plans.config), encoding="utf-8")
-    told = path.with_suffix(".txt")
-    told.write_text("\n".join([text, "", *(f"{name}: {value}" for name, value in origin().items()), ""]), "utf-8")
-    written = [path, told]
+def _check(out: Path) -> None:
+    """Raise ConfigError, before anything is planned, if one of the three files could not be written."""
+    if out.suffix != ".yaml":
+        raise ConfigError(f"--out {out} is to be a config: name a .yaml file")
+    with _told(out):
+        check_writable(out, *(out.with_suffix(suffix) for suffix in (".txt", ".png")))
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """An OSError becomes a ConfigError that names --out."""
     try:
-        bars = {"predicted": predicted_bars(plans.best.estimate.timeline)}
-        blocks = plans.best.estimate.timeline.schedule.shape.kinds
-        picture = path.with_suffix(".png")
-        what = "one part of the batch on a stage" if plans.config.is_pipelined else "a step"
-        draw(bars, picture, f"{len(blocks)} blocks of {what} on {plans.cluster.name}, {plans.best.mesh}")
-        written.append(picture)
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({reason(error)}): name another file") from None
+
+
+def _write(plans: Plans, text: str, out: Path) -> None:
+    facts = [f"{name}: {value}" for name, value in origin().items()]
+    files = {
+        out: to_yaml(plans.config).encode(),
+        out.with_suffix(".txt"): "\n".join([text, "", *facts, ""]).encode(),
+    }
+    picture = io.BytesIO()
+    try:
+        draw({"predicted": predicted_bars(plans.best.estimate.timeline)}, picture, _title(plans))
+        files[out.with_suffix(".png")] = picture.getvalue()
     except PlotError as error:
-        print(f"no {picture}: {error}")
-    print(f"wrote {', '.join(map(str, written))}")
+        print(f"no {out.with_suffix('.png')}: {error}")
+    with _told(out):
+        write_together(files)
+    print(f"wrote {', '.join(map(str, files))}")
+
+
+def _title(plans: Plans) -> str:
+    """Of the timeline, which has few of many blocks, and one part of a batch that is cut."""
+    found, config = plans.best.estimate, plans.config
+    parts = config.train.grad_accumulation
+    shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]
+    if config.is_pipelined:
+        where = ", on one pipeline stage" if config.mesh.pipeline > 1 else ""
+        shown.append(f"one of {parts} parts of the batch{where}")
+    elif parts > 1:
+        shown.append(f"the last of {parts} parts of the batch")
+    return f"{', '.join(shown)}: from a step of {seconds(found.step_s)} on {plans.cluster.name}, {plans.best.mesh}"
 
 
 if __name__ == "__main__":

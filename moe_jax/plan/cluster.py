@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import UserError
+from moe_jax.files import write_atomically
 from moe_jax.plan.curves import Curve, label
 from moe_jax.plan.json_file import read_json
 
@@ -47,9 +48,7 @@ class ClusterProfile:
 
 def write_profile(path: Path, profile: ClusterProfile) -> None:
     """Write a profile, whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
 
 
 def read_profile(path: Path) -> ClusterProfile:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.errors import ConfigError
+from moe_jax.files import write_atomically
 from moe_jax.plan.json_file import read_json
 
 
@@ -27,12 +28,8 @@ def read_tuned(path: Path, of: Mapping[str, Any]) -> Tuned | None:
 
 def write_tuned(path: Path, of: Mapping[str, Any], tuned: Tuned) -> None:
     """Put an entry into the file, in the place of one for the same. Raises ConfigError or OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     others = [each for each in _entries(path) if each["of"] != of]
-    text = json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n"
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n")
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

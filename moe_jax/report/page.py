@@ -12,10 +12,11 @@ import numpy as np
 
 from moe_jax import __version__
 from moe_jax.errors import UserError
+from moe_jax.files import write_atomically
 from moe_jax.report.numbers import Records, curve, key_numbers, not_finite
 from moe_jax.report.plots import LOAD_LIMIT, SPANS, Curve, curves_svg, load_gradient, load_svg
 from moe_jax.report.style import CSS
-from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
+from moe_jax.train.metrics import FILE_NAME, read_metrics
 
 # Section → title, key and axis of each of its curves.
 _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from moe_jax.measure.overlap import Replay
 from moe_jax.measure.tasks import action_of
@@ -41,6 +41,7 @@ _COLORS = {
     "backward": "#7f9ab8",
 }
 _OTHER = "#bab0ac"
+_WORDS = {"reduce": "sums of gradients", "counts": "sum of routers' counts"}  # in the legend
 
 
 def predicted_bars(timeline: Timeline) -> list[Bar]:
@@ -127,8 +128,8 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
     return rows
 
 
-def draw(timelines: Timelines, path: Path, title: str, scales: Mapping[str, float] | None = None) -> None:
-    """As a picture, all on one time axis but those of `scales`, which divides their times and gives them an axis above.
+def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mapping[str, float] | None = None) -> None:
+    """As a PNG, all on one time axis but those of `scales`, which divides their times and gives them an axis above.
 
     Raises PlotError if matplotlib is not installed.
     """
@@ -140,7 +141,8 @@ def draw(timelines: Timelines, path: Path, title: str, scales: Mapping[str, floa
         raise PlotError("plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'") from None
     rows = [(name, stream) for name, bars in timelines.items() for stream in dict.fromkeys(bar.stream for bar in bars)]
     figure = Figure(figsize=(14, 0.8 + 0.5 * len(rows)), dpi=150, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="ms")
+    axes = figure.add_subplot(xlabel="ms")
+    axes.set_title(title, fontsize=10)
     length_ms = max(bar.end_s * 1e3 / scales.get(name, 1.0) for name, bars in timelines.items() for bar in bars)
     narrow_ms = length_ms / 500  # bars that an edge would hide
     # backward and weight gradients: hatched, so that black and white shows them
@@ -170,21 +172,32 @@ def draw(timelines: Timelines, path: Path, title: str, scales: Mapping[str, floa
     for name, scale in scales.items():
         above = axes.secondary_xaxis("top", functions=(partial(mul, scale), partial(mul, 1 / scale)))
         above.set_xlabel(f"ms of {name}: {scale:.3g} × the axis below")
-    seen = {_op(bar.name) for bars in timelines.values() for bar in bars}
-    patches = [Patch(facecolor=color, label=op) for op, color in _COLORS.items() if op in seen]
+    pixel_ms = length_ms / (figure.get_figwidth() * figure.dpi)
+    visible = [
+        bar.name
+        for name, bars in timelines.items()
+        for bar in bars
+        if (bar.end_s - bar.start_s) * 1e3 / scales.get(name, 1.0) >= pixel_ms
+    ]
+    seen, directions = set(map(_op, visible)), set(map(_direction, visible))
+    patches = [Patch(facecolor=color, label=_WORDS.get(op, op)) for op, color in _COLORS.items() if op in seen]
     patches += [Patch(facecolor=_OTHER, label="other")] if seen - set(_COLORS) else []
     patches += [
-        Patch(facecolor="white", edgecolor="grey", hatch=hatches[direction], label=f"{direction} tasks")
-        for direction in "BW"
+        Patch(facecolor="white", edgecolor="grey", hatch=hatches[direction], label=label)
+        for direction, label in (("B", "backward"), ("W", "weight gradients alone"))
+        if direction in directions
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=7)
-    figure.savefig(path)
+    figure.savefig(file, format="png")
 
 
 def _op(name: str) -> str:
-    """The op of an action's name; a name that is none stands for itself."""
-    parts = name.split(".")
-    return parts[1] if _direction(name) else name
+    """The op of an action's name, one for all sums of gradients; a name that is none stands for itself."""
+    direction = _direction(name)
+    if not direction:
+        return name
+    op = name.split(".")[1]
+    return "reduce" if direction == "G" and op != "counts" else op
 
 
 def _direction(name: str) -> str:

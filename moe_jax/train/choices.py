@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from moe_jax.config import Config, Exchange
 from moe_jax.config_checks import check_batch_split
 from moe_jax.errors import ConfigError
+from moe_jax.files import check_writable, reason
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import Axis, batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 from moe_jax.schedule.grad_chunks import Chunk
 from moe_jax.train.emit import reductions_of
-from moe_jax.train.processes import read_alike
+from moe_jax.train.processes import is_main_process, read_alike
 
 _SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
 _CHUNKS = [2 ** (-i / 3) for i in range(19)]  # of the largest chunk: to a 64th, up to three for each halving
@@ -61,7 +62,7 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
         return None
     file = Path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
     key = _key(config, mesh)
-    found = read_alike(lambda: read_tuned(file, key), f"what was tuned before, {file},")
+    found = read_alike(lambda: _found(config.tune.cache, file, key), f"what was tuned before, {file},")
     given = tuple(_OWN[name](config, mesh) for name in over)
     own = given if found is None else _as_found(found, over, given, file)
     options = [_options(name, config, mesh, *values) for name, *values in zip(over, given, own, strict=True)]
@@ -81,6 +82,16 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
         file=file,
         key=key,
     )
+
+
+def _found(cache: str | None, file: Path, key: dict[str, Any]) -> Tuned | None:
+    """Raises ConfigError also for a cache that could not be written at the end of a search; a run has its folder."""
+    if cache is not None and is_main_process():
+        try:
+            check_writable(file)
+        except OSError as error:
+            raise ConfigError(f"tune.cache={cache} cannot be written ({reason(error)}): name another file") from None
+    return read_tuned(file, key)
 
 
 def _options(name: str, config: Config, mesh: Mesh, given: float | str, own: float | str) -> list[Any]:

@@ -11,7 +11,7 @@ from moe_jax.config import Config
 from moe_jax.config_checks import setting
 from moe_jax.config_files import load_config, to_yaml
 from moe_jax.draft import Draft, sections_of
-from moe_jax.errors import ConfigError, MeshError
+from moe_jax.errors import ConfigError, MeshError, UserError
 from moe_jax.parallel.mesh import mesh_sizes
 from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
 from moe_jax.plan.planner import plan
@@ -50,7 +50,10 @@ def _cluster(draft: Draft) -> Cluster:
     if name is None:
         slices = len({getattr(device, "slice_index", 0) for device in devices})
         return cluster_of(devices[0].device_kind, len(devices), slices)
-    cluster = find_cluster(name)
+    try:
+        cluster = find_cluster(name)
+    except UserError as error:
+        raise ConfigError(f"plan.cluster={name}: {error}") from None
     if cluster.devices != len(devices):
         raise ConfigError(
             f"plan.cluster={name} has {cluster.devices} devices, and this run has {len(devices)}: "

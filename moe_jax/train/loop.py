@@ -60,6 +60,8 @@ def train(config: Config) -> State:
                     with meter.paused():
                         checkpoints.save(step, state, run.batches.get_state())
             meter.finish(stopping=True)
+            if step > run.first_step:
+                tuning.finish()
             if 0 < step < last:
                 checkpoints.save(step, state, run.batches.get_state())
         if step < last:

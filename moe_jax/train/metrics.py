@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-import os
 import shutil
 import sys
 from collections import deque
@@ -14,6 +13,7 @@ from statistics import fmean
 from typing import Any, Self, TextIO, final
 
 from moe_jax.errors import UserError
+from moe_jax.files import write_atomically
 
 FILE_NAME = "metrics.jsonl"
 
@@ -178,19 +178,6 @@ def human_seconds(seconds: float) -> str:
         if seconds * factor < 999.5:
             return f"{_three_digits(seconds * factor)} {unit}"
     return f"{_three_digits(seconds)} s" if seconds < 999.5 else f"{seconds:.0f} s"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path` whole or, when the process dies on the way, leave what was there."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _three_digits(number: float) -> str:

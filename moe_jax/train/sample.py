@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Config, Mesh
 from moe_jax.errors import ConfigError
+from moe_jax.files import write_atomically
 from moe_jax.models.decode import sample
 from moe_jax.models.stages import in_order
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
-from moe_jax.train.metrics import write_atomically
 from moe_jax.train.tokenizer import load_tokenizer
 
 

@@ -17,6 +17,7 @@ from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -24,7 +25,7 @@ from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.data import Batches, train_batches, validation_batches
-from moe_jax.train.metrics import FILE_NAME, read_metrics, write_atomically
+from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer

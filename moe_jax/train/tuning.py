@@ -1,6 +1,7 @@
 """The training step of a run, exchanged for others while it trains, until the fastest is found."""
 
 import statistics
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from jax.stages import Compiled
 from moe_jax.config import Tune
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import ConfigError, UserError
+from moe_jax.files import write_atomically
 from moe_jax.plan.tuner import Tuner
 from moe_jax.train.choices import Choices
 from moe_jax.train.meter import Meter
-from moe_jax.train.metrics import RunLog, human_seconds, write_atomically
+from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.setup import Run
 from moe_jax.train.step import make_trainer
@@ -59,7 +61,12 @@ class Tuning:
                 self._look(step, compiling)
             elif measured:
                 median = statistics.median(measured)
-                self._use(self._agreed(self._decider.measured(step, median) if is_main_process() else 0))
+                self._use(step, self._agreed(self._decider.measured(step, median) if is_main_process() else 0))
+
+    def finish(self) -> None:
+        """Say so if the run ends in the middle of a search."""
+        if self._run.choices is not None and self._searching:
+            self._decider.unfinished()
 
     def _agreed(self, wanted: int) -> int:
         """What process 0 wants."""
@@ -67,12 +74,13 @@ class Tuning:
         self._searching = bool(searching)
         return choice
 
-    def _use(self, choice: int) -> None:
+    def _use(self, step: int, choice: int) -> None:
         """Switch to a choice, or have it compiled first while training goes on."""
         self._wanted = choice
         if choice in self._programs:
             self.step = self._programs[choice]
             return
+        self._log.tell(f"step {step}: compiling {self._choices.told(choice)} while training goes on")
         # here and not beside training, as it may talk with other processes
         try:
             trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
@@ -94,10 +102,10 @@ class Tuning:
         self._compiling = None
         if _FAILED not in states:
             self._programs[self._wanted] = program.result()
-            self._use(self._wanted)
+            self._use(step, self._wanted)
             return
         reason = str(program.exception() or "on another process").partition("\n")[0]
-        self._use(self._agreed(self._decider.failed(step, reason) if is_main_process() else 0))
+        self._use(step, self._agreed(self._decider.failed(step, reason) if is_main_process() else 0))
 
 
 class _Decider:
@@ -134,6 +142,11 @@ class _Decider:
         self._keep(step)
         return wanted
 
+    def unfinished(self) -> None:
+        """A search is under way as the run ends."""
+        taken = f"{self._tuner.sample} of {self._samples} samples"
+        self._log.tell(f"search not finished: {taken}, so nothing is kept; it needs more steps")
+
     def _keep(self, step: int) -> None:
         """What a search found, at its end."""
         choices, found, best_s = self._choices, self._tuner.in_use, self._tuner.best_s
@@ -141,11 +154,16 @@ class _Decider:
             return
         self._log.write({"step": step} | _named("chosen", choices, found) | {"chosen_step_s": best_s})
         self._log.tell(f"step {step}: going on with {choices.told(found)}, {human_seconds(best_s)} per step")
+        config = self._folder / "config.yaml"
+        self._write(choices.file, lambda: choices.write(found, best_s))
+        self._write(config, lambda: write_atomically(config, to_yaml(choices.config_of(found))))
+
+    def _write(self, file: Path, write: Callable[[], None]) -> None:
+        """What is found outlives a disk that has become full meanwhile: the run goes on with it."""
         try:
-            choices.write(found, best_s)
-            write_atomically(self._folder / "config.yaml", to_yaml(choices.config_of(found)))
+            write()
         except (ConfigError, OSError) as error:
-            self._log.warn(f"what was tuned cannot be kept: {error}")
+            self._log.warn(f"{file} does not have what was tuned: {error}")
 
 
 def _named(prefix: str, choices: Choices, number: int) -> dict[str, float | str]:

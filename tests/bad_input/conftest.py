@@ -58,6 +58,8 @@ log: {dir: run, sample_tokens: 0, tensorboard: false}
     "list.yaml": "- train\n",
     "binary.yaml": bytes(range(128, 256)),
     "file": "in the way",
+    "folder.yaml/notes": "mine",
+    "told.txt/notes": "mine",
     "run_traced/trace/0/step.hlo": PLAIN_HLO,
     "run_traced/trace/0/vm.trace.json.gz": traced("jit_step"),
     "untraced/step.hlo": PLAIN_HLO,

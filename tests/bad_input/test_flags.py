@@ -50,7 +50,28 @@ PLANNED = [
     (
         "plan: an unknown cluster",
         "plan --model tiny.yaml --cluster h10x8",
-        "cluster h10x8 is unknown: did you mean h100-8?",
+        "cluster 'h10x8' is unknown: did you mean h100-8?",
+    ),
+    (
+        "plan: a folder for a cluster",
+        "plan --model tiny.yaml --cluster /tmp",
+        "cluster '/tmp' is unknown: use one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, rtx3090, rtx2080ti, "
+        "mi250x, cpu, as in h100x64, or the .json file of a measured profile",
+    ),
+    (
+        "plan: more devices than there are",
+        f"plan --model tiny.yaml --cluster h100x1{'0' * 27}",
+        f"cluster h100x1{'0' * 27} has too many devices: use up to 1,048,576",
+    ),
+    (
+        "plan: two clusters",
+        "plan --model tiny.yaml --cluster h100x64 plan.cluster=v5p-64",
+        "plan.cluster=v5p-64 contradicts --cluster h100x64: use plan.cluster=null",
+    ),
+    (
+        "plan: an empty name of a config",
+        "plan --model '' --cluster h100x8",
+        "--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml",
     ),
     (
         "plan: half a node",
@@ -79,6 +100,24 @@ PLANNED = [
 @pytest.mark.parametrize(("line", "message"), cases(PLANNED))
 def test_what_cannot_be_planned(line: str, message: str, assert_refused: Refusal) -> None:
     assert_refused(line, message)
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("/proc/none/plan.yaml", "/proc/none: No such file or directory"),
+        ("file/plan.yaml", "file: Not a directory"),
+        ("folder.yaml", "folder.yaml: Is a directory"),
+        ("told.yaml", "told.txt: Is a directory"),
+        (f"new/{'n' * 300}.yaml", f"new/{'n' * 300}.yaml: File name too long"),
+    ],
+)
+def test_a_plan_that_could_not_be_written_is_not_made(
+    out: str, reason: str, assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("moe_jax.plan.__main__.plan")
+    line = f"plan --model tiny.yaml --cluster h100x8 --out {out}"
+    assert_refused(line, f"--out {out} cannot be written ({reason}): name another file")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ CONFIG = [
     (
         "a plan for no known devices",
         "schedule.policy=auto plan.cluster=h10x8",
-        "cluster h10x8 is unknown: did you mean h100-8?",
+        "plan.cluster=h10x8: cluster 'h10x8' is unknown: did you mean h100-8?",
     ),
     (
         "a plan that nothing fits",

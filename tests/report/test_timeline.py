@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from moe_jax.errors import UserError
 from moe_jax.measure.overlap import replay
@@ -58,6 +59,19 @@ def test_bars_that_overlap_have_threads_of_their_own_in_a_trace(tmp_path: Path) 
 def test_a_picture_of_any_lanes_is_written(tmp_path: Path, scales: dict[str, float]) -> None:
     draw({"compiled": bars(), "measured": MEASURED}, tmp_path / "timeline.png", "a step", scales)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_tells_what_can_be_seen_and_sums_have_one_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(
+        Figure, "legend", lambda self, handles, **_: labels.extend(each.get_label() for each in handles)
+    )
+    names = ("G.reduce.0.0", "G.embed.0", "G.head.0", "B.attend.0.0")
+    drawn = [Bar(name, "compute", float(i), i + 1.0) for i, name in enumerate(names)]
+    draw({"predicted": [*drawn, Bar("G.counts.0", "compute", 4.0, 4.0001)]}, tmp_path / "timeline.png", "a step")
+    assert labels == ["attend", "sums of gradients", "backward"]
 
 
 def test_a_picture_without_matplotlib_is_answered_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

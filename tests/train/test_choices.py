@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -105,6 +106,15 @@ def test_what_was_found_is_where_the_next_run_begins_if_it_is_the_same(tmp_path:
         config, log=Log(dir="elsewhere"), tune=Tune(over=config.tune.over, cache=str(first.file))
     )
     assert found(shared).best_s == 0.25
+
+
+def test_a_cache_that_could_not_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = f"{tmp_path}/file/tuned.json"
+    config = dataclasses.replace(config_of(tmp_path), tune=Tune(over=("chunk_mb",), cache=cache))
+    message = f"tune.cache={cache} cannot be written ({tmp_path}/file: Not a directory): name another file"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        found(config)
 
 
 @pytest.mark.parametrize(

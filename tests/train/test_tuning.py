@@ -61,6 +61,8 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     said = capsys.readouterr().out
     assert "choices, beginning with schedule.chunk_mb=0.001\n" in said
     assert said.count("per step (sample ") == 2
+    assert said.count(f"compiling schedule.chunk_mb={tried[1]['tried_chunk_mb']} while training goes on\n") == 1
+    assert "search not finished" not in said
     assert f"going on with schedule.chunk_mb={chosen['chosen_chunk_mb']}, " in said
 
     losses = losses_of(tuned)
@@ -89,6 +91,27 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
     assert capsys.readouterr().out.count(" cannot be compiled, out of memory\n") == 1
     assert [record["tried_chunk_mb"] for record in records_of(tmp_path, "tried")] == [0.001]
     assert [record["chosen_chunk_mb"] for record in records_of(tmp_path, "chosen")] == [0.001]
+
+
+def test_a_run_that_ends_before_its_search_says_so(tmp_path, capsys):
+    train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=9"))
+    assert (
+        capsys.readouterr().out.count("search not finished: 1 of 2 samples, so nothing is kept; it needs more steps\n")
+        == 1
+    )
+    assert not records_of(tmp_path, "chosen")
+
+
+def test_what_was_found_is_in_the_config_though_the_cache_cannot_be_written(tmp_path, capsys):
+    config = config_in(tmp_path, *EIGHT, *TUNED, f"tune.cache={tmp_path}/shared/tuned.json")
+    choices = open_run(config).choices
+    (tmp_path / "shared").write_text("in the way, since a while")
+    with RunLog(tmp_path, start_step=0, total_steps=9, tokens_per_step=1, tensorboard=False, quiet=False) as log:
+        decider = tuning._Decider(choices, config.tune, tmp_path, log)
+        for seconds in (0.5, 0.4):
+            found = decider.measured(step=7, seconds=seconds)
+    assert load_config(tmp_path) == choices.config_of(found)
+    assert f"warning: {tmp_path}/shared/tuned.json does not have what was tuned: " in capsys.readouterr().out
 
 
 def test_two_processes_change_their_step_together(tmp_path):

@@ -15,6 +15,8 @@ __all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of"
 
 PRESETS = {**TPUS, **GPUS, **CPUS}
 
+_MOST_DEVICES = 2**20
+_MOST_DIGITS = 20  # of a number; Python reads no more than 4,300
 
 # What jax calls devices, and their presets: the first that is found in the name.
 _KINDS = {
@@ -39,10 +41,13 @@ def find_cluster(name: str) -> Cluster:
     slices, kind, size = parts.groups() if parts else (None, name, None)
     if kind not in PRESETS:
         near = difflib.get_close_matches(kind, PRESETS, n=1)
-        cure = f"did you mean {near[0]}-{size or 64}?" if near else f"use one of {', '.join(PRESETS)}, as in h100x64"
-        raise ClusterError(f"cluster {name} is unknown: {cure}")
+        others = f"use one of {', '.join(PRESETS)}, as in h100x64, or the .json file of a measured profile"
+        cure = f"did you mean {near[0]}-{size or 64}?" if near else others
+        raise ClusterError(f"cluster {name!r} is unknown: {cure}")
     if size is None:
         raise ClusterError(f"cluster {name} wants a number of devices: write {name}-{8 * PRESETS[kind].unit}")
+    if max(len(size), len(slices or "")) > _MOST_DIGITS or int(slices or 1) * int(size) > _MOST_DEVICES:
+        raise ClusterError(f"cluster {name} has too many devices: use up to {_MOST_DEVICES:,}")
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
 
 
@@ -87,10 +92,25 @@ def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:
                 f"use {needed * largest}, or say which, as in {needed}x{name.rstrip('0123456789')}{largest}"
             )
         devices, per_slice = count, count // needed
+    if preset.torus is not None:
+        _check_slice(name, preset.device.name, per_slice, preset.torus, count // per_slice)
     return Cluster(
         name=name,
         device=preset.device,
         devices=devices,
         levels=preset.levels(devices, per_slice),
         ranks_per_adapter=max(preset.unit / preset.adapters_per_unit, 1.0) if preset.adapters_per_unit else 1.0,
+    )
+
+
+def _check_slice(name: str, device: str, devices: int, torus: int, slices: int) -> None:
+    """Raise ClusterError for a slice that is not made; `slices` of them have the number in the name."""
+    smaller = [2**power for power in range(torus.bit_length() - 1)]
+    if devices in smaller or devices % torus == 0:
+        return
+    lower = devices // torus * torus or max(each for each in smaller if each < devices)
+    upper = min(2 * lower, lower + torus)
+    raise ClusterError(
+        f"cluster {name}: slices of {device} have {', '.join(map(str, smaller))} or a multiple of {torus} devices: "
+        f"use {slices * lower} or {slices * upper}"
     )

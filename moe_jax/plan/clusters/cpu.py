@@ -27,6 +27,7 @@ CPUS = {
         unit_name="core",
         adapters_per_unit=None,
         largest_slice=None,
+        torus=None,
         levels=_levels,
     )
 }

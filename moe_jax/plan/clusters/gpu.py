@@ -49,6 +49,7 @@ def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
         unit_name="node",
         adapters_per_unit=adapters,
         largest_slice=None,
+        torus=None,
         levels=reaching,
     )
 

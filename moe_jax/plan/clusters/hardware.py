@@ -106,4 +106,5 @@ class Preset:
     unit_name: str
     adapters_per_unit: int | None
     largest_slice: int | None  # devices; None: there are only nodes
+    torus: int | None  # devices that larger slices have a multiple of, and smaller ones half of, a quarter, …
     levels: Callable[[int, int], tuple[Level, ...]]  # of all devices, and those of a slice or node

@@ -1,7 +1,8 @@
 """TPU slices, and several of them over the data-centre network (DCN).
 
 Source unless a comment says otherwise: Google Cloud's page of each version (cloud.google.com/tpu/docs/v5p and so on).
-Devices are chips; tpu7x has two devices per chip, which share its rates.
+Devices are chips, also in `v4-8` and `v5p-8`, where Google counts two TensorCores of each; tpu7x has two devices per
+chip, which share its rates.
 
 Estimates: alphas, efficiencies, and watts without a source. Dollars are assumptions to compare costs with, near list
 prices of on-demand use.
@@ -82,6 +83,7 @@ def _preset(name: str, chip: _Chip) -> Preset:
         unit_name="host",
         adapters_per_unit=chip.adapters,
         largest_slice=chip.largest,
+        torus=chip.whole_torus,
         levels=levels,
     )
 

@@ -1,0 +1,79 @@
+"""Files that are written whole or not at all."""
+
+import errno
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_UNFINISHED = ".part"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` at `path` whole or, when the process dies on the way, leave what was there. Raises OSError."""
+    write_together({path: text.encode()})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Put several files, and the folders above them, where all of them can be written, or else none.
+
+    Raises OSError.
+    """
+    parts = {path: _part(path) for path in contents}
+    with _folders_above(contents):
+        try:
+            for path, part in parts.items():
+                with part.open("wb") as file:
+                    file.write(contents[path])
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path, part in parts.items():
+                part.replace(path)
+        finally:
+            for part in parts.values():
+                with suppress(OSError):  # none was made, and why is told already
+                    part.unlink()
+
+
+def check_writable(*paths: Path) -> None:
+    """Raise OSError, with the file or folder that is at fault, if files could not be written; leaves nothing behind."""
+    for path in paths:
+        if path.is_dir():
+            raise _problem(errno.EISDIR, path)
+        above = next(each for each in path.parents if each.exists())
+        if not above.is_dir():
+            raise _problem(errno.ENOTDIR, above)
+    with _folders_above(paths):
+        for path in paths:  # rights alone tell too little: some file systems take no files, whoever asks
+            try:
+                _part(path).open("ab").close()
+            except OSError as error:
+                raise _problem(error.errno or 0, path) from None
+            _part(path).unlink()
+
+
+def reason(error: OSError) -> str:
+    """The file or folder at fault, and what is wrong with it."""
+    return f"{str(error.filename).removesuffix(_UNFINISHED)}: {error.strerror}"
+
+
+@contextmanager
+def _folders_above(paths: Collection[Path]) -> Iterator[None]:
+    """Make what is missing of them; what is empty at the end goes again."""
+    missing = {each for path in paths for each in path.parents if not each.exists()}
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in sorted(missing, key=lambda folder: len(folder.parts), reverse=True):
+            with suppress(OSError):  # it holds something
+                each.rmdir()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}{_UNFINISHED}")
+
+
+def _problem(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))

@@ -1,0 +1,65 @@
+"""What `python -m moe_jax.plan --out` leaves: a config, what was printed, and a picture that says of what it is."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_jax.config_files import load_config
+from moe_jax.plan import __main__ as command
+
+CONFIG = """
+model: {d_model: 64, num_layers: 6, num_heads: 4, moe: {num_experts: 8, top_k: 2, hidden_dim: 64}}
+data: {seq_len: 128}
+train: {batch_size: 32}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        (["train.grad_accumulation=2", "schedule.pipeline=1f1b"], "4 of 6 blocks, the last of 2 parts of the batch: "),
+        (["train.grad_accumulation=1", "schedule.pipeline=1f1b"], "4 of 6 blocks: "),
+        (
+            ["train.grad_accumulation=2", "schedule.pipeline=coscheduled"],
+            "3 of 6 blocks, one of 2 parts of the batch: ",
+        ),
+        (
+            ["mesh.pipeline=2", "train.grad_accumulation=4", "schedule.pipeline=1f1b"],
+            "3 of 6 blocks, one of 4 parts of the batch, on one pipeline stage: ",
+        ),
+    ],
+)
+def test_a_plan_is_written_with_a_picture_that_says_what_of_the_step_it_shows(
+    settings: list[str],
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    settings = [*settings, "schedule.policy=vanilla", "mesh.tensor=1", "mesh.context=1", "schedule.virtual_stages=1"]
+    line = ["plan", "--model", "tiny.yaml", "--cluster", "h100x8", *settings, "--out", "new/plan.yaml"]
+    monkeypatch.setattr(sys, "argv", line)
+    titles: list[str] = []
+    draw = command.draw
+
+    def titled(bars: Any, file: Any, title: str) -> None:
+        titles.append(title)
+        draw(bars, file, title)
+
+    monkeypatch.setattr(command, "draw", titled)
+    command.main()
+    said = capsys.readouterr().out
+    assert said.endswith("wrote new/plan.yaml, new/plan.txt, new/plan.png\n")
+    assert {each.name for each in Path("new").iterdir()} == {"plan.yaml", "plan.txt", "plan.png"}
+    assert Path("new/plan.txt").read_text().startswith(said.partition("\n\nwrote ")[0].partition("\nwrote ")[0])
+    assert Path("new/plan.png").read_bytes().startswith(b"\x89PNG")
+    mesh = load_config("new/plan.yaml").mesh
+    step = re.search(r"step +(.*?) for ", said)
+    assert step
+    assert titles[0].startswith(f"{shown}from a step of {step[1]} on h100x8, ")
+    assert mesh.data * mesh.expert * mesh.pipeline == 8

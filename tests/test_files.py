@@ -1,0 +1,30 @@
+"""Files are written whole or not at all, and a question whether they can be leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_jax.files import check_writable, write_together
+from tests.bad_input.cases import tree
+
+
+def test_several_files_replace_what_was_there_and_leave_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "a.part").write_text("of a process that died")
+    write_together({tmp_path / "a": b"new", tmp_path / "in" / "there" / "b": b"too"})
+    assert tree(tmp_path) == {"a": b"new", "in": None, "in/there": None, "in/there/b": b"too"}
+
+
+def test_where_one_file_cannot_be_written_none_is(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b.part").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(IsADirectoryError):
+        write_together({tmp_path / "a": b"new", tmp_path / "in" / "c": b"new", tmp_path / "b": b"new"})
+    assert tree(tmp_path) == before
+
+
+def test_what_can_be_written_is_not_touched_by_the_question(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    check_writable(tmp_path / "a", tmp_path / "in" / "there" / "b")
+    assert tree(tmp_path) == {"a": b"old"}
