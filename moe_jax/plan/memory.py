@@ -36,7 +36,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.is_pipelined:
         return pipelined_memory(config, platform, mesh)
     model, sizes = config.model, sizes_of(config, platform, mesh)
-    count = state_bytes_per_device(model, mesh["expert"], mesh["tensor"]) // 12
+    count = state_bytes_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"]) // 12
     matrix = model.vocab_size * model.d_model
     mode = mode_of(config, platform)
     kept = _kept(config, sizes, mode, in_blocks(config, mesh))
@@ -71,10 +71,10 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
 
 def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
-    model, expert, tensor = config.model, mesh["expert"], mesh["tensor"]
+    model, tensor = config.model, mesh["tensor"]
     if not config.optimizer.sharded:
-        return state_bytes_per_device(model, expert, tensor) / 12
-    counts, copies = count_parameters(model), mesh["data"] * mesh["context"] * expert
+        return state_bytes_per_device(model, config.mesh.expert_ranks(mesh), tensor) / 12
+    counts, copies = count_parameters(model), mesh["data"] * mesh["context"] * mesh["expert"]
     experts = counts.expert / (copies * tensor)
     return experts + (counts.total - counts.expert) / (copies * tensor)
 

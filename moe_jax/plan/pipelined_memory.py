@@ -25,7 +25,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
     sizes, mode, compiler = sizes_of(config, platform, mesh), mode_of(config, platform), COMPILERS[platform]
     held, stages = on_stage(config), Stages.of(config)
-    count = held.on_device(mesh)
+    count = held.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
     stream = sizes.item * sizes.own_tokens * model.d_model
     no_mlp = dataclasses.replace(model, hidden_dim=0)
@@ -43,7 +43,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
             stages, held_bytes(sizes, no_mlp, "dense", mode), lambda kind: held_bytes(sizes, model, kind, mode)
         )
         activations += outline.weight * left
-    new = 4 * sum(held_by(held.blocks, mesh).values()) / stages.chunks
+    new = 4 * sum(held_by(held.blocks, config, mesh).values()) / stages.chunks
     working = max(slot, new) if split else slot + new
     working += working_bytes(config, sizes, compiler, mode, mesh, max(map(len, stages.groups)))
     moments: dict[Moment, dict[str, float]] = {
@@ -76,5 +76,5 @@ def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> 
 
 def _with_moments(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters whose moments a device has."""
-    counts = [entry for owned in on_stage(config) for entry in held_by(owned, mesh).items()]
+    counts = [entry for owned in on_stage(config) for entry in held_by(owned, config, mesh).items()]
     return sum(count / (group.ranks if config.optimizer.sharded else 1) for group, count in counts)

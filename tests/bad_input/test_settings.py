@@ -251,6 +251,18 @@ MESH = [
         "model.moe.num_experts=4 is not divisible by mesh.expert=8: use 8 experts, or mesh.expert=1, 2 or 4",
     ),
     (
+        "experts over context ranks of which there is one",
+        "mesh.experts_over_context=true",
+        "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+        "use mesh.context=2 or more, or mesh.experts_over_context=false",
+    ),
+    (
+        "experts that do not divide over context ranks that are left",
+        "mesh.data=1 mesh.context=-1 mesh.experts_over_context=true",
+        "model.moe.num_experts=4 is not divisible by mesh.context=8 × mesh.expert=1: "
+        "use 8 experts, or mesh.experts_over_context=false",
+    ),
+    (
         "a product of too few devices",
         "mesh.data=3",
         "mesh: data=3 × expert=1 = 3, but there are 8 devices: use mesh.data=8 or mesh.data=-1",
