@@ -20,6 +20,7 @@ from moe_jax.plan.candidates import (
     Way,
     accumulations,
     choices,
+    elsewhere,
     guesses,
     mesh_text,
     meshes,
@@ -59,7 +60,7 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        return mesh_text(self.config.mesh.sizes)
+        return mesh_text(self.config.mesh.sizes, self.config.mesh.experts_over_context)
 
     @property
     def binds(self) -> str:
@@ -108,13 +109,17 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     search = _Search(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
     found: list[Candidate] = []
     refused: list[Refused] = []
+    large: list[Config] = []
     for each in on_meshes(search.draft, cluster):
         if isinstance(each, Refused):
             refused.append(each)
         elif too_large := search.too_large(each):
             refused.append(too_large)
+            large.append(each)
         else:
             found.append(_best(search.fitting(each)))
+    if not found:
+        found = search.elsewhere(large)
     if not found:
         raise PlanError(search.nothing(refused))
     found.sort(key=_step_s)
@@ -153,6 +158,11 @@ class _Search:
                 if not found.squeezed:
                     return
 
+    def elsewhere(self, configs: Iterable[Config]) -> list[Candidate]:
+        """The best of each with its experts elsewhere, as far as that fits."""
+        others = (each for config in configs for each in elsewhere(self.draft, config))
+        return [_best(self.fitting(each)) for each in others if self.too_large(each) is None]
+
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
         """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
         for remat, sharded in itertools.product(_REMATS, (False, True)):
@@ -163,7 +173,8 @@ class _Search:
                 return
 
     def refined(self, candidate: Candidate) -> Candidate:
-        """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
+        """The best of its mesh: where experts are, then schedules, sizes of chunks, and forms over tensor ranks."""
+        candidate = _best([candidate, *self.elsewhere([candidate.config])])
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
@@ -237,7 +248,7 @@ class _Search:
             f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
             f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
         )
-        return Refused(mesh_text(base.mesh.sizes), reason, needed)
+        return Refused(mesh_text(base.mesh.sizes, base.mesh.experts_over_context), reason, needed)
 
     def nothing(self, refused: list[Refused]) -> str:
         """One line: why, and the nearest change that would help."""
@@ -260,7 +271,7 @@ class _Search:
             batch = dataclasses.replace(train, batch_size=factor * train.batch_size)
             grown = _Search(dataclasses.replace(self.draft, train=batch), larger, self.memory_factor)
             tried = (each for each in on_meshes(grown.draft, larger) if isinstance(each, Config))
-            if any(grown.too_large(each) is None for each in tried):
+            if any(grown.too_large(each) is None or grown.elsewhere([each]) for each in tried):
                 return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
         return _SMALLER
 
