@@ -4,6 +4,8 @@ Sizes are counted in tokens, sequences, blocks or features as their comments say
 `config_checks` says which values they may have; `config_files` reads them from YAML and the command line.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -155,6 +157,7 @@ class Mesh:
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
+    experts_over_context: bool = False  # cut experts over the context ranks, too, see docs/context.md
     cpu_devices: int | None = None  # simulate this many devices on the CPU; null: use what there is
 
     @property
@@ -167,6 +170,15 @@ class Mesh:
             "tensor": self.tensor,
             "context": self.context,
         }
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Those that cut experts, as one."""
+        return ("context", "expert") if self.experts_over_context else ("expert",)
+
+    def expert_ranks(self, sizes: Mapping[str, int]) -> int:
+        """That have experts of their own, on a mesh of these sizes."""
+        return math.prod(sizes[axis] for axis in self.expert_axes)
 
 
 @dataclass(frozen=True, kw_only=True)

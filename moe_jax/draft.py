@@ -9,7 +9,7 @@ from moe_jax.config import Config, Sections
 
 PLANNED = frozenset(
     {
-        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context"),
+        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context", "mesh.experts_over_context"),
         *("schedule.pipeline", "schedule.virtual_stages"),
         *("schedule.policy", "schedule.microbatches", "schedule.backward_microbatches", "schedule.expert_chunks"),
         *("schedule.weight_grad", "schedule.grad_reduce", "schedule.chunk_mb", "schedule.remat"),

@@ -31,7 +31,7 @@ from moe_jax.measure.traffic import Exchange, exchanges
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import stored_shapes
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.pipelines.tick import side_of
@@ -66,7 +66,7 @@ _OTHER = {"F": "B", "B": "F"}
 
 def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     """Of a device: what outlives a tick, by field of `State`, and the sums of gradients."""
-    plan, specs = make_plan(config, mesh), partitions(param_dims(config.model))
+    plan, specs = make_plan(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
     how, tokens = Computation.of(config, mesh), config.train.batch_size * config.data.seq_len
 
     def body(params: Any, token_BN1: jax.Array) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def small_config(
     pipeline: int = 1,
     grad_accumulation: int = 1,
     context: int = 1,
+    experts_over_context: bool = False,
     **moe,
 ) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
@@ -30,7 +31,14 @@ def small_config(
     shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
     return Config(
         model=Model(**(shape | (model or {})), moe=MoE(**moe)),
-        mesh=Mesh(data=data, expert=expert, tensor=tensor, pipeline=pipeline, context=context),
+        mesh=Mesh(
+            data=data,
+            expert=expert,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            experts_over_context=experts_over_context,
+        ),
         schedule=Schedule(**(schedule or {})),
         exchange=Exchange(**(exchange or {})),
         data=Data(seq_len=seq_len),

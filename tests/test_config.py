@@ -156,6 +156,24 @@ REFUSED = {
     "model.moe.num_experts=0 mesh.expert=2": (
         "mesh.expert=2 has no experts to hold (model.moe.num_experts=0): set mesh.expert=1"
     ),
+    "model.moe.num_experts=4 mesh.expert=2 mesh.context=4 mesh.experts_over_context=true": (
+        "model.moe.num_experts=4 is not divisible by mesh.context=4 × mesh.expert=2: use 8 experts, or mesh.expert=1"
+    ),
+    "model.moe.num_experts=6 mesh.expert=3 mesh.context=4 mesh.experts_over_context=true": (
+        "model.moe.num_experts=6 is not divisible by mesh.context=4 × mesh.expert=3: "
+        "use 12 experts, or mesh.experts_over_context=false"
+    ),
+    "mesh.experts_over_context=true": (
+        "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+        "use mesh.context=2 or more, or mesh.experts_over_context=false"
+    ),
+    "model.moe.num_experts=0 mesh.context=2 mesh.experts_over_context=true": (
+        "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
+        "set mesh.experts_over_context=false"
+    ),
+    "mesh.expert=2 mesh.context=2 mesh.experts_over_context=true exchange.ranks_per_node=3": (
+        "exchange.ranks_per_node=3 does not divide mesh.context=2 × mesh.expert=2: use 1, 2 or 4"
+    ),
     "train.batch_size=30": (
         "train.batch_size=30 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) = 4: "
         "use 28 or 32"

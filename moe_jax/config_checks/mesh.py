@@ -1,13 +1,14 @@
 """Rules of a mesh: what its axes cut must divide."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe_jax.config_checks.words import divisors_text, nearest_multiples
 from moe_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_jax.config import Config
+    from moe_jax.config import Config, Mesh
 
 
 def check_mesh(config: "Config") -> None:
@@ -26,9 +27,7 @@ def check_mesh(config: "Config") -> None:
             f"mesh.{free[0]} and mesh.{free[1]} are both -1, and only one axis can take the remaining devices: "
             f"set mesh.{free[0]}=1"
         )
-    experts, ranks = config.model.moe.num_experts, config.mesh.expert
-    if ranks > 1:
-        check_expert_split(experts, ranks)
+    check_expert_split(config, sizes)
 
 
 def check_tensor_split(config: "Config", ranks: int) -> None:
@@ -70,16 +69,42 @@ def check_context_split(config: "Config", ranks: int, tensor_ranks: int) -> None
         )
 
 
-def check_expert_split(num_experts: int, ranks: int) -> None:
-    """Raise ConfigError unless the expert axis divides the experts."""
+def check_expert_split(config: "Config", sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError unless the ranks that cut experts divide them; -1 ranks are open, and not checked."""
+    num_experts, shared = config.model.moe.num_experts, config.mesh.experts_over_context
+    if shared:
+        _check_shared(num_experts, sizes["context"])
+    if min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
+        return
+    ranks, text = config.mesh.expert_ranks(sizes), expert_ranks_text(config.mesh, sizes)
     if num_experts == 0 and ranks > 1:
-        raise ConfigError(f"mesh.expert={ranks} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
+        raise ConfigError(f"{text} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
     if num_experts % ranks:
-        counts = nearest_multiples(num_experts, ranks)
+        of_expert, rest = divmod(num_experts, sizes["context"] if shared else 1)
+        cure = "mesh.experts_over_context=false" if rest else f"mesh.expert={divisors_text(of_expert)}"
         raise ConfigError(
-            f"model.moe.num_experts={num_experts} is not divisible by mesh.expert={ranks}: "
-            f"use {counts} experts, or mesh.expert={divisors_text(num_experts)}"
+            f"model.moe.num_experts={num_experts} is not divisible by {text}: "
+            f"use {nearest_multiples(num_experts, ranks)} experts, or {cure}"
         )
+
+
+def _check_shared(num_experts: int, context: int) -> None:
+    """Raise ConfigError unless there are experts and context ranks."""
+    if num_experts == 0:
+        raise ConfigError(
+            "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
+            "set mesh.experts_over_context=false"
+        )
+    if context == 1:
+        raise ConfigError(
+            "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+            "use mesh.context=2 or more, or mesh.experts_over_context=false"
+        )
+
+
+def expert_ranks_text(mesh: "Mesh", sizes: Mapping[str, int]) -> str:
+    """The axes that cut experts."""
+    return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
 
 
 def check_batch_split(config: "Config", batch_shards: int) -> None:

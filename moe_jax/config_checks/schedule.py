@@ -1,12 +1,14 @@
 """Rules of schedules and exchanges, and of what they cut."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from moe_jax.config_checks.mesh import expert_ranks_text
 from moe_jax.config_checks.words import divisors_text
 from moe_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_jax.config import Config
+    from moe_jax.config import Config, Mesh
 
 
 def check_schedule(config: "Config") -> None:
@@ -57,18 +59,21 @@ def _check_whole_batch(config: "Config") -> None:
         )
 
 
-def check_node_split(ranks_per_node: int, ranks: int) -> None:
-    """Raise ConfigError unless the expert axis divides into nodes."""
+def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError unless the ranks that cut experts divide into nodes."""
+    ranks = mesh.expert_ranks(sizes)
     if ranks % ranks_per_node:
         raise ConfigError(
-            f"exchange.ranks_per_node={ranks_per_node} does not divide mesh.expert={ranks}: use {divisors_text(ranks)}"
+            f"exchange.ranks_per_node={ranks_per_node} does not divide {expert_ranks_text(mesh, sizes)}: "
+            f"use {divisors_text(ranks)}"
         )
 
 
 def check_exchange(config: "Config") -> None:
     """Raise ConfigError for an exchange that does not carry what is sent."""
-    if config.exchange.ranks_per_node is not None and config.mesh.expert > 0:
-        check_node_split(config.exchange.ranks_per_node, config.mesh.expert)
+    mesh, per_node = config.mesh, config.exchange.ranks_per_node
+    if per_node is not None and min(mesh.sizes[axis] for axis in mesh.expert_axes) > 0:
+        check_node_split(per_node, mesh, mesh.sizes)
     if config.exchange.algorithm != "ragged":
         return
     if config.schedule.policy != "unified":

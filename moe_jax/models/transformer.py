@@ -24,7 +24,7 @@ from moe_jax.models.moe import RouterStats
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
 from moe_jax.parallel.all_to_all import BY_NODE
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import gathered, summed
@@ -40,17 +40,22 @@ class Computation:
     unroll: int  # periods of blocks in one turn of the scan
     platform: str  # of the devices: cpu, gpu or tpu
     exchange: str  # the all-to-all's algorithm, never auto
-    ranks_per_node: int  # of the expert axis
+    ranks_per_node: int  # of those that experts are cut over
     buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
     context_form: str = "ring"  # how attention of one context rank sees tokens of others
+    expert_axis: Axes = Axis.EXPERT  # that experts are cut over
 
     @property
     def route(self) -> Route:
         """How tokens travel."""
-        ranks = Ranks(Axis.EXPERT, self.platform, self.ranks_per_node)
+        ranks = Ranks(self.expert_axis, self.platform, self.ranks_per_node)
         return Route(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
+
+    def expert_ranks(self) -> int:
+        """That have experts of their own; inside `shard_map`."""
+        return self.route.ranks.size()
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
@@ -62,10 +67,10 @@ class Computation:
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         check_tensor_split(config, mesh.shape[Axis.TENSOR])
         check_context_split(config, mesh.shape[Axis.CONTEXT], mesh.shape[Axis.TENSOR])
-        size, per_node = mesh.shape[Axis.EXPERT], config.exchange.ranks_per_node
+        size, per_node = config.mesh.expert_ranks(mesh.shape), config.exchange.ranks_per_node
         if per_node is None:
-            per_node = ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
-        check_node_split(per_node, size)
+            per_node = ranks_per_node(mesh.devices, *map(mesh.axis_names.index, config.mesh.expert_axes))
+        check_node_split(per_node, config.mesh, mesh.shape)
         exchange = exchange_of(config, platform, mesh.shape[Axis.TENSOR])
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
             exchange = "flat"
@@ -80,6 +85,7 @@ class Computation:
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
             context_form=config.exchange.context_form,
+            expert_axis=expert_axis(config.mesh),
         )
 
 
@@ -116,7 +122,7 @@ def attend_and_route(
     x_BND: Float[Array, "B N D"],
     model: Model,
     view: View,
-    context_form: str,
+    how: Computation,
     room: Room | None = None,
     ragged: bool = False,
 ) -> Routed:
@@ -124,10 +130,10 @@ def attend_and_route(
 
     `ragged`: the rows are for an irregular exchange.
     """
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, context_form)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.context_form)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
-    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, jax.lax.axis_size(Axis.EXPERT), room, ragged)
+    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged)
     for beside in moe_layer.beside_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(beside, h_BND)
     return Routed(x_BND, sent, ticket, stats)
@@ -159,10 +165,10 @@ def block(
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
         return dense_block(params, x_BND, model, view, how.context_form), None
-    length, ranks = x_BND.shape[1], jax.lax.axis_size(Axis.EXPERT)
+    length, ranks = x_BND.shape[1], how.expert_ranks()
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how.context_form, room)
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 
 

@@ -21,6 +21,7 @@ class Axis(StrEnum):
     TENSOR = "tensor"
 
 
+Axes = Axis | tuple[Axis, ...]  # of a collective: one, or several as if they were one
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
 TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)  # and the tokens of each over context and tensor ranks
 
@@ -76,6 +77,12 @@ def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None
             f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: an axis fills whole "
             "sides of a slice, so use other sizes, or a slice of another shape"
         ) from None
+
+
+def expert_axis(settings: config.Mesh) -> Axes:
+    """What experts are cut over."""
+    axes = tuple(map(Axis, settings.expert_axes))
+    return axes if len(axes) > 1 else axes[0]
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -7,19 +7,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.mesh import Axes, Axis
 
 
 class Ranks(NamedTuple):
-    """P = nodes · per_node ranks of an axis; rank p is the (p mod per_node)-th of node p // per_node."""
+    """P = nodes · per_node ranks of an axis, or of several axes as one.
 
-    axis: Axis
+    Rank p is the (p mod per_node)-th of node p // per_node.
+    """
+
+    axis: Axes
     platform: str  # of the devices: cpu, gpu or tpu
     per_node: int = 1
 
     def size(self) -> int:
         """P. Inside `shard_map` only, as all that follows."""
         return jax.lax.axis_size(self.axis)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     def nodes(self) -> int:
         return self.size() // self.per_node
@@ -54,13 +61,14 @@ class Ranks(NamedTuple):
         return np.arange(self.size()).reshape(-1, self.per_node)
 
 
-def ranks_per_node(devices: np.ndarray, dim: int) -> int:
-    """Into how large groups of neighbours, each in one node, a dimension of a mesh's devices divides at most.
+def ranks_per_node(devices: np.ndarray, *dims: int) -> int:
+    """Into how large groups of neighbours, each in one node, dimensions of a mesh's devices divide at most, as one.
 
     A node is what fast links join, as far as devices tell: a slice if there are several; in one slice of TPUs a line
     of its torus, on which neighbours differ in one coordinate; else a process.
     """
-    lines = np.moveaxis(devices, dim, -1).reshape(-1, devices.shape[dim])
+    last = np.moveaxis(devices, dims, range(-len(dims), 0))
+    lines = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
     changes = _changes(lines, lambda device: getattr(device, "slice_index", 0))
     if not changes and all(device.platform == "tpu" for device in lines.flat):
         return _line_of_torus(lines)

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.parallel.mesh import BATCH_AXES, Axis
+from moe_jax.parallel.mesh import BATCH_AXES, Axes, Axis
 
 Dims = tuple[str, ...]
 
 AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "batch": BATCH_AXES,
-    "experts": (Axis.EXPERT,),
+    "experts": (Axis.EXPERT,),  # and context ranks, if a config says so
     "hidden": (Axis.TENSOR,),
     "heads": (Axis.TENSOR,),
     "kv_heads": (Axis.TENSOR,),
@@ -26,18 +26,22 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
 }
 
 
-def partition(dims: Dims) -> PartitionSpec:
-    """The PartitionSpec of an array with these dimensions. Raises ValueError if two dimensions claim one axis."""
-    axes = [AXES_OF_DIM[dim] for dim in dims]
+def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
+    """The PartitionSpec of an array with these dimensions. Raises ValueError if two dimensions claim one axis.
+
+    `experts`: what these are cut over.
+    """
+    table = AXES_OF_DIM | {"experts": experts if isinstance(experts, tuple) else (experts,)}
+    axes = [table[dim] for dim in dims]
     used = [axis for group in axes for axis in group]
     if len(used) != len(set(used)):
         raise ValueError(f"dimensions {dims} use a mesh axis twice: {used}")
     return PartitionSpec(*(group if len(group) > 1 else group[0] if group else None for group in axes))
 
 
-def partitions(dims: Any) -> Any:
+def partitions(dims: Any, experts: Axes) -> Any:
     """`partition` of each leaf of a tree of dimension tuples."""
-    return map_dims(partition, dims)
+    return map_dims(lambda leaf: partition(leaf, experts), dims)
 
 
 def map_dims(function: Callable[[Dims], Any], dims: Any) -> Any:

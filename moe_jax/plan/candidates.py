@@ -14,6 +14,7 @@ from moe_jax.config_checks import check_batch_split
 from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.placement import place
 from moe_jax.stages import Stages
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
@@ -54,13 +55,14 @@ def with_rates(schedule: Schedule, cluster: Cluster) -> Schedule:
 def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     """The draft on every mesh of the cluster's devices that cuts experts and tokens; expert ranks are neighbours.
 
-    Tensor ranks stay inside a node: they wait for each other in every block.
+    Tensor ranks stay inside a node: they wait for each other in every block. Experts are cut over context ranks, too,
+    where a rule says so, and the numbers allow it.
     """
     for sizes in meshes(draft, cluster):
         try:
             ways: list[Way] = [
                 {
-                    "mesh": sizes,
+                    "mesh": {**sizes, "experts_over_context": _rule(draft, cluster, sizes)},
                     "train": {"grad_accumulation": parts},
                     "schedule": {**each, **pipeline},
                     "exchange": {"context_form": CONTEXT_FORMS[0] if sizes["pipeline"] == 1 else "all_gather"},
@@ -92,6 +94,21 @@ def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
         data, rest = divmod(cluster.devices, context * tensor * expert * pipeline)
         if rest == 0 and data in allowed["data"]:
             yield {"data": data, "expert": expert, "pipeline": pipeline, "tensor": tensor, "context": context}
+
+
+def _rule(draft: Draft, cluster: Cluster, sizes: Mapping[str, int]) -> bool:
+    context, expert = sizes["context"], sizes["expert"]
+    held = draft.model.moe.num_experts / (context * expert)
+    if context == 1 or held < 1 or held % 1:
+        return False
+    return place(context, expert, sizes["tensor"], cluster.node_devices).shared
+
+
+def elsewhere(draft: Draft, base: Config) -> Iterator[Config]:
+    """A config with its experts over context ranks, too, or over expert ranks alone, if that is possible."""
+    if base.mesh.context > 1:
+        other: Way = {"mesh": {"experts_over_context": not base.mesh.experts_over_context}}
+        yield from (each for each in choices(draft, base, [other]) if each != base)
 
 
 def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:
@@ -186,9 +203,10 @@ def _parts(sequences: int, stages: int) -> list[int]:
     return [parts for parts in enough if parts % stages == 0] or enough
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
+def mesh_text(sizes: Mapping[str, int], experts_over_context: bool = False) -> str:
     """Axes that are cut, e.g. `data=4 expert=8`."""
-    return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
+    text = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
+    return f"{text} experts_over_context" if experts_over_context else text
 
 
 def divisors(number: int) -> list[int]:

@@ -65,8 +65,8 @@ def order_times(
 ) -> TaskTimes:
     """What the order of a step's tasks is made by, on a mesh of these sizes; otherwise like `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
-    expert, tensor, context = mesh["expert"], mesh["tensor"], mesh["context"]
-    rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * expert * tensor)
+    expert, tensor, context = config.mesh.expert_ranks(mesh), mesh["tensor"], mesh["context"]
+    rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * mesh["expert"] * tensor)
     tokens = sequences * config.data.seq_len // (tensor * context)
     return task_times(config, tokens, expert, tensor, reduction_bytes, rates, measured)
 

@@ -40,7 +40,7 @@ def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> Group:
     """Devices that differ in data and in these axes of their pipeline stage; stages lie between the ranks of data."""
     inner = [axis for axis in _OF_STAGE if axis in axes]
     ranks = math.prod(mesh[axis] for axis in inner)
-    stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 :])
+    stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 if inner else 0 :])
     rows, row_stride = mesh["data"], mesh["pipeline"] * math.prod(mesh[axis] for axis in _OF_STAGE)
     if rows == 1 or mesh["pipeline"] == 1:
         return Group(rows * ranks, stride)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from moe_jax.config import Model
+from moe_jax.config import Config
 from moe_jax.plan.fabric import Group, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_chunks import cut
@@ -24,29 +24,30 @@ class Sum(NamedTuple):
         return 2 * (1 - 1 / self.group.ranks) * self.held_bytes
 
 
-def sums_of(model: Model, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
+def sums_of(config: Config, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
     """Of the embedding, each block, and the head; without a limit an owner's gradients of one group are one chunk."""
-    return tuple(_of_owner(owned, mesh, chunk_mb) for owned in owned_parameters(model))
+    return tuple(_of_owner(held_by(owned, config, mesh), chunk_mb) for owned in owned_parameters(config.model))
 
 
-def held_by(owned: Owned, mesh: Mapping[str, int]) -> Counter[Group]:
+def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
     """Parameters of one device, by the devices of its pipeline stage that hold the same ones."""
-    expert, tensor = mesh["expert"], mesh["tensor"]
+    expert, tensor = config.mesh.expert_ranks(mesh), mesh["tensor"]
+    copies = [axis for axis in ("context", "expert") if axis not in config.mesh.expert_axes]
     of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
     of_group[group_over(("context", "expert", "tensor"), mesh)] += owned.whole
     of_group[group_over(("context", "expert"), mesh)] += owned.heads_and_hidden // tensor
-    of_group[group_over(("context",), mesh)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
+    of_group[group_over(copies, mesh)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
     return of_group
 
 
-def with_moments(owned: Iterable[Owned], mesh: Mapping[str, int], sharded: bool) -> float:
-    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are `sharded`."""
-    held = (entry for each in owned for entry in held_by(each, mesh).items())
-    return sum(count / (group.ranks if sharded else 1) for group, count in held)
+def with_moments(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
+    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are sharded."""
+    held = (entry for each in owned for entry in held_by(each, config, mesh).items())
+    return sum(count / (group.ranks if config.optimizer.sharded else 1) for group, count in held)
 
 
-def _of_owner(owned: Owned, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[Sum, ...]:
-    shared = {group: count for group, count in held_by(owned, mesh).items() if group.ranks > 1 and count}
+def _of_owner(held: Counter[Group], chunk_mb: float | None) -> tuple[Sum, ...]:
+    shared = {group: count for group, count in held.items() if group.ranks > 1 and count}
     chunks = cut(tuple(shared.values()), chunk_mb)
     groups = tuple(shared)
     return tuple(Sum(groups[chunk.group], (chunk.stop - chunk.start) * _ITEM_BYTES) for chunk in chunks)

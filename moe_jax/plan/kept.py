@@ -89,7 +89,7 @@ def mode_of(config: Config, platform: str) -> Mode:
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> Rows:
     """Of a device with so many tokens of its own."""
-    moe, ranks, tensor = config.model.moe, mesh["expert"], mesh["tensor"]
+    moe, ranks, tensor = config.model.moe, config.mesh.expert_ranks(mesh), mesh["tensor"]
     if not moe.num_experts:
         return Rows(sent=0, computed=0)
     held, part = moe.num_experts // ranks, tokens // parts

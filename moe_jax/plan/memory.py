@@ -37,7 +37,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.is_pipelined:
         return pipelined_memory(config, platform, mesh)
     model, sizes = config.model, sizes_of(config, platform, mesh)
-    count = state_bytes_per_device(model, mesh["expert"], mesh["tensor"]) // 12
+    count = state_bytes_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"]) // 12
     matrix = model.vocab_size * model.d_model
     mode = mode_of(config, platform)
     kept = _kept(config, sizes, mode, in_blocks(config, mesh))
@@ -63,7 +63,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * with_moments(owned_parameters(model), mesh, config.optimizer.sharded)),
+        optimizer=int(8 * with_moments(owned_parameters(model), config, mesh)),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,

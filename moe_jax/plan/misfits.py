@@ -31,7 +31,7 @@ def too_large(search: Search, base: Config) -> Refused | None:
         f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
         f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
     )
-    return Refused(mesh_text(base.mesh.sizes), reason, needed)
+    return Refused(mesh_text(base.mesh.sizes, base.mesh.experts_over_context), reason, needed)
 
 
 def nothing(search: Search, refused: list[Refused]) -> str:
@@ -76,7 +76,7 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 def _fits_at_all(search: Search) -> bool:
     """Whether there is a mesh on which some way fits."""
     tried = (each for each in on_meshes(search.draft, search.cluster) if isinstance(each, Config))
-    return any(too_large(search, each) is None for each in tried)
+    return any(too_large(search, each) is None or search.elsewhere([each]) for each in tried)
 
 
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:

@@ -123,7 +123,7 @@ class PipelinedStep:
         """Of gradients: a stage's own over its devices, those of the model's ends over all."""
         held, mesh = on_stage(self.step.config), self.step.mesh
         everyone = Group(math.prod(mesh.values()), 1)
-        counts = [*held_by(held.blocks, mesh).items(), (everyone, held.ends.whole)]
+        counts = [*held_by(held.blocks, self.step.config, mesh).items(), (everyone, held.ends.whole)]
         fabric = self.step.fabric
         sent = ((group, 2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES) for group, count in counts)
         return sum(fabric.ring(num_bytes, group, "all_reduce") for group, num_bytes in sent)
@@ -132,4 +132,4 @@ class PipelinedStep:
 def parameters_by_group(config: Config) -> Iterable[tuple[Group, float]]:
     """Parameters of a device, by the devices that cut their moments: all of its stage that have the same ones."""
     for owned in on_stage(config):
-        yield from held_by(owned, config.mesh.sizes).items()
+        yield from held_by(owned, config, config.mesh.sizes).items()

@@ -25,7 +25,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
     sizes, mode, compiler = sizes_of(config, platform, mesh), mode_of(config, platform), COMPILERS[platform]
     held, stages = on_stage(config), Stages.of(config)
-    count = held.on_device(mesh)
+    count = held.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
     stream = sizes.item * sizes.own_tokens * model.d_model
     no_mlp = dataclasses.replace(model, hidden_dim=0)
@@ -43,7 +43,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
             stages, held_bytes(sizes, no_mlp, "dense", mode), lambda kind: held_bytes(sizes, model, kind, mode)
         )
         activations += outline.weight * left
-    new = 4 * sum(held_by(held.blocks, mesh).values()) / stages.chunks
+    new = 4 * sum(held_by(held.blocks, config, mesh).values()) / stages.chunks
     working = max(slot, new) if split else slot + new
     working += working_bytes(config, sizes, compiler, mode, mesh, max(map(len, stages.groups)))
     moments: dict[Moment, dict[str, float]] = {
@@ -59,7 +59,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * with_moments(held, mesh, config.optimizer.sharded)),
+        optimizer=int(8 * with_moments(held, config, mesh)),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=int((compiler.scheduled_gaps - 1) * sum(found.values())) + compiler.reserved_bytes,

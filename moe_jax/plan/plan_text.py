@@ -71,13 +71,14 @@ def facts(plans: Plans) -> str:
 
 
 def _placement(plans: Plans) -> list[str]:
-    """Where the ranks are that cut sequences, if there are any, and whether they should be elsewhere."""
+    """Whether the ranks that cut sequences also cut experts, and whether a rule would have it so."""
     mesh = plans.config.mesh
-    if mesh.context == 1:
+    if mesh.context == 1 or not plans.config.model.moe.num_experts:
         return []
-    found = place(mesh.context, mesh.expert, mesh.tensor, plans.cluster.node_devices)
-    where = "better on one axis with the expert ranks, which cannot be trained" if found.shared else "rightly so"
-    return [f"context     on an axis of its own, {where}: {found.reason}"]
+    rule = place(mesh.context, mesh.expert, mesh.tensor, plans.cluster.node_devices)
+    ranks = "context and expert ranks" if mesh.experts_over_context else "expert ranks alone"
+    agrees = "as" if rule.shared == mesh.experts_over_context else "not as"
+    return [f"context     experts are cut over {ranks}, {agrees} MoNTA's rule has it: {rule.reason}"]
 
 
 def _ranges(best: Candidate) -> list[str]:
@@ -138,7 +139,7 @@ def _schedule(candidate: Candidate) -> str:
 
 def _exchange(candidate: Candidate) -> str:
     settings, mesh = candidate.config.exchange, candidate.config.mesh
-    words = [candidate.estimate.algorithm if mesh.expert > 1 else "none"]
+    words = [candidate.estimate.algorithm if mesh.expert_ranks(mesh.sizes) > 1 else "none"]
     if mesh.tensor > 1:
         words.append(
             settings.tensor_form + (f" in {settings.tensor_chunks}" if settings.tensor_form in ("o2", "o3") else "")

@@ -58,13 +58,17 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     search = Search(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
     found: list[Candidate] = []
     refused: list[Refused] = []
+    large: list[Config] = []
     for each in on_meshes(search.draft, cluster):
         if isinstance(each, Refused):
             refused.append(each)
         elif misfit := too_large(search, each):
             refused.append(misfit)
+            large.append(each)
         else:
             found.append(best_of(search.fitting(each)))
+    if not found:
+        found = search.elsewhere(large)
     if not found:
         raise PlanError(nothing(search, refused))
     found.sort(key=step_s)

@@ -14,6 +14,7 @@ from moe_jax.plan.candidates import (
     Way,
     accumulations,
     choices,
+    elsewhere,
     guesses,
     mesh_text,
     pipelines,
@@ -46,7 +47,7 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        return mesh_text(self.config.mesh.sizes)
+        return mesh_text(self.config.mesh.sizes, self.config.mesh.experts_over_context)
 
     @property
     def binds(self) -> str:
@@ -99,6 +100,11 @@ class Search:
             if any(not each.squeezed for each in found):
                 return
 
+    def elsewhere(self, configs: Iterable[Config]) -> list[Candidate]:
+        """The best of each with its experts elsewhere, as far as that fits."""
+        others = (each for config in configs for each in elsewhere(self.draft, config))
+        return [best_of(self.fitting(each)) for each in others if self.fits(self.least(each))]
+
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
         """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
         for remat, sharded in itertools.product(_REMATS, (False, True)):
@@ -109,7 +115,8 @@ class Search:
                 return
 
     def refined(self, candidate: Candidate) -> Candidate:
-        """The best of its mesh: schedules, then sizes of chunks, then forms over tensor ranks."""
+        """The best of its mesh: where experts are, then schedules, sizes of chunks, and forms over tensor ranks."""
+        candidate = best_of([candidate, *self.elsewhere([candidate.config])])
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))

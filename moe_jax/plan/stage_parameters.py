@@ -16,9 +16,9 @@ class OnStage(NamedTuple):
     ends: Owned  # embedding, last norm and head
     blocks: Owned
 
-    def on_device(self, mesh: Mapping[str, int]) -> int:
+    def on_device(self, config: Config, mesh: Mapping[str, int]) -> int:
         """Of one device."""
-        return sum(sum(held_by(owned, mesh).values()) for owned in self)
+        return sum(sum(held_by(owned, config, mesh).values()) for owned in self)
 
 
 def on_stage(config: Config) -> OnStage:

@@ -1,5 +1,6 @@
 """The tasks of a config's step, before they have an order."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from moe_jax.config import Config
@@ -10,6 +11,7 @@ from moe_jax.schedule.shape import Shape
 def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> Shape:
     """On a mesh of these sizes, with so many chunks of each owner's gradients. Raises ScheduleError."""
     settings, model = config.schedule, config.model
+    copies = math.prod(mesh[axis] for axis in ("data", "context") if axis not in config.mesh.expert_axes)
     return make_shape(
         settings.policy,
         model.block_kinds,
@@ -21,5 +23,5 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         reductions=tuple(reductions),
         tied=model.tie_embeddings,
         # all tensor ranks have the vectors behind their parts of an expert
-        local_experts=mesh["data"] * mesh["context"] == 1 and not (model.moe.bias and mesh["tensor"] > 1),
+        local_experts=copies == 1 and not (model.moe.bias and mesh["tensor"] > 1),
     )

@@ -43,7 +43,7 @@ class Step:
         self.slowdown, self.handling, self.measured = cluster.compute_slowdown, cluster.handling, measured
         self.fabric = Fabric(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
-        self.experts = Group(self.mesh["expert"], self.tensor)
+        self.experts = Group(config.mesh.expert_ranks(self.mesh), self.tensor)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
@@ -53,7 +53,7 @@ class Step:
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
         settings = self.config.schedule
         limit = settings.chunk_mb if settings.grad_reduce == "chunked" else None
-        return sums_of(self.config.model, self.mesh, limit)
+        return sums_of(self.config, self.mesh, limit)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -212,7 +212,8 @@ class Step:
         width = float(model.kv_heads * (model.qk_width + model.v_width))  # each tensor rank passes on its part
         if model.latent.kv_lora_rank is not None:
             width = self.tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)  # or all
-        group, leaving = Group(self.context, self.experts.ranks * self.tensor), (self.context - 1) * self.tokens * width
+        group = Group(self.context, self.mesh["expert"] * self.tensor)
+        leaving = (self.context - 1) * self.tokens * width
         if not has_ring(self.config):
             gathers: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
             forward, backward = (self.fabric.ring(leaving * self._item, group, each) for each in gathers)

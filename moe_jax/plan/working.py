@@ -56,16 +56,16 @@ def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
     counts, schedule = count_parameters(config.model), config.schedule
     if schedule.grad_reduce == "end":
         return 0.0
-    data = mesh["data"] * mesh["context"]
-    summed = counts.heads_and_hidden / mesh["tensor"] * (data * mesh["expert"] > 1)
-    summed += counts.expert / (mesh["expert"] * mesh["tensor"]) * (data > 1)
+    copies, ranks = mesh["data"] * mesh["context"] * mesh["expert"], config.mesh.expert_ranks(mesh)
+    summed = counts.heads_and_hidden / mesh["tensor"] * (copies > 1)
+    summed += counts.expert / (ranks * mesh["tensor"]) * (copies > ranks)
     return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_layers, 1)
 
 
 def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters of a device in products of blocks, which are cast to the compute type."""
     counts = count_parameters(config.model)
-    return (counts.heads_and_hidden + counts.expert / mesh["expert"]) / mesh["tensor"]
+    return (counts.heads_and_hidden + counts.expert / config.mesh.expert_ranks(mesh)) / mesh["tensor"]
 
 
 def period_of(config: Config) -> int:

@@ -14,7 +14,7 @@ from moe_jax.config_checks import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.files import check_writable, reason
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.mesh import Axis, batch_shards
+from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 from moe_jax.schedule.grad_chunks import Chunk
@@ -138,6 +138,7 @@ def _key(config: Config, mesh: Mesh) -> dict[str, Any]:
         "over": list(config.tune.over),
         "train": train | {"seq_len": config.data.seq_len, "sharded": config.optimizer.sharded},
         "mesh": {str(axis): size for axis, size in mesh.shape.items()},
+        "expert_axes": list(config.mesh.expert_axes),
         "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)",
         "jax": jax.__version__,
     }
@@ -147,7 +148,7 @@ def _largest_mb(config: Config, mesh: Mesh) -> float:
     """Of what is summed at once when nothing is cut: of a block, or of embedding and head if blocks share nothing."""
     sizes = [
         max((chunk.stop - chunk.start for chunk in owner.chunks), default=0)
-        for owner in reductions_of(config.model, mesh, None)
+        for owner in reductions_of(config, mesh, None)
     ]
     largest = max(sizes[1:-1]) or max(sizes)
     if not largest:
@@ -163,12 +164,12 @@ def _chunk_sizes(config: Config, mesh: Mesh) -> list[float]:
 
 
 def _cuts(config: Config, mesh: Mesh, chunk_mb: float) -> tuple[tuple[Chunk, ...], ...]:
-    return tuple(owner.chunks for owner in reductions_of(config.model, mesh, chunk_mb))
+    return tuple(owner.chunks for owner in reductions_of(config, mesh, chunk_mb))
 
 
 def _algorithms(config: Config, mesh: Mesh) -> list[str]:
     """Those that are something of their own on these devices."""
-    if mesh.shape[Axis.EXPERT] == 1:
+    if config.mesh.expert_ranks(mesh.shape) == 1:
         return []
     cpu = Computation.of(config, mesh).platform == "cpu"
     others = {"auto", *(["ragged"] if cpu else [])}  # CPUs have no irregular collective

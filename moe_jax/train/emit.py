@@ -16,6 +16,7 @@ from moe_jax.config import Config, Model
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import partitions
 from moe_jax.plan.costs import order_times
@@ -60,8 +61,8 @@ class Plan:
 
 def make_plan(config: Config, mesh: Mesh) -> Plan:
     """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
-    settings, model = config.schedule, config.model
-    reductions = reductions_of(model, mesh, settings.chunk_mb if settings.grad_reduce == "chunked" else None)
+    settings = config.schedule
+    reductions = reductions_of(config, mesh, settings.chunk_mb if settings.grad_reduce == "chunked" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = Computation.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
@@ -75,9 +76,10 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     return Plan(schedule, reductions, looped)
 
 
-def reductions_of(model: Model, mesh: Mesh, chunk_mb: float | None) -> tuple[Reduction, ...]:
+def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[Reduction, ...]:
     """How the gradients of each owner are summed: embed, the blocks, head."""
-    specs = partitions(param_dims(model))
+    model = config.model
+    specs = partitions(param_dims(model), expert_axis(config.mesh))
 
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)

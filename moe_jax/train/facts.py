@@ -78,7 +78,7 @@ class Facts:
     @property
     def buffer(self) -> Buffer | None:
         """What an expert rank has room for; inside `shard_map`."""
-        config, ranks = self.config, jax.lax.axis_size(Axis.EXPERT)
+        config, ranks = self.config, self.how.expert_ranks()
         own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
         return buffer_of(config.model.moe, self.how.buffer_factor, own, ranks)
 

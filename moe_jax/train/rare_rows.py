@@ -8,7 +8,6 @@ import jax
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
 from moe_jax.parallel.all_to_all import ragged
-from moe_jax.parallel.mesh import Axis
 from moe_jax.train.expert_weights import ExpertWeights
 from moe_jax.train.facts import Facts
 
@@ -16,7 +15,7 @@ from moe_jax.train.facts import Facts
 def lane_widths(facts: Facts, count_E: jax.Array) -> ragged.Widths:
     """Of the lanes for a microbatch."""
     room = Room(facts.slots, count_E, facts.microbatches)
-    return irregular.lane_widths(room, facts.tokens // facts.microbatches, jax.lax.axis_size(Axis.EXPERT))
+    return irregular.lane_widths(room, facts.tokens // facts.microbatches, facts.how.expert_ranks())
 
 
 class Held(NamedTuple):
@@ -56,9 +55,9 @@ class RareRows:
         """
         if (block, p) in self._rest:
             return None
-        overflow, platform = self.overflows[block, p], self._facts.how.platform
+        overflow, how = self.overflows[block, p], self._facts.how
         widths = lane_widths(self._facts, overflow.count_PE[0])
-        rows = ragged.rest_lanes(in_order(overflow.sent()), overflow.count_PE, widths, Axis.EXPERT, platform)
+        rows = ragged.rest_lanes(in_order(overflow.sent()), overflow.count_PE, widths, how.expert_axis, how.platform)
         self._rest[block, p] = irregular.Rest(rows, widths.main)
         return rows if rows.size else None
 

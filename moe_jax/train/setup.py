@@ -19,7 +19,7 @@ from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance
-from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh
+from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
@@ -67,7 +67,7 @@ class Programs:
 def open_run(config: Config) -> Run:
     """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing."""
     mesh = make_mesh(config.mesh)
-    check_expert_split(config.model.moe.num_experts, mesh.shape[Axis.EXPERT])
+    check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
     if choices := choices_of(config, mesh):
         config = choices.config

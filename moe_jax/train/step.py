@@ -20,6 +20,7 @@ from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
 from moe_jax.schedule import schedule
@@ -59,7 +60,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     """
     stages = Stages.of(config)
     dims, shapes = param_dims(config.model), stored_shapes(stages)
-    optimizer, specs = make_optimizer(config, dims), partitions(dims)
+    optimizer, specs = make_optimizer(config, dims), partitions(dims, expert_axis(config.mesh))
     cuts = zero.cuts_of(shapes, specs, mesh.shape if config.optimizer.sharded else dict.fromkeys(mesh.shape, 1))
     moments = state_partitions(optimizer, shapes, zero.part_specs(cuts, specs))
     layout = {"step": REPLICATED, "params": specs, "optimizer": moments}

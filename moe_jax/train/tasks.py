@@ -25,7 +25,7 @@ from moe_jax.models.transformer import (
     unembed,
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.schedule.actions import Action
 from moe_jax.train.expert_weights import ExpertWeights
@@ -110,15 +110,17 @@ class Tasks:
     def _attend(self, action: Action) -> None:
         facts, block = self.facts, action.block
         model, weights = facts.config.model, self.blocks[block]
-        view, form = facts.view(block), facts.how.context_form
+        view = facts.view(block)
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view, context_form=form))
+                function = self._remat(
+                    partial(dense_block, model=model, view=view, context_form=facts.how.context_form)
+                )
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue
-            route = partial(attend_and_route, model=model, view=view, context_form=form)
+            route = partial(attend_and_route, model=model, view=view, how=facts.how)
             function = self._remat(partial(route, room=self._room(block, r), ragged=facts.ragged))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
@@ -151,7 +153,7 @@ class Tasks:
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that found no room there."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
-        filled_L = ragged.filled(lanes.count_PE, Axis.EXPERT)
+        filled_L = ragged.filled(lanes.count_PE, self.facts.how.expert_axis)
         function = self._remat(partial(irregular.experts, filled_L=filled_L))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
@@ -289,19 +291,19 @@ class Tasks:
 
     def _exchange_ragged(self, action: Action) -> None:
         """Sizes, then rows; each microbatch for itself."""
-        facts, platform = self.facts, self.facts.how.platform
+        facts, platform, axis = self.facts, self.facts.how.platform, self.facts.how.expert_axis
         num_rows = facts.tokens // facts.microbatches * facts.config.model.moe.top_k
         for p in facts.pieces_of(action):
             if action.op == "dispatch":
                 rows, count_E, again = self.flow[p]
                 self.rare.sent(p, again)
                 count_E = self.ties.in_order(count_E) if platform == "gpu" else count_E
-                inputs = self.ties.in_order(rows), ragged.gather_sizes(count_E, Axis.EXPERT)
-                function = partial(_to_lanes, widths=lane_widths(facts, count_E), platform=platform)
+                inputs = self.ties.in_order(rows), ragged.gather_sizes(count_E, axis)
+                function = partial(_to_lanes, widths=lane_widths(facts, count_E), axis=axis, platform=platform)
             else:
                 lanes = self.flow[p]
                 inputs = lanes._replace(main_LbD=self.ties.in_order(lanes.main_LbD))
-                function = partial(_from_lanes, num_rows=num_rows, platform=platform)
+                function = partial(_from_lanes, num_rows=num_rows, axis=axis, platform=platform)
             self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
             self.ties.issued(floats_of(self.flow[p])[0])
 
@@ -355,13 +357,13 @@ def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) 
     return embed(embedding, tokens, how)
 
 
-def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, platform: str) -> Tree:
+def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, axis: Axes, platform: str) -> Tree:
     rows, count_PE = sent
-    return ragged.Lanes(*ragged.to_lanes(rows, count_PE, widths, Axis.EXPERT, platform), count_PE)
+    return ragged.Lanes(*ragged.to_lanes(rows, count_PE, widths, axis, platform), count_PE)
 
 
-def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, platform: str) -> Tree:
-    return ragged.from_lanes(*lanes, num_rows, Axis.EXPERT, platform)
+def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, axis: Axes, platform: str) -> Tree:
+    return ragged.from_lanes(*lanes, num_rows, axis, platform)
 
 
 def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any, ragged: bool) -> jax.Array:

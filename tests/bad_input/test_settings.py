@@ -34,10 +34,10 @@ CONFIG = [
         "a choice that nothing makes",
         "train.steps=auto",
         "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.context_form, "
-        "exchange.tensor_chunks, exchange.tensor_form, mesh.context, mesh.data, mesh.expert, mesh.pipeline, "
-        "mesh.tensor, optimizer.sharded, schedule.backward_microbatches, schedule.chunk_mb, schedule.expert_chunks, "
-        "schedule.grad_reduce, schedule.microbatches, schedule.pipeline, schedule.policy, schedule.remat, "
-        "schedule.virtual_stages, "
+        "exchange.tensor_chunks, exchange.tensor_form, mesh.context, mesh.data, mesh.expert, "
+        "mesh.experts_over_context, mesh.pipeline, mesh.tensor, optimizer.sharded, schedule.backward_microbatches, "
+        "schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.microbatches, schedule.pipeline, "
+        "schedule.policy, schedule.remat, schedule.virtual_stages, "
         "schedule.weight_grad, train.grad_accumulation)",
     ),
     (
@@ -249,6 +249,18 @@ MESH = [
         "experts that do not divide over what is left",
         "mesh.data=1 mesh.expert=-1",
         "model.moe.num_experts=4 is not divisible by mesh.expert=8: use 8 experts, or mesh.expert=1, 2 or 4",
+    ),
+    (
+        "experts over context ranks of which there is one",
+        "mesh.experts_over_context=true",
+        "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+        "use mesh.context=2 or more, or mesh.experts_over_context=false",
+    ),
+    (
+        "experts that do not divide over context ranks that are left",
+        "mesh.data=1 mesh.context=-1 mesh.experts_over_context=true",
+        "model.moe.num_experts=4 is not divisible by mesh.context=8 × mesh.expert=1: "
+        "use 8 experts, or mesh.experts_over_context=false",
     ),
     (
         "a product of too few devices",

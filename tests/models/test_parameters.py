@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.config import Attention, Mesh, Model, MoE
 from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.sharding import partitions, shardings
 from moe_jax.stages import segments
 
@@ -50,7 +50,7 @@ def test_first_values_depend_on_the_seed_and_not_on_the_mesh():
     model = Model(d_model=16, hidden_dim=24, num_layers=2, moe=MoE(hidden_dim=12))
 
     def first(seed: int, expert: int):
-        placed = shardings(make_mesh(Mesh(data=8 // expert, expert=expert)), partitions(param_dims(model)))
+        placed = shardings(make_mesh(Mesh(data=8 // expert, expert=expert)), partitions(param_dims(model), Axis.EXPERT))
         return jax.jit(lambda: init_params(model, seed), out_shardings=placed)()
 
     expected = first(seed=3, expert=1)

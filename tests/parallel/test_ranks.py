@@ -40,14 +40,20 @@ ONE_EACH = list(range(8))
     ],
 )
 def test_as_many_neighbours_as_share_a_node_on_every_line(shape, processes, slices, expected):
-    assert ranks_per_node(devices_of(shape, processes, slices), dim=1) == expected
+    assert ranks_per_node(devices_of(shape, processes, slices), 1) == expected
+
+
+def test_neighbours_along_two_axes_are_counted_as_along_one():
+    two_axes = devices_of((1, 2, 4), [0, 0, 1, 1, 2, 2, 3, 3])
+    assert ranks_per_node(two_axes, 1, 2) == 2
+    assert ranks_per_node(two_axes, 2, 1) == 1, "in this order none shares a node with the next one"
 
 
 def test_devices_that_know_no_slices_have_processes():
     devices = devices_of((8, 1), FOUR_EACH)
     for device in devices.flat:
         del device.slice_index
-    assert ranks_per_node(devices, dim=0) == 4
+    assert ranks_per_node(devices, 0) == 4
 
 
 def torus(shape: tuple[int, int], *sizes: int, cores: int = 1) -> np.ndarray:
@@ -74,18 +80,18 @@ def torus(shape: tuple[int, int], *sizes: int, cores: int = 1) -> np.ndarray:
     ],
 )
 def test_in_one_slice_of_a_torus_a_node_is_one_of_its_lines(devices, expected):
-    assert ranks_per_node(devices, dim=1) == expected
+    assert ranks_per_node(devices, 1) == expected
 
 
 def test_coordinates_of_other_devices_tell_nothing():
     devices = torus((1, 8), 2, 2, 2)
     for device in devices.flat:
         device.platform = "gpu"
-    assert ranks_per_node(devices, dim=1) == 4
+    assert ranks_per_node(devices, 1) == 4
 
 
 def test_several_slices_come_before_coordinates():
     devices = torus((1, 8), 2, 2, 2)
     for i, device in enumerate(devices.flat):
         device.slice_index = i // 4
-    assert ranks_per_node(devices, dim=1) == 4
+    assert ranks_per_node(devices, 1) == 4

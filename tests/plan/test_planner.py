@@ -11,10 +11,11 @@ from moe_jax.config_files import load_config, load_draft
 from moe_jax.draft import PLANNED, Draft, open_draft, sections_of
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, choices, divisors, meshes, on_meshes, schedules
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import estimate
+from moe_jax.plan.memory import step_memory
 from moe_jax.plan.plan_text import facts, refusals, table
-from moe_jax.plan.planner import PlanError, plan
+from moe_jax.plan.planner import Candidate, PlanError, Plans, plan
 
 H100S = find_cluster("h100x16")
 
@@ -212,11 +213,50 @@ def test_ranks_are_chosen_that_cut_sequences() -> None:
     feasible = load_draft(None, [*few, "exchange.context_form=auto", "mesh.expert=auto", "mesh.tensor=2"])
     found = plan(feasible, find_cluster("h100x8"))
     assert (found.config.mesh.context, found.config.exchange.context_form) == (2, "ring")
-    assert "context     on an axis of its own, better on one axis" in facts(found)
+    assert "context     experts are cut over expert ranks alone, not as MoNTA's rule has it" in facts(found)
     staged = load_draft(None, [*few, "exchange.context_form=auto", "mesh.pipeline=2", "train.grad_accumulation=2"])
     assert plan(staged, find_cluster("h100x8")).config.exchange.context_form == "all_gather"
     with pytest.raises(PlanError, match=r"use exchange.context_form=all_gather, or mesh.context=1"):
         plan(load_draft(None, [*few, "mesh.pipeline=2", "mesh.context=4"]), find_cluster("h100x8"))
+
+
+def placed(context: int, expert: int, hidden_dim: int, cluster: Cluster, seq_len: int = 1024) -> Candidate:
+    """The plan for experts of this width, where only the axes that cut them are open."""
+    mesh = [f"mesh.context={context}", f"mesh.expert={expert}", "mesh.data=auto", "mesh.experts_over_context=auto"]
+    experts = ["model.moe.num_experts=16", f"model.moe.hidden_dim={hidden_dim}"]
+    return plan(load_draft(None, [*SMALL, *experts, *mesh, f"data.seq_len={seq_len}"]), cluster).best
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hidden_dim", "shared", "rule"),
+    [
+        ((2, 8), 16384, True, ", as MoNTA's rule has it: fast links join 8 devices"),
+        ((4, 1), 16384, True, ", as MoNTA's rule has it: context=4 is at least expert=1"),
+        ((2, 4), 16384, True, ", not as MoNTA's rule has it: context=2 is less than expert=4"),
+        ((2, 8), 16, False, ", not as MoNTA's rule has it: fast links join 8 devices"),
+    ],
+    ids=["between nodes", "more context ranks", "against the rule", "narrow experts"],
+)
+def test_experts_are_where_a_step_is_fastest(sizes: tuple[int, int], hidden_dim: int, shared: bool, rule: str) -> None:
+    """Over context ranks, too, there are fewer gradients to sum, and more ranks to exchange rows with."""
+    best = placed(*sizes, hidden_dim, H100S)
+    config = best.config
+    assert config.mesh.experts_over_context == shared
+    mesh = dataclasses.replace(config.mesh, experts_over_context=not shared)
+    other = dataclasses.replace(config, mesh=mesh)
+    assert estimate(other, H100S).step_s > best.estimate.step_s
+    few, many = sorted([best.memory.parameters, step_memory(other, "gpu").parameters])
+    if shared:
+        assert many / few == pytest.approx(sizes[0], rel=0.02), "nearly all are the experts'"
+        assert few == best.memory.parameters
+    (line,) = (line for line in facts(Plans(cluster=H100S, ranked=(best,), refused=())).splitlines() if rule in line)
+    assert line.startswith(f"context     experts are cut over {'context and expert ranks' if shared else 'expert'}")
+
+
+def test_experts_go_over_context_ranks_where_nothing_fits_otherwise() -> None:
+    node = find_cluster("h100x8")
+    tight = dataclasses.replace(node, device=dataclasses.replace(node.device, memory_bytes=int(1e9)))
+    assert placed(2, 4, 16384, tight, seq_len=64).mesh == "expert=4 context=2 experts_over_context"
 
 
 def test_a_compiler_that_takes_more_memory_makes_a_plan_smaller() -> None:

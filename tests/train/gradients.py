@@ -15,7 +15,7 @@ from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.emit import make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
@@ -41,7 +41,7 @@ def mesh_of(config: Config) -> jax.sharding.Mesh:
 def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray) -> Result:
     """On the config's mesh and by its schedule; by autodiff if nothing is scheduled."""
     mesh = mesh_of(config)
-    specs = partitions(param_dims(config.model))
+    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
     how = Computation.of(config, mesh)
     plan = None if config.is_plain else make_plan(config, mesh)
     tokens = token_BN1[:, 1:].size
@@ -92,7 +92,7 @@ def assert_is_reference(config: Config, result: Result) -> None:
     sources, batch_size, seq_len = config.mesh.data * config.mesh.expert, config.train.batch_size, config.data.seq_len
     buffer = None
     if moe.sends_sized_rows and config.exchange.buffer_factor is not None:
-        buffer = config.exchange.buffer_factor, config.mesh.expert
+        buffer = config.exchange.buffer_factor, config.mesh.expert_ranks(config.mesh.sizes)
     loss, parts, grads = reference_gradients(
         config.model, sources, batch_size, seq_len, buffer, config.mesh.tensor, config.mesh.context
     )

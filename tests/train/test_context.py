@@ -48,6 +48,29 @@ def test_scheduled_steps_equal_the_reference(context, expert, schedule, settings
     assert_equals_reference(context_config(context, expert, schedule=schedule, **settings))
 
 
+DROPLESS = {"capacity_factor": None, "exchange": {"algorithm": "background"}, "schedule": UNIFIED}
+RAGGED = {"exchange": {"algorithm": "ragged"}, "schedule": UNIFIED | {"remat": "full"}}
+
+
+@pytest.mark.parametrize(
+    ("context", "expert", "settings"),
+    [
+        (2, 1, {}),
+        (4, 1, RAGGED),
+        (2, 2, DROPLESS | {"tensor": 2}),
+        (2, 2, {"data": 2, "exchange": {"algorithm": "halo", "ranks_per_node": 2}}),
+        (4, 2, {"exchange": {"algorithm": "ring", "buffer_factor": 1.5}, "capacity_factor": None}),
+        (4, 2, RAGGED),
+        (4, 1, {"schedule": {"policy": "expert_pipeline", "microbatches": 2, "grad_reduce": "end"}, "data": 2}),
+    ],
+    ids=["flat", "ragged", "background", "nodes", "ring", "all", "pipeline"],
+)
+def test_experts_over_context_ranks_equal_the_reference(context, expert, settings):
+    """Each rank of a sequence has experts of its own, whose gradients are summed over data ranks alone."""
+    block = {"model": {"num_layers": 1}, "every": 1}
+    assert_equals_reference(context_config(context, expert, experts_over_context=True, **block, **settings))
+
+
 def test_memory_is_that_of_a_ranks_own_tokens():
     """However many ranks there are, and however long their tokens are."""
 
@@ -63,10 +86,11 @@ def test_memory_is_that_of_a_ranks_own_tokens():
     assert temporaries(2, 8192) < 2 * of_two, "no squares, masks neither"
 
 
-def test_sums_of_gradients_are_planned_as_they_are_made():
-    config = context_config(2, 2, tensor=2, schedule=UNIFIED, every=1)
+@pytest.mark.parametrize(("tensor", "data", "shared"), [(2, 1, False), (2, 1, True), (1, 2, True)])
+def test_sums_of_gradients_are_planned_as_they_are_made(tensor, data, shared):
+    config = context_config(2, 2, data, tensor=tensor, schedule=UNIFIED, every=1, experts_over_context=shared)
     made = [reduction.sent_bytes(config.mesh.sizes) for reduction in make_plan(config, mesh_of(config)).reductions]
-    planned = sums_of(config.model, config.mesh.sizes, config.schedule.chunk_mb)
+    planned = sums_of(config, config.mesh.sizes, config.schedule.chunk_mb)
     assert [sum(each.sent_bytes for each in owner) for owner in planned] == list(map(sum, made))
 
 

@@ -17,6 +17,7 @@ from moe_jax.models.stages import in_order, stored
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
+from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import check_same_run
@@ -83,7 +84,7 @@ def stored_params(config: Config) -> Any:
 
 
 def result_of(config: Config) -> Result:
-    mesh, specs = mesh_of(config), partitions(param_dims(config.model))
+    mesh, specs = mesh_of(config), partitions(param_dims(config.model), expert_axis(config.mesh))
     how, plan, stages = Computation.of(config, mesh), plan_of(config, mesh), Stages.of(config)
     tokens = config.train.batch_size * config.data.seq_len
 
@@ -120,11 +121,13 @@ def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
     assert_same(result, without_stages(*mesh[1:], "tied", 4))
 
 
-def test_context_ranks_of_each_stage_share_its_sequences():
+@pytest.mark.parametrize("shared", [False, True], ids=["", "experts, too"])
+def test_context_ranks_of_each_stage_share_its_sequences(shared):
     stages, none = (
         small_config(
             *(1, 2),
             **{"pipeline": size, "context": 2, "batch_size": 8, "seq_len": 8, "grad_accumulation": 2},
+            experts_over_context=shared,
             exchange={"context_form": "all_gather"},
             **MODELS["dense below"],
         )

@@ -76,8 +76,8 @@ def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, 
     data, expert, tensor = sizes
     config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model={"num_kv_heads": 4, "num_heads": 4})
     mesh = mesh_of(config)
-    summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config.model, mesh, None)]
-    planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config.model, config.mesh.sizes, None)]
+    summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config, mesh, None)]
+    planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config, config.mesh.sizes, None)]
     assert planned == pytest.approx(summed)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from moe_jax.models.parameters import block_params, param_dims
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.train.emit import make_plan
@@ -44,7 +45,7 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
                     found[action.block].append(slots_in(tasks, action.block, action.part))
         return jnp.stack([jnp.concatenate(parts) for parts in found], axis=1)
 
-    specs = partitions(param_dims(config.model))
+    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
     run = jax.shard_map(body, mesh=devices, in_specs=(specs, BATCH_SPEC), out_specs=BATCH_SPEC, check_vma=False)
     return np.asarray(jax.jit(run)(first_params(config.model), tokens_of(config)))
 

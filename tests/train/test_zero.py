@@ -19,6 +19,9 @@ CONFIGS = {
     "data": small_config(8, 1),
     "data and experts": small_config(2, 4, schedule=UNIFIED, batch_size=16),
     "tensor ranks": tensor_config(2, 2, 2),
+    "experts over context": small_config(
+        *(2, 2), context=2, experts_over_context=True, seq_len=8, every=1, model={"num_layers": 1}
+    ),
 }
 
 
@@ -49,6 +52,7 @@ def test_each_device_has_its_part_of_the_moments():
         ((6, 16), (None, None), Cut(1, ("data", "expert"))),
         ((6, 16), ("expert", None), Cut(1, ("data",))),
         ((8, 6), ("expert", None), Cut(1, ("data",))),
+        ((8, 16), (("context", "expert"), None), Cut(1, ("data",))),
         ((6, 3), (None, None), Cut(0, ("data",))),
         ((3, 5), (None, None), Cut()),
     ],

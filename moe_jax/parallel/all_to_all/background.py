@@ -12,7 +12,7 @@ from moe_jax.parallel.ranks import Ranks
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[Any, ...]:
     """Send block p to rank p. Returns the result's shape and dtype, and a ticket."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return shape, background.start(x, "exchange", (ranks.axis,))
+    return shape, background.start(x, "exchange", ranks.axes)
 
 
 def finish(under_way: tuple[Any, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import after
 
 _LINE = 128  # features
@@ -40,7 +40,7 @@ class Lanes(NamedTuple):
     count_PE: Int[Array, "P E"]  # rows from every rank to every expert
 
 
-def filled(count_PE: Int[Array, "P E"], axis: Axis) -> Int[Array, " L"]:
+def filled(count_PE: Int[Array, "P E"], axis: Axes) -> Int[Array, " L"]:
     """Rows in the lanes of this rank's experts, both kinds."""
     ranks = len(count_PE)
     own_PL = jax.lax.dynamic_index_in_dim(
@@ -54,14 +54,14 @@ def overflows(count_PE: Int[Array, "P E"], main: int) -> Bool[Array, ""]:
     return count_PE.sum(axis=0).max() > main
 
 
-def gather_sizes(count_E: Int[Array, " E"], axis: Axis) -> Int[Array, "P E"]:
+def gather_sizes(count_E: Int[Array, " E"], axis: Axes) -> Int[Array, "P E"]:
     """How many rows each rank sends to each expert, known to all."""
     return jax.lax.all_gather(count_E, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def to_lanes(
-    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
+    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axes, platform: str
 ) -> tuple[Float[Array, "L b D"], Float[Array, "R ..."]]:
     """Each row in its expert's lane; other rows can be anything."""
     rest = rest_lanes(rows_S, count_PE, widths, axis, platform)
@@ -73,13 +73,13 @@ def to_lanes(
 
 
 def rest_lanes(
-    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axis, platform: str
+    rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"], widths: Widths, axis: Axes, platform: str
 ) -> Float[Array, "R ..."]:
     """The rows that find no room in `main`; not to be differentiated."""
     return _received(rows_S, count_PE, widths.main, widths.rest, axis, platform)
 
 
-def _received(rows_S: jax.Array, count_PE: jax.Array, low: int, width: int, axis: Axis, platform: str) -> jax.Array:
+def _received(rows_S: jax.Array, count_PE: jax.Array, low: int, width: int, axis: Axes, platform: str) -> jax.Array:
     """Places low … low + width of all lanes."""
     me, held = jax.lax.axis_index(axis), _held(count_PE)
     own_PE, place_PE = _places(count_PE)
@@ -101,7 +101,7 @@ def from_lanes(
     rest_R: Float[Array, "R ..."],
     count_PE: Int[Array, "P E"],
     num_rows: int,
-    axis: Axis,
+    axis: Axes,
     platform: str,
 ) -> Float[Array, "S ..."]:
     """Each row back where `to_lanes` took it from; other rows can be anything."""
@@ -200,7 +200,7 @@ class _Slices(NamedTuple):
 
 
 def _move(
-    source: jax.Array, num_rows: int, target: jax.Array | None, slices: _Slices, axis: Axis, platform: str
+    source: jax.Array, num_rows: int, target: jax.Array | None, slices: _Slices, axis: Axes, platform: str
 ) -> jax.Array:
     """`target` (None: anything) of `num_rows` rows with the slices that arrive written over it."""
     if target is None:
@@ -215,7 +215,7 @@ def _move(
     )
 
 
-def _move_dense(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axis) -> jax.Array:
+def _move_dense(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axes) -> jax.Array:
     """The same rows in full blocks, for platforms without an irregular collective."""
     ranks, width = jax.lax.axis_size(axis), source.shape[0]
     start, sent, place = (x.reshape(ranks, -1, 1) for x in (slices.start, slices.sent, slices.target))
