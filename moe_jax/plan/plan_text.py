@@ -6,6 +6,7 @@ from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Plans
 from moe_jax.plan.search import Candidate
+from moe_jax.plan.traffic import traffic
 
 _COLUMNS = (
     "mesh",
@@ -55,6 +56,7 @@ def facts(plans: Plans) -> str:
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed"
         + (f", {seconds(busy.idle)} idle behind other stages" if plans.config.mesh.pipeline > 1 else ""),
+        f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
         f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}"
@@ -79,6 +81,11 @@ def _placement(plans: Plans) -> list[str]:
     ranks = "context and expert ranks" if mesh.experts_over_context else "expert ranks alone"
     agrees = "as" if rule.shared == mesh.experts_over_context else "not as"
     return [f"context     experts are cut over {ranks}, {agrees} MoNTA's rule has it: {rule.reason}"]
+
+
+def _traffic(plans: Plans) -> str:
+    sent = traffic(plans.config, plans.cluster)
+    return ", ".join(f"{axis} {gigabytes(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
 
 
 def _ranges(best: Candidate) -> list[str]:

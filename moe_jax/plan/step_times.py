@@ -197,8 +197,7 @@ class Step:
 
     def _gathered(self, model: Model, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
-        moe = model.moe
-        parts = 1 + (kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual)
+        parts = gathers(model, kind)
         leaving = (self.tensor - 1) * self.tokens * model.d_model * self._item
         group = Group(self.tensor, 1)
         return parts * (self.fabric.ring(leaving, group) + self.fabric.ring(leaving, group, "reduce_scatter"))
@@ -209,9 +208,7 @@ class Step:
         Those of a ring travel beside the squares; backward, gradients in float32 follow them. What is gathered comes
         first, and its gradients are summed behind.
         """
-        width = float(model.kv_heads * (model.qk_width + model.v_width))  # each tensor rank passes on its part
-        if model.latent.kv_lora_rank is not None:
-            width = self.tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)  # or all
+        width = passed_on(model, self.tensor)
         group = Group(self.context, self.mesh["expert"] * self.tensor)
         leaving = (self.context - 1) * self.tokens * width
         if not has_ring(self.config):
@@ -255,3 +252,16 @@ class _Exchange:
 
     def seconds(self, amount: float, parts: int = 1) -> float:
         return self.step.exchange_seconds(amount / parts) if amount else 0.0
+
+
+def gathers(model: Model, kind: str) -> int:
+    """How often tensor ranks gather the tokens of a block: for attention, and for an MLP that they cut."""
+    moe = model.moe
+    return 1 + (kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual)
+
+
+def passed_on(model: Model, tensor: int) -> float:
+    """Numbers of a token that one context rank sends to the next, for each of its `tensor` ranks' share of tokens."""
+    if model.latent.kv_lora_rank is None:
+        return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank passes on its heads
+    return tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)

@@ -1,0 +1,52 @@
+"""Bytes that leave a device in a step, by the axis of the mesh that they travel along."""
+
+import math
+
+from moe_jax.config import Config
+from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.fabric import Group
+from moe_jax.plan.gradients import held_by
+from moe_jax.plan.stage_parameters import on_stage
+from moe_jax.plan.step_times import Step, gathers, passed_on
+from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
+from moe_jax.stages import Stages
+
+_GRADIENT_BYTES = 4
+
+
+def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
+    """Of the pipeline stage that sends most. Small sums, of losses and counts, are left out.
+
+    `expert` are rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
+    attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
+    gradients; `gradients` the sums of those over all devices that hold the same parameters.
+    """
+    step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
+    item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
+    stages = Stages.of(config)
+    rows = exchange_bytes(config, step.tokens, ranks)
+    exchanged = 3 if config.is_plain and config.schedule.remat != "none" else 2  # with what is not kept once more
+    copies = step.tensor if config.exchange.tensor_form == "replicated" else 1
+    passed = (step.context - 1) * step.tokens * passed_on(model, step.tensor)
+    gathered = (step.tensor - 1) * step.tokens * model.d_model * item
+
+    def of_blocks(kinds: list[str]) -> dict[str, float]:
+        with_experts = kinds.count("moe")
+        own_rows = 2 * exchanged * with_experts * rows
+        return {
+            "expert": own_rows * copies * (1 - 1 / ranks),
+            "tensor": 4 * gathered * sum(gathers(model, kind) for kind in kinds) + own_rows * (step.tensor - 1),
+            "context": len(kinds) * passed * (2 * item + (ITEM_BYTES["float32"] if has_ring(config) else 0)),
+        }
+
+    of_stages = [
+        of_blocks([held.kind for chunk in range(stages.chunks) for held in stages.groups[stages.group(stage, chunk)]])
+        for stage in range(stages.stages)
+    ]
+    found = max(of_stages, key=lambda sent: sum(sent.values()))
+    found["pipeline"] = 2 * stages.chunks * step.tokens * model.d_model * item if stages.stages > 1 else 0.0
+    found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
+    held, everyone = on_stage(config), Group(math.prod(step.mesh.values()), 1)
+    counts = [*held_by(held.blocks, config, step.mesh).items(), (everyone, held.ends.whole)]
+    found["gradients"] = sum(2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES for group, count in counts)
+    return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}
