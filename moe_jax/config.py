@@ -4,6 +4,7 @@ Sizes are counted in tokens, sequences, blocks or features as their comments say
 `config_checks` says which values they may have; `config_files` reads them from YAML and the command line.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ class Model:
             for i in range(self.num_layers)
         )
 
-    @property
+    @functools.cached_property
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """What each block has behind its attention, from the bottom up."""
         moe = self.moe

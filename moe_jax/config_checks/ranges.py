@@ -2,7 +2,9 @@
 
 import difflib
 import math
+import operator
 import re
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import ConfigError
@@ -92,35 +94,33 @@ _FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
 
 def setting(config: "Sections", name: str) -> object:
     """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
+    value: object = operator.attrgetter(name)(config)
     return value
-
-
-def _number(config: "Sections", name: str) -> float | None:
-    value = setting(config, name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name}={value} must be a finite number")
-    return value  # type: ignore[return-value]
 
 
 def check_ranges(config: "Sections") -> None:
     """Raise ConfigError for a number out of its range."""
-    for name, least in _AT_LEAST.items():
-        value = _number(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}{_or_null(config, name)}")
+    for name, value in _numbers(config, _AT_LEAST):
+        if value < _AT_LEAST[name]:
+            raise ConfigError(f"{name}={value} must be at least {_AT_LEAST[name]}{_or_null(config, name)}")
         if isinstance(value, int) and value > _AT_MOST:
             raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
-    for name in _POSITIVE:
-        value = _number(config, name)
-        if value is not None and value <= 0:
+    for name, value in _numbers(config, _POSITIVE):
+        if value <= 0:
             raise ConfigError(f"{name}={value} must be above 0{_or_null(config, name)}")
-    for name in _FRACTIONS:
-        value = _number(config, name)
-        if value is not None and not 0 <= value < 1:
+    for name, value in _numbers(config, _FRACTIONS):
+        if not 0 <= value < 1:
             raise ConfigError(f"{name}={value} must be at least 0 and below 1")
+
+
+def _numbers(config: "Sections", names: Iterable[str]) -> Iterator[tuple[str, float]]:
+    """Those that are given."""
+    for name, value in zip(names, operator.attrgetter(*names)(config), strict=True):
+        if value is None:
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}={value} must be a finite number")
+        yield name, value
 
 
 def _or_null(config: "Sections", name: str) -> str:

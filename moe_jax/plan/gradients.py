@@ -42,8 +42,11 @@ def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Gr
 
 def with_moments(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters whose moments a device has; cut over devices that hold the same ones, if they are sharded."""
-    held = (entry for each in owned for entry in held_by(each, config, mesh).items())
-    return sum(count / (group.ranks if config.optimizer.sharded else 1) for group, count in held)
+    sharded, total = config.optimizer.sharded, 0.0
+    for each, owners in Counter(owned).items():  # most blocks are alike
+        held = held_by(each, config, mesh).items()
+        total += owners * sum(count / (group.ranks if sharded else 1) for group, count in held)
+    return total
 
 
 def _of_owner(held: Counter[Group], chunk_mb: float | None) -> tuple[Sum, ...]:

@@ -12,6 +12,7 @@ its own accord is not derived: `plan/compilers.py` says what was seen. Pipelines
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from moe_jax.config import Config
@@ -72,8 +73,8 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
 
 def _kept(config: Config, sizes: Sizes, mode: Mode, in_products: float) -> float:
     """By all blocks."""
-    model = config.model
-    total = sum(kept_bytes(sizes, model, kind, mode, not config.is_plain) for kind in model.block_kinds)
+    model, blocks = config.model, Counter(config.model.block_kinds)
+    total = sum(count * kept_bytes(sizes, model, kind, mode, not config.is_plain) for kind, count in blocks.items())
     if config.is_plain and mode == "all":
         total += sizes.item * in_products  # casts of weights, stacked like activations
     return total / period_of(config) if config.is_plain and mode == "full" else total
