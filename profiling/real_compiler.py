@@ -16,13 +16,17 @@ from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_e
 from moe_jax.schedule.xla_flags import compiler_options
 
 
-def read_command(parser: argparse.ArgumentParser, counts: Sequence[str]) -> tuple[argparse.Namespace, Target]:
+def read_command(
+    parser: argparse.ArgumentParser, counts: Sequence[str], settings: bool = False
+) -> tuple[argparse.Namespace, Target]:
     """The command line and its target; starts again in the environment that the target's compiler wants.
 
-    Options named in `counts` are whole numbers from 1 up. Raises UserError.
+    Options named in `counts` are whole numbers from 1 up; `settings`: there are `overrides`, too. Raises UserError.
     """
     parser.add_argument("target")
-    arguments = parser.parse_args()
+    if settings:
+        parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace others")
+    arguments = parser.parse_intermixed_args()
     for name in counts:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1")

@@ -3,9 +3,12 @@
 A start queues its collective on its links, inside nodes and between them, where transfers run one after another; a done
 makes compute wait for it. A collective without start and done occupies compute, too. What compute waits for is exposed,
 the rest of communication hidden.
+
+A pipelined step is a loop over ticks, in which passes are loops of one turn or none. It is seen from the stage that is
+busy longest; every tick is as long as that of the stage which needs most for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +23,8 @@ from moe_jax.measure.costs import (
 )
 from moe_jax.measure.hlo import Instruction, Program
 from moe_jax.measure.targets import Target
+
+Passes = Mapping[str, Sequence[Sequence[int]]]  # turns of each pass, by its scope, in every tick, of every stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,7 @@ class Replay:
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
     unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
+    idle_s: float = 0.0  # behind other stages
 
     @cached_property
     def compute_s(self) -> float:
@@ -105,13 +111,16 @@ class _Walk:
     collectives: list[Collective] = field(default_factory=list)
     open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
     unknown_loops: list[str] = field(default_factory=list)
+    passes: Passes = field(default_factory=dict)
+    stage: int = 0
+    idle_s: float = 0.0
 
 
-def replay(program: Program, target: Target, num_devices: int) -> Replay:
-    """Run a program's schedule on a target."""
-    walk = _Walk(program, target, num_devices)
+def replay(program: Program, target: Target, num_devices: int, passes: Passes | None = None) -> Replay:
+    """Run a program's schedule on a target; `passes` of a pipeline."""
+    walk = _Walk(program, target, num_devices, passes=passes or {})
     _run(walk, program.computations[program.entry])
-    return Replay(tuple(walk.compute), tuple(walk.collectives), walk.now_s, tuple(walk.unknown_loops))
+    return Replay(tuple(walk.compute), tuple(walk.collectives), walk.now_s, tuple(walk.unknown_loops), walk.idle_s)
 
 
 def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
@@ -134,10 +143,17 @@ def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
 def _loop(walk: _Walk, line: Instruction) -> None:
     if only_overflows(line, walk.program):
         return
+    body = walk.program.computations[line.called[0]]
+    if any(_pass_of(walk, inner) for inner in body):
+        _ticks(walk, body)
+        return
+    if name := _pass_of(walk, line):
+        if walk.passes[name][walk.turn][walk.stage]:
+            _run(walk, body)
+        return
     turns = walk.program.trip_count(line)
     if turns is None:
         walk.unknown_loops.append(line.name)
-    body = walk.program.computations[line.called[0]]
     if collective_of(line, walk.program) is None:
         _compute(walk, line, _alone_s(walk, body) * (turns or 1), turns or 1)
         return
@@ -146,6 +162,35 @@ def _loop(walk: _Walk, line: Instruction) -> None:
     for turn in range(walk.turns):
         walk.turn = turn
         _run(walk, body)
+    walk.turn, walk.turns = outer
+
+
+def _pass_of(walk: _Walk, line: Instruction) -> str | None:
+    """The scope of the pass that a loop is."""
+    if line.opcode != "while":
+        return None
+    *_, around, _ = ["", *line.op_name.split("/")]
+    return around if around in walk.passes else None
+
+
+def _ticks(walk: _Walk, body: Sequence[Instruction]) -> None:
+    """As the busiest stage sees them."""
+    table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]  # turns by tick, stage
+    seconds: dict[tuple[int, ...], float] = {}
+    for tick, stages in enumerate(table):
+        for stage, turns in enumerate(stages):
+            if turns not in seconds:
+                seconds[turns] = _alone_s(walk, body, tick, stage)
+    busy_s = [sum(seconds[turns] for turns in own) for own in zip(*table, strict=True)]
+    walk.stage = busy_s.index(max(busy_s))
+    outer = walk.turn, walk.turns
+    walk.turns = len(table)
+    for walk.turn, stages in enumerate(table):
+        ends_s = walk.now_s + max(seconds[turns] for turns in stages)
+        _run(walk, body)
+        waits_s = max(ends_s - walk.now_s, 0.0)
+        walk.now_s += waits_s
+        walk.idle_s += waits_s
     walk.turn, walk.turns = outer
 
 
@@ -217,8 +262,8 @@ def _finish(walk: _Walk, line: Instruction) -> None:
     walk.now_s += wait_s
 
 
-def _alone_s(walk: _Walk, lines: Iterable[Instruction]) -> float:
-    """Seconds of a computation if nothing overlapped."""
-    inner = _Walk(walk.program, walk.target, walk.num_devices)
+def _alone_s(walk: _Walk, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
+    """Seconds of a computation by itself."""
+    inner = _Walk(walk.program, walk.target, walk.num_devices, passes=walk.passes, turn=tick, stage=stage)
     _run(inner, lines)
     return inner.now_s

@@ -49,11 +49,11 @@ def orders_of(
     seconds = order_times(config, mesh, platform, [()] * len(nothing), measured).of(shape)
     schedule = make_schedule(settings.policy, shape, seconds, two_streams)
     check_schedule(schedule)
-    actions = [action for action in schedule.actions if action.op not in _ENDS]
+    actions = list(filter(_in_chunk, schedule.actions))
     together: list[tuple[str, Action]] = []
     if pairs:
-        tick = coscheduled_tick(settings.policy, shape, seconds, two_streams)
-        together = [(side, action) for side, action in tick if action.op not in _ENDS]
+        tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * _in_chunk(action), two_streams)
+        together = [(side, action) for side, action in tick if _in_chunk(action)]
     return Orders(
         shape=shape,
         forward=[action for action in actions if side_of(action) == "F"],
@@ -63,4 +63,6 @@ def orders_of(
     )
 
 
-_ENDS = ("embed", "head")  # which not every chunk has
+def _in_chunk(action: Action) -> bool:
+    """Whether it is of a block: the ends of the model are passes of their own."""
+    return action.op not in ("embed", "head")

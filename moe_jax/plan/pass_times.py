@@ -4,7 +4,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from moe_jax.plan.gradients import held_by
 from moe_jax.plan.pass_orders import Orders, orders_of
+from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.simulate import Task, Timeline
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
@@ -66,7 +68,9 @@ class PassTimes:
             return shape.num_parts(direction, op) * seconds(Action(direction, op, NO_BLOCK, 0))
 
         head = of("F", "head") + of("B", "head") + (of("W", "head") if shape.split_weight_grad else 0.0)
-        return Ends(of("F", "embed"), head, of("B", "embed"))
+        model = self._step.config.model
+        added_s = self._step.adding_s(model.d_model * model.vocab_size)
+        return Ends(of("F", "embed"), head + added_s, of("B", "embed") + added_s)
 
     def timeline(self, group: Sequence[Held]) -> Timeline:
         """What a stage does with a part: two passes beside each other, where ticks have both, else one by one."""
@@ -119,7 +123,21 @@ class PassTimes:
             end_s = max((span.end_s for span in spans.values()), default=0.0)
             return Pass(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
 
-        return Chunk(played(orders.forward), played(orders.backward), played(orders.weight), played(together))
+        found = Chunk(played(orders.forward), played(orders.backward), played(orders.weight), played(together))
+        added_s = self._added_s(kinds)
+        behind = {
+            name: _longer(getattr(found, name), added_s)
+            for name in ("weight" if self._split else "backward", "together")
+        }
+        return found._replace(**behind)
+
+    def _added_s(self, kinds: Iterable[str]) -> float:
+        """To add gradients of such blocks to those of the parts before."""
+        step = self._step
+        _, *blocks, _ = owned_parameters(step.config.model)
+        of_kind: dict[str, Owned] = dict(zip(step.config.model.block_kinds, blocks, strict=True))
+        parameters = (held_by(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
+        return step.adding_s(sum(parameters))
 
 
 def _repeats(group: Sequence[Held]) -> tuple[tuple[int, int], ...]:
@@ -128,6 +146,10 @@ def _repeats(group: Sequence[Held]) -> tuple[tuple[int, int], ...]:
     for held in group:
         found[held.segment] = found.get(held.segment, 0) + (held.place == 0)
     return tuple(found.items())
+
+
+def _longer(found: Pass, seconds: float) -> Pass:
+    return found._replace(seconds=found.seconds + seconds, compute=found.compute + seconds)
 
 
 def _extended(fewer: Pass, few: Pass, more: int) -> Pass:

@@ -2,7 +2,7 @@
 
 While it runs there are buffers of what forward passes keep, as many slots as the table needs, each with room for any
 model chunk; sums of all gradients; and what one pass works on: what it keeps before that lies in its slot, a block at
-work, and gradients of a chunk before they are added. Held against what XLA allocated on GPUs (docs/plan.md).
+work, and gradients of a block before they are added. Held against what XLA allocated on GPUs (docs/plan.md).
 """
 
 import dataclasses
@@ -43,9 +43,11 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
             stages, held_bytes(sizes, no_mlp, "dense", mode), lambda kind: held_bytes(sizes, model, kind, mode)
         )
         activations += outline.weight * left
-    new = 4 * sum(held_by(held.blocks, config, mesh).values()) / stages.chunks
+    blocks = max(map(len, stages.groups))
+    new = 4 * sum(held_by(held.blocks, config, mesh).values()) / (stages.chunks * blocks)
+    new *= 1 if stages.chunks == 1 else 2  # and the sums of that chunk, which are looked up
     working = max(slot, new) if split else slot + new
-    working += working_bytes(config, sizes, compiler, mode, mesh, max(map(len, stages.groups)))
+    working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,

@@ -16,7 +16,7 @@ from moe_jax.plan.gradients import Sum, sums_of
 from moe_jax.plan.handling import handled
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.over_tensor import Stages, form_seconds
-from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.plan.resources import Owned, owned_parameters, state_bytes_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
@@ -32,6 +32,7 @@ _PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, w
 _TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual stream, heads, MLP
 _ROW_PASSES = (6, 12)  # over experts' rows × (features + hidden widths)
 _LOGIT_BYTES = (12, 8)
+_ADDED_BYTES = 12  # of a gradient, in float32
 _NOTHING = Measured({})
 
 
@@ -83,14 +84,20 @@ class Step:
         exchange = line.busy_s[Stream.COMMUNICATION] - sums
         alone = line.exposed_s if accumulation == 1 else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
+        held = state_bytes_per_device(self.config.model, self.experts.ranks, self.tensor) // 12
+        adding = (accumulation - 1) * self.adding_s(held)
         exposed = line.exposed_s + (accumulation - 1) * alone
         return {
-            "step": accumulation * compute + exposed,
-            "compute": accumulation * compute,
+            "step": accumulation * compute + adding + exposed,
+            "compute": accumulation * compute + adding,
             "exchange": accumulation * exchange,
             "sums": sums,
             "exposed": exposed,
         }
+
+    def adding_s(self, parameters: float) -> float:
+        """To add a part's gradients to those of the parts before: both are read, and their sum is written."""
+        return _ADDED_BYTES * parameters / self.device.memory_bytes_per_s
 
     def _exposed_without_sums(self) -> float:
         schedule = self.timeline.schedule

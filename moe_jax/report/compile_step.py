@@ -25,6 +25,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.report.compiled import CompileError, Job, Outcome
 from moe_jax.schedule.xla_flags import Value
+from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.step import Trainer, make_trainer
 
 # jax and where the compiler is
@@ -65,6 +66,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         peak_bytes=memory.peak_memory_in_bytes,
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),
+        passes={name: runs.tolist() for name, runs in make_plan(config, mesh).turns.items()} if trainer.table else None,
     )
 
 

@@ -48,6 +48,7 @@ class Outcome:
     result_bytes: int  # that do not take an argument's place
     peak_bytes: int  # in use at once: less than the others together, which count gaps between buffers
     versions: dict[str, str]
+    passes: dict[str, list[list[int]]] | None = None  # of a pipeline, see `measure.overlap`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
 def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compiled:
     """Replay a program and hold its schedule, if it has one, against it."""
     program = parse(text)
-    result = replay(program, target, outcome.num_devices)
+    result = replay(program, target, outcome.num_devices, outcome.passes)
     schedule = Schedule.parse(outcome.schedule) if outcome.schedule else None
     if schedule:
         result = name_turns(result, schedule)

@@ -2,7 +2,8 @@
 
 Differentiating y = x·W gives two products, dX = dY·Wᵀ, which the block below waits for, and dW = Xᵀ·dY, which nobody
 does. The pullback of a whole task is taken apart by what each of its operations is needed for: first everything that
-input gradients need, later the rest. No operation runs twice.
+input gradients need, later the rest. No operation runs twice. Gradients of vectors, as norms have them, come first,
+too: they are sums over what is at hand then, which would have to be kept in float32.
 """
 
 import copy
@@ -19,6 +20,7 @@ from moe_jax.train.residual_cut import cut_residuals
 
 Tree = Any
 Pullback = Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]
+_MATRIX_DIMS = 2
 
 
 def is_float(leaf: Any) -> bool:
@@ -111,11 +113,14 @@ class SplitPullback:
         consts = [new_of.get(id(value), value) for value in traced.consts]
         self._values = values_of(ClosedJaxpr(jaxpr, consts), cotangents)
         weight_shapes, input_shapes = shapes
-        num_weights = len(jax.tree.leaves(weight_shapes))
+        shapes_of_weights = jax.tree.leaves(weight_shapes)
+        num_weights = len(shapes_of_weights)
         self._structures = jax.tree.structure(weight_shapes), jax.tree.structure(input_shapes)
         self._weight_vars, self._input_vars = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
         self._cotangents = jaxpr.invars
-        self._first = needed_for(self._input_vars, jaxpr.eqns)
+        weights = zip(self._weight_vars, shapes_of_weights, strict=True)
+        vectors = [var for var, like in weights if like.ndim < _MATRIX_DIMS]
+        self._first = needed_for([*self._input_vars, *vectors], jaxpr.eqns)
         first = set(map(id, self._first))
         self._rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in first]
 

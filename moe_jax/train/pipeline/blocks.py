@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.train.pipeline.buffers import get, put
 from moe_jax.train.pipeline.plan import Plan
@@ -20,17 +21,42 @@ def weights_of(params: Tree, plan: Plan, structure: int, chunk: jax.Array) -> di
     return weights
 
 
-def added(grads: Tree, plan: Plan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
-    """Sums of gradients, with those of a model chunk's blocks."""
-    segments = {segment: dict(places) for segment, places in grads["segments"].items()}
+def no_sums(params: Tree, plan: Plan) -> Tree:
+    """Sums of gradients, like the parameters, of nothing. Each row of blocks has arrays of its own, [chunks, …]."""
+
+    def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
+        shape = (plan.table.chunks, *leaf.shape[1:])
+        return [jnp.zeros(shape, jnp.float32) for _ in range(count)]
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params | {"segments": {}})
+    counts = zip(params["segments"].items(), plan.stages.rows, strict=True)
+    apart = {number: jax.tree.map(lambda leaf, n=count: rows(leaf, n), tree) for (number, tree), count in counts}
+    return zeros | {"segments": apart}
+
+
+def added(sums: Tree, plan: Plan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
+    """With gradients of a model chunk's blocks."""
+    segments = {segment: dict(places) for segment, places in sums["segments"].items()}
+    place = 0 if plan.table.chunks == 1 else chunk
+
     for block, held in enumerate(plan.structures[structure]):
-        row = _row(plan, structure, block, chunk)
-        segments[held.segment][held.place] = jax.tree.map(
-            lambda total, grad, row=row: put(total, get(total, row) + grad, row),
-            segments[held.segment][held.place],
-            new[block],
-        )
-    return grads | {"segments": segments}
+
+        def with_row(grad: jax.Array, rows: list[jax.Array], row: int = held.row) -> list[jax.Array]:
+            total = put(rows[row], get(rows[row], place) + grad, place)
+            return [*rows[:row], total, *rows[row + 1 :]]
+
+        totals = segments[held.segment][held.place]
+        segments[held.segment][held.place] = jax.tree.map(with_row, new[block], totals)
+    return sums | {"segments": segments}
+
+
+def like_parameters(sums: Tree) -> Tree:
+    """The sums, stacked."""
+
+    def stacked(rows: list[jax.Array]) -> jax.Array:
+        return jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])  # chunk by chunk
+
+    return sums | {"segments": jax.tree.map(stacked, sums["segments"], is_leaf=lambda tree: isinstance(tree, list))}
 
 
 def _row(plan: Plan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,15 @@ class Buffers:
         self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """The arrays with the values of one structure in a slot."""
-        arrays = list(arrays)
-        for place, value in zip(self._places[structure], values, strict=True):
-            arrays[place] = put(arrays[place], value, slot)
+        return self.write_over(arrays, structure, slot, dict(enumerate(values)))
+
+    def write_over(
+        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, values: Mapping[int, jax.Array]
+    ) -> list[jax.Array]:
+        """Of the values in a slot these, by their number."""
+        arrays, places = list(arrays), self._places[structure]
+        for number, value in values.items():
+            arrays[places[number]] = put(arrays[places[number]], value, slot)
         return arrays
 
     def read(self, arrays: list[jax.Array], structure: int, slot: jax.Array | int) -> list[jax.Array]:

@@ -50,11 +50,19 @@ class Backward(NamedTuple):
     grads: list[Tree]  # of each block's parameters
 
 
+class InputGradient(NamedTuple):
+    """What comes out of a backward pass without weight gradients."""
+
+    dx_bND: jax.Array
+    instead: dict[int, jax.Array]  # by the place of what was kept
+    held: list[jax.Array]
+
+
 class Chunk:
     """A chunk whose passes have these orders. Made inside `shard_map`; `weights` are shapes.
 
-    `saved_shapes` are those of the arrays that the forward pass keeps; `held_shapes`, if weight gradients are apart, of
-    those that activation gradients leave to them beside.
+    `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
+    gradients leave them arrays in the place of others that nobody reads any more, and beside these `held_shapes`.
     """
 
     def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, weights: Weights):
@@ -68,9 +76,11 @@ class Chunk:
         if orders.weight:
             self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), weights)
             # what is kept of the forward pass anyway, behind the gradient in the turn's carry
-            self._place = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
-            stacked = zip(self._turn_back.stacked_shapes, self._place, strict=True)
-            self.held_shapes = [shape for shape, place in stacked if place is None]
+            kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
+            stacked = self._turn_back.stacked_shapes
+            self._instead = _places_instead(stacked, kept, self.saved_shapes)
+            self._place = [self._instead.get(i, place) for i, place in enumerate(kept)]
+            self.held_shapes = [shape for shape, place in zip(stacked, self._place, strict=True) if place is None]
 
     def forward(self, x_bND: jax.Array, weights: Weights) -> Forward:
         """The forward pass."""
@@ -109,12 +119,14 @@ class Chunk:
             Backward(self._joined(behind.dx), self._gradients(behind)),
         )
 
-    def input_gradient(
-        self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The gradient of the chunk's input, and what `weight_gradients` needs beside what was kept."""
+    def input_gradient(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> InputGradient:
+        """The gradient of the chunk's input, and what `weight_gradients` needs beside what is left as it was."""
         dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), weights)
-        return dx_bND, [value for value, place in zip(stacked, self._place, strict=True) if place is None]
+        return InputGradient(
+            dx_bND,
+            instead={place: stacked[i] for i, place in self._instead.items()},
+            held=[value for value, place in zip(stacked, self._place, strict=True) if place is None],
+        )
 
     def weight_gradients(self, weights: Weights, kept: Sequence[jax.Array], held: Sequence[jax.Array]) -> list[Tree]:
         """Gradients of each block's parameters."""
@@ -182,3 +194,17 @@ class Chunk:
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), chunks=())
         return Sums((nothing,) * (self._num_blocks + 2), tasks, None)
+
+
+def _places_instead(
+    values: Sequence[jax.ShapeDtypeStruct], places: Sequence[int | None], kept: Sequence[jax.ShapeDtypeStruct]
+) -> dict[int, int]:
+    """Of values without a place among what is kept, that of one like it that has no other use."""
+    free: dict[tuple[Any, Any], list[int]] = {}
+    for unused in set(range(len(kept))).difference(places):
+        free.setdefault((kept[unused].shape, kept[unused].dtype), []).append(unused)
+    found: dict[int, int] = {}
+    for i, (value, place) in enumerate(zip(values, places, strict=True)):
+        if place is None and (alike := free.get((value.shape, value.dtype))):
+            found[i] = alike.pop()
+    return found

@@ -10,6 +10,7 @@ from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sync_gradients
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.train.objective import Parts
+from moe_jax.train.pipeline.blocks import like_parameters
 from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.pipeline.rows import Row
 from moe_jax.train.pipeline.stage import Stage, State
@@ -26,7 +27,7 @@ def pipelined_gradients(
     """
     own = Stage(params, token_BN1, config, how, global_tokens, plan)
     state = _walk(own.tick, own.first_state(), plan.rows)
-    return sync_gradients(state.grads, specs), sum_over_stages(state.parts)
+    return sync_gradients(like_parameters(state.grads), specs), sum_over_stages(state.parts)
 
 
 def pipelined_loss(

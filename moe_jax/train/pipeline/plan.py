@@ -17,7 +17,7 @@ from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.stages import Held, Stages
 from moe_jax.train.emit import measured_times
-from moe_jax.train.pipeline.rows import Row, rows_of
+from moe_jax.train.pipeline.rows import PASS_SCOPE, Row, rows_of, turns_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,12 @@ class Plan:
     def rows(self) -> Row:
         """The table as arrays [ticks, stages]."""
         return rows_of(self.table, self.slots, self.structure_of)
+
+    @property
+    def turns(self) -> dict[str, NDArray[np.int32]]:
+        """[ticks, stages] of each pass, by its scope: 1 where it runs."""
+        turns = turns_of(self.rows, len(self.structures), self.has_pairs, self.table.split_weight_grad)
+        return {PASS_SCOPE + name: runs for name, runs in turns.items()}
 
     @functools.cached_property
     def structures(self) -> tuple[tuple[Held, ...], ...]:

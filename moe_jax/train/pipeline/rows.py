@@ -9,6 +9,8 @@ from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_fr
 from moe_jax.schedule.pipelines.memory import Slots
 from moe_jax.schedule.pipelines.table import DIRECTIONS, Table, Task, Work
 
+PASS_SCOPE = "pass_"  # around a pass in the program, in front of its name
+
 
 class Pass(NamedTuple):
     """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts."""
@@ -79,6 +81,29 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int])
         gradient_to,
         np.stack([np.roll(gradients, 1, axis=1), gradients], axis=-1),
     )
+
+
+def turns_of(row: Row, structures: int, paired: bool, split: bool) -> dict[str, Any]:
+    """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages of a step that trains.
+
+    Passes over blocks are named with the structure of these. `paired`: ticks have a forward beside a backward pass;
+    `split`: weight gradients are a pass of their own.
+    """
+    ahead, behind = row.forward, row.backward
+    both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if paired else 0 * ahead.runs
+    of_blocks = {
+        "forward": (ahead, ahead.runs - both),
+        "take": (behind, both),
+        "together": (behind, both),
+        "backward": (behind, behind.runs - both),
+        "weight": (row.weight, row.weight.runs),
+    }
+    left_out = {"take": not paired, "together": not paired, "weight": not split}
+    turns = {"embed": ahead.runs & ahead.at_end, "head": behind.runs & behind.at_loss}
+    for name, (work, runs) in of_blocks.items():
+        for number in () if left_out.get(name) else range(structures):
+            turns[f"{name}_{number}"] = runs & (work.structure == number)
+    return turns | {"embed_back": behind.runs & behind.at_end}
 
 
 def _is_lowest(stage: int, work: Work) -> bool:

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 
 from moe_jax.config import Config
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
 from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
-from moe_jax.train.pipeline.blocks import added, weights_of
+from moe_jax.train.pipeline.blocks import added, no_sums, weights_of
 from moe_jax.train.pipeline.buffers import Buffers, get, put
 from moe_jax.train.pipeline.chunk import Chunk, Forward
 from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_loss, through_head
 from moe_jax.train.pipeline.plan import Plan
-from moe_jax.train.pipeline.rows import Pass, Row
+from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row, turns_of
 
 Tree = Any
 
@@ -41,7 +42,7 @@ class State(NamedTuple):
     saved: list[jax.Array]  # buffers of what forward passes keep
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
     taken: list[jax.Array]  # of `saved`, for a pass that also writes there
-    grads: Tree  # float32, like the parameters of this device
+    grads: Tree  # sums of them, float32, see `no_sums`
     parts: Parts
 
 
@@ -83,7 +84,7 @@ class Stage:
             saved=self.saved.empty() if backward else [],
             weight=self.weight.empty() if backward else [],
             taken=self.taken.empty() if backward and self.plan.has_pairs else [],
-            grads=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params) if backward else {},
+            grads=no_sums(self.params, self.plan) if backward else {},
             parts=Parts(nothing, nothing, nothing, counts_ME, nothing),
         )
 
@@ -93,53 +94,61 @@ class Stage:
         Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass.
         In the background gradients leave as soon as they are there.
         """
-        ahead, behind, table = row.forward, row.backward, self.plan.table
-        both = jnp.int32(0)
-        if self.plan.has_pairs:
-            both = ahead.runs & behind.runs & (ahead.structure == behind.structure)
-        alone_ahead, alone_behind, pair = (
-            ahead._replace(runs=ahead.runs - both),
-            behind._replace(runs=behind.runs - both),
-            behind._replace(runs=both),
-        )
+        ahead, behind, split = row.forward, row.backward, self.plan.table.split_weight_grad
+        turns = turns_of(row, len(self.chunks), self.plan.has_pairs, split)
+        run = functools.partial(_run, turns)
         gradient = arriving(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
-        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
-        state = self._turn_of_structure(functools.partial(self._forward, keep=True), state, alone_ahead)
-        state = state._replace(gradients=put(state.gradients, gradient(state.x_bND), row.gradient_to))
-        state = turn_if(behind.runs & behind.at_loss, self._head, state, behind)
+        state = run("embed", self._embed, state, ahead)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, ahead)
+        dx_bND = gradient(state.x_bND)
+        self._wait(turns, ("head", "take"), dx_bND)
+        state = state._replace(gradients=put(state.gradients, dx_bND, row.gradient_to))
+        state = run("head", self._head, state, behind)
         if self.plan.has_pairs:
-            state = self._turn_of_structure(self._take, state, pair)
-            state = self._turn_of_structure(self._together, state, pair, ahead)
+            state = self._of_structures(run, "take", self._take, state, behind)
+            state = self._of_structures(run, "together", self._together, state, behind, ahead)
         activation = self._to_next(state, row)
-        backward = self._input_gradient if table.split_weight_grad else self._backward
-        state = self._turn_of_structure(backward, state, alone_behind)
-        state = turn_if(behind.runs & behind.at_end, self._embed_back, state, behind)
-        if table.split_weight_grad:
-            state = self._turn_of_structure(self._weight_gradients, state, row.weight)
-        beside = state.dx_bND
+        state = self._of_structures(run, "backward", self._input_gradient if split else self._backward, state, behind)
+        if not self._in_background:
+            x_bND = activation(state.dx_bND)
+            self._wait(turns, ("embed_back", "weight"), x_bND)
+            state = state._replace(activations=put(state.activations, x_bND, row.activation_to))
+        state = run("embed_back", self._embed_back, state, behind)
+        if split:
+            state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
         if self._in_background:
-            beside = post(state.dx_bND, "to_previous", row.gradient_part)
-            state = state._replace(posted=beside)
-        return state._replace(activations=put(state.activations, activation(beside), row.activation_to))
+            state = state._replace(posted=post(state.dx_bND, "to_previous", row.gradient_part))
+            x_bND = activation(state.posted)
+            state = state._replace(activations=put(state.activations, x_bND, row.activation_to))
+        return state
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
-        state = turn_if(ahead.runs & ahead.at_end, self._embed, state, ahead)
-        state = self._turn_of_structure(functools.partial(self._forward, keep=False), state, ahead)
+        run = functools.partial(_run, turns_of(row, len(self.chunks), paired=False, split=False))
+        state = run("embed", self._embed, state, ahead)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=False), state, ahead)
         activation = self._to_next(state, row)
         state = state._replace(activations=put(state.activations, activation(state.x_bND), row.activation_to))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
+
+    def _wait(self, turns: dict[str, jax.Array], passes: tuple[str, ...], x_bND: jax.Array) -> None:
+        """Let passes start when x has arrived: XLA:TPU lets transfers travel beside the shortest pass it finds."""
+        if self.how.platform == "tpu":
+            for name in turns:
+                if name.startswith(passes):
+                    turns[name] = after(turns[name], x_bND, "cpu")
 
     def _to_next(self, state: State, row: Row) -> Arriving:
         if self._in_background:
             return arriving(post(state.x_bND, "to_next", row.activation_part), self._x_bND)
         return to_next(state.x_bND)
 
-    def _turn_of_structure(self, body: Callable[..., State], state: State, *works: Pass) -> State:
+    def _of_structures(
+        self, run: Callable[..., State], name: str, body: Callable[..., State], state: State, *works: Pass
+    ) -> State:
         for number in range(len(self.chunks)):
-            runs = works[0].runs & (works[0].structure == number)
-            state = turn_if(runs, functools.partial(body, number), state, *works)
+            state = run(f"{name}_{number}", functools.partial(body, number), state, *works)
         return state
 
     # passes
@@ -190,8 +199,14 @@ class Stage:
 
     def _input_gradient(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
-        dx_bND, held = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
-        return state._replace(dx_bND=dx_bND, weight=self.weight.write(state.weight, number, work.weight, held))
+        done = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
+        # read before they are written to, or they would be copied
+        instead, _ = jax.lax.optimization_barrier((done.instead, kept))
+        return state._replace(
+            dx_bND=done.dx_bND,
+            saved=self.saved.write_over(state.saved, number, work.saved, instead),
+            weight=self.weight.write(state.weight, number, work.weight, done.held),
+        )
 
     def _weight_gradients(self, number: int, state: State, work: Pass) -> State:
         held = self.weight.read(state.weight, number, work.weight)
@@ -228,7 +243,8 @@ class Stage:
         return self.saved.read(state.saved, number, work.saved)
 
     def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Tree]) -> State:
-        return state._replace(grads=added(state.grads, self.plan, number, work.chunk, grads))
+        with jax.named_scope("add_gradients"):
+            return state._replace(grads=added(state.grads, self.plan, number, work.chunk, grads))
 
     def _with_forward(self, state: State, work: Pass, number: int, done: Forward, keep: bool = True) -> State:
         if done.parts is not None:
@@ -237,11 +253,17 @@ class Stage:
             parts = jax.tree.map(jnp.add, state.parts, done.parts._replace(count_ME=counts_ME))
             state = state._replace(parts=parts)
         if keep:
-            state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.kept))
+            with jax.named_scope("keep_forward"):
+                state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.kept))
         return state._replace(x_bND=done.x_bND)
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
+
+
+def _run(turns: dict[str, jax.Array], name: str, body: Callable[..., State], state: State, *works: Pass) -> State:
+    with jax.named_scope(PASS_SCOPE + name):
+        return turn_if(turns[name], body, state, *works)
 
 
 def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: Pass) -> State:
