@@ -16,6 +16,8 @@ class Compiler(NamedTuple):
     gaps: float  # temporaries over what is in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled one
     reserved_bytes: int  # counted with temporaries
+    slots_at_work: int  # of what forward passes of a pipeline keep, beside their buffers
+    slots_at_work_of_pairs: int  # the same where ticks have two passes beside each other
 
 
 _GPU = Compiler(
@@ -29,6 +31,8 @@ _GPU = Compiler(
     gaps=1.0,
     scheduled_gaps=1.0,
     reserved_bytes=0,
+    slots_at_work=1,
+    slots_at_work_of_pairs=1,
 )
 _TPU = Compiler(
     pair_bytes=9,
@@ -41,5 +45,7 @@ _TPU = Compiler(
     gaps=1.14,
     scheduled_gaps=1.3,
     reserved_bytes=2**27,  # its vector memory
+    slots_at_work=0,
+    slots_at_work_of_pairs=3,
 )
 COMPILERS = {"gpu": _GPU, "tpu": _TPU, "cpu": _GPU._replace(turned_heads=False)}

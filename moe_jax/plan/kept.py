@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, Model
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
@@ -165,21 +165,30 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     return total
 
 
-def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
-    """What activation gradients of a block leave to weight gradients that come later, beside what is kept.
+class _Held(NamedTuple):
+    """What weight gradients of a block wait for, beside what is kept and what takes the place of it."""
 
-    Gradients of what matrix products return; of what norms return in float32; inputs of products that were not kept.
-    """
-    moe, item, own, rows = model.moe, sizes.item, sizes.own_tokens, sizes.rows
-    query = sizes.tokens * sizes.heads * model.qk_width
-    key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2
+    float32: int  # of the width of the residual stream: norms' results
+    queries: int
+    hidden: int  # of the widths of MLPs and experts
+    rows: int  # that MLPs and experts return
+    pairs: int
+
+
+_HELD: dict[Mode, _Held] = {
+    "all": _Held(float32=0, queries=1, hidden=0, rows=0, pairs=0),
+    "least": _Held(float32=2, queries=1, hidden=2, rows=1, pairs=0),
+    "dots": _Held(float32=2, queries=1, hidden=4, rows=2, pairs=1),
+    "full": _Held(float32=1, queries=4, hidden=4, rows=2, pairs=0),
+}
+
+
+def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
+    """What activation gradients of a block leave to weight gradients that come later, as read off traced steps."""
+    moe, counts, computed = model.moe, _HELD[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
-    computed = rows.computed if kind == "moe" else 0
     hidden = (sizes.tokens * sum(mlps) + computed * moe.hidden_dim) / sizes.tensor
-    matrices = 2 if model.activation == "swiglu" else 1
-    outputs = model.d_model * (own * (1 + len(mlps)) + computed)  # attention's, too
-    total = item * (query + 2 * key + outputs + matrices * hidden) + 2 * 4 * own * model.d_model
-    total += 4 * own * moe.num_experts if kind == "moe" else 0
-    if mode in ("dots", "full"):  # made again
-        total += item * (query + model.d_model * (2 * own + computed) + hidden)
-    return total
+    rows = model.d_model * (sizes.own_tokens * len(mlps) + computed)
+    numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
+    numbers += 0 if sizes.ring else counts.pairs * sizes.pairs
+    return 4 * counts.float32 * sizes.own_tokens * model.d_model + sizes.item * numbers

@@ -2,7 +2,7 @@
 
 While it runs there are buffers of what forward passes keep, as many slots as the table needs, each with room for any
 model chunk; sums of all gradients; and what one pass works on: what it keeps before that lies in its slot, a block at
-work, and gradients of a block before they are added. Held against what XLA allocated on GPUs (docs/plan.md).
+work, and gradients of a block before they are added. Held against what XLA allocated on H100 and v5p (docs/plan.md).
 """
 
 import dataclasses
@@ -46,8 +46,11 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     blocks = max(map(len, stages.groups))
     new = 4 * sum(held_by(held.blocks, config, mesh).values()) / (stages.chunks * blocks)
     new *= 1 if stages.chunks == 1 else 2  # and the sums of that chunk, which are looked up
-    working = max(slot, new) if split else slot + new
-    working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
+    at_work = compiler.slots_at_work_of_pairs if outline.has_pairs else compiler.slots_at_work
+    # with weight gradients apart, XLA:GPU fills slots at once, too
+    working = new + (0 if split else at_work * slot)
+    # sums of gradients and buffers are there all the time, and so without gaps
+    working += working_bytes(config, sizes, compiler._replace(scheduled_gradients=False), mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
@@ -64,7 +67,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         optimizer=int(8 * with_moments(held, config, mesh)),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
-        lost=int((compiler.scheduled_gaps - 1) * sum(found.values())) + compiler.reserved_bytes,
+        lost=compiler.reserved_bytes,
     )
 
 

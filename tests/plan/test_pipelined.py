@@ -127,17 +127,18 @@ def test_the_state_of_a_stage_is_exact(layers: int) -> None:
     assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
 
 
-def test_what_a_compiler_allocated_is_predicted() -> None:
-    """Temporaries of each schedule on 8 H100 within 8 %, and buffers that outlive a tick within 1 %."""
-    found = json.loads((ROOT / "profiling/results/pipeline_hlo_h100_1x1x8.json").read_text())["schedules"]
+@pytest.mark.parametrize(("target", "platform", "high"), [("h100_1x1x8", "gpu", 0.08), ("v5p_2x2x2", "tpu", 0.13)])
+def test_what_a_compiler_allocated_is_predicted(target: str, platform: str, high: float) -> None:
+    """Temporaries of each schedule on 8 devices at most 8 % too low, and buffers that outlive a tick within 1 %."""
+    found = json.loads((ROOT / f"profiling/results/pipeline_hlo_{target}.json").read_text())["schedules"]
     assert len(found) == 5
     for case in found.values():
         config = load_config(str(ROOT / "configs/bench/fine_grained.yaml"), case["settings"].split())
-        memory = step_memory(config, "gpu")
+        memory = step_memory(config, platform)
         assert memory.activations == pytest.approx(case["in_flight_bytes"], rel=0.01)
         assert memory.gradients == pytest.approx(case["gradient_bytes"], rel=0.001)
         temporaries = memory.total - memory.state - memory.batch
-        assert temporaries == pytest.approx(case["temporary_bytes"], rel=0.08)
+        assert -0.08 <= temporaries / case["temporary_bytes"] - 1 <= high
 
 
 def large(**mesh: int) -> Draft:

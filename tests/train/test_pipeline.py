@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "even": {"every": 1, "model": {"num_layers": 4}},
     # the lowest block is like no other: stages of two blocks and of one
     "dense below": {"every": 1, "first_dense_blocks": 1, "model": {"num_layers": 3}},
+    "deep": {"every": 1, "model": {"num_layers": 8}},
     # four chunks of one and two blocks
     "tied": {"every": 1, "model": {"num_layers": 5, "tie_embeddings": True}},
 }
@@ -60,6 +61,8 @@ CASES = [
     ("coscheduled", (1, 2, 2), "dense below", "vanilla", 2),
     ("interleaved", (2, 1, 4), "tied", "vanilla", 4),
     ("coscheduled-chunks", (2, 1, 4), "tied", "greedy", 4),
+    ("1f1b", (8, 1, 1), "deep", "vanilla", 8),
+    ("coscheduled", (2, 1, 1), "tied", "vanilla", 2),
 ]
 
 
