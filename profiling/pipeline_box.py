@@ -46,6 +46,7 @@ _COMMON = [
     "train.batch_size=64",
 ]
 _TFLOPS = 0.03
+_TRACES = 3  # steps of each variant
 _SLOTS = ("F", "B", "FB")  # what a stage runs in a tick
 
 
@@ -71,9 +72,12 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     part = common.train.batch_size // (EXPERT_RANKS * common.train.grad_accumulation)
     send_s = 32 * part * common.data.seq_len * common.model.d_model / box.parse_rate(arguments.rate)  # float32
     for name, config in configs.items():
-        operations = traced(steps[name], programs[name])
-        timelines[name] = [each for each in operations if not each.name.startswith("while")]
-        bubbles[name] = bubble_of(timelines[name], make_plan(config, stand.mesh).table, send_s)
+        table, found = make_plan(config, stand.mesh).table, []
+        for _ in range(_TRACES):
+            operations = traced(steps[name], programs[name])
+            timelines[name] = [each for each in operations if not each.name.startswith("while")]
+            found.append(bubble_of(timelines[name], table, send_s))
+        bubbles[name] = {key: float(np.median([each[key] for each in found])) for key in found[0]}
     box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles})
 
 
