@@ -8,11 +8,18 @@ from jaxtyping import Array, Shaped
 def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
     """`x`, bit for bit, but nothing that uses it can start before `dependency` exists. Neither may be empty.
 
-    XLA:CPU drops optimisation barriers before it orders operations. There, 0 computed from an element of `dependency`
-    is subtracted from one of `x`; which kind of zero it is, and that x can be infinite or NaN, changes nothing.
+    XLA:CPU drops optimisation barriers before it orders operations.
     """
     if platform != "cpu":
         return jax.lax.optimization_barrier((x, dependency))[0]
+    return computed_after(x, dependency)
+
+
+def computed_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The same where compilers drop barriers: 0 computed from an element of `dependency` is subtracted from one of `x`.
+
+    Which kind of zero it is, and that x can be infinite or NaN, changes nothing.
+    """
     zero = _zero(dependency).reshape((1,) * x.ndim)
     # one element in place; subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
     changed = _first(x) - zero.astype(x.dtype)

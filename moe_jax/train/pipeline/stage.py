@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from moe_jax.config import Config
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import computed_after
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
 from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
 from moe_jax.train.facts import Facts
@@ -101,7 +101,7 @@ class Stage:
         state = run("embed", self._embed, state, ahead)
         state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, ahead)
         dx_bND = gradient(state.x_bND)
-        self._wait(turns, ("head", "take"), dx_bND)
+        turns.update(self._once_arrived(turns, ("head", "take"), dx_bND))
         state = state._replace(gradients=put(state.gradients, dx_bND, row.gradient_to))
         state = run("head", self._head, state, behind)
         if self.plan.has_pairs:
@@ -111,7 +111,7 @@ class Stage:
         state = self._of_structures(run, "backward", self._input_gradient if split else self._backward, state, behind)
         if not self._in_background:
             x_bND = activation(state.dx_bND)
-            self._wait(turns, ("embed_back", "weight"), x_bND)
+            turns.update(self._once_arrived(turns, ("embed_back", "weight"), x_bND))
             state = state._replace(activations=put(state.activations, x_bND, row.activation_to))
         state = run("embed_back", self._embed_back, state, behind)
         if split:
@@ -132,12 +132,12 @@ class Stage:
         state = state._replace(activations=put(state.activations, activation(state.x_bND), row.activation_to))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
 
-    def _wait(self, turns: dict[str, jax.Array], passes: tuple[str, ...], x_bND: jax.Array) -> None:
-        """Let passes start when x has arrived: XLA:TPU lets transfers travel beside the shortest pass it finds."""
-        if self.how.platform == "tpu":
-            for name in turns:
-                if name.startswith(passes):
-                    turns[name] = after(turns[name], x_bND, "cpu")
+    def _once_arrived(
+        self, turns: dict[str, jax.Array], passes: tuple[str, ...], x_bND: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Turns of these passes, known when x is there: XLA:TPU lets x travel beside the shortest pass it finds."""
+        names = [name for name in turns if name.startswith(passes)] if self.how.platform == "tpu" else []
+        return {name: computed_after(turns[name], x_bND) for name in names}
 
     def _to_next(self, state: State, row: Row) -> Arriving:
         if self._in_background:
