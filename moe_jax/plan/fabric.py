@@ -3,6 +3,7 @@
 A group has `ranks` members, every `stride`-th device of a row of neighbours, or of several rows apart from each other.
 """
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
@@ -38,6 +39,11 @@ _OF_STAGE = ("context", "expert", "tensor")  # axes inside a pipeline stage, as 
 
 def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> Group:
     """Devices that differ in data and in these axes of their pipeline stage; stages lie between the ranks of data."""
+    return _group_over(tuple(axes), **mesh)
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_over(axes: tuple[str, ...], **mesh: int) -> Group:
     inner = [axis for axis in _OF_STAGE if axis in axes]
     ranks = math.prod(mesh[axis] for axis in inner)
     stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 if inner else 0 :])

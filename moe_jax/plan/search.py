@@ -87,6 +87,8 @@ class Search:
             return
         seen = set()
         for saving in itertools.product((False, True), _REMATS):
+            if not self._fits_somehow(base, *saving):
+                continue
             firsts: dict[bool, Config] = {}  # a scheduled step keeps more, and so may need a batch in more parts
             for each in self._saving(base, *saving):
                 plain = each.schedule.policy == "vanilla"
@@ -108,6 +110,8 @@ class Search:
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
         """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
         for remat, sharded in itertools.product(_REMATS, (False, True)):
+            if not self._fits_somehow(base, sharded, remat):
+                continue
             fitting = (each for each in self._saving(base, sharded, remat) if self.fits(self.memory(each)))
             firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
             if firsts:
@@ -189,12 +193,18 @@ class Search:
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
 
     def least(self, base: Config) -> StepMemory:
-        """With all ways to save memory; more parts are smaller, but their gradients add up in a copy."""
+        """With all ways to save memory."""
+        return min(map(self.memory, self._least(base, True, "full")), key=lambda memory: memory.total)
+
+    def _fits_somehow(self, base: Config, sharded: bool, remat: str) -> bool:
+        return any(self.fits(self.memory(each)) for each in self._least(base, sharded, remat))
+
+    def _least(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
+        """What takes least: more parts are smaller, but their gradients add up in a copy."""
         parts = accumulations(base)
-        by_parts = (list(self._in_parts(base, True, "full", count)) for count in reversed(parts))
-        smallest = next(filter(None, by_parts))
-        tried = itertools.chain(smallest, self._in_parts(base, True, "full", parts[0]))
-        return min(map(self.memory, tried), key=lambda memory: memory.total)
+        by_parts = (list(self._in_parts(base, sharded, remat, count)) for count in reversed(parts))
+        yield from next(filter(None, by_parts), ())
+        yield from self._in_parts(base, sharded, remat, parts[0])
 
 
 def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:

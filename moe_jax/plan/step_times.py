@@ -115,11 +115,14 @@ class Step:
             compute={**self.compute(), **self.measured.compute},
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
             reduce=Linear(0.0, 1.0),
-            reduction_bytes=tuple(tuple(map(self._sum_seconds, owner)) for owner in self.sums),
+            reduction_bytes=self._sums_s,
         )
 
-    def _sum_seconds(self, of: Sum) -> float:
-        return self.fabric.ring(of.sent_bytes, of.group, "all_reduce")
+    @cached_property
+    def _sums_s(self) -> tuple[tuple[float, ...], ...]:
+        different = {each for owner in self.sums for each in owner}
+        seconds = {each: self.fabric.ring(each.sent_bytes, each.group, "all_reduce") for each in different}
+        return tuple(tuple(seconds[each] for each in owner) for owner in self.sums)
 
     @property
     def _pairs(self) -> float:
