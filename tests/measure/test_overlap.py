@@ -144,3 +144,22 @@ def test_on_tpu_the_exchanges_of_the_saved_program_have_compute_beside_them() ->
         ("all-to-all", True, 0),
         ("all-reduce", False, 0),
     ]
+
+
+def test_a_pipeline_runs_the_passes_of_its_busiest_stage_and_waits_for_the_others() -> None:
+    """Two stages: (10 | 0), (10 | 10 + 20), (20 | 10 + 20)."""
+
+    def loop(name: str, body: str, scope: str) -> str:
+        return f'%{name} = f32[2] while(%p), condition=%until, body=%{body}, metadata={{op_name="jit(step)/{scope}"}}'
+
+    def computation(name: str, *lines: str) -> str:
+        return "\n".join([f"%{name} () -> f32[2] {{", *(f"  {line}" for line in lines), "}\n"])
+
+    others = (
+        BODY + computation("until") + computation("forward", work("f", 10)) + computation("backward", work("b", 20))
+    )
+    passes = {"pass_forward_0": [[1, 0], [1, 1], [0, 1]], "pass_backward_0": [[0, 0], [0, 1], [1, 1]]}
+    ticks = [loop(f"{name}.loop", name, f"while/body/pass_{name}_0/while") for name in ("forward", "backward")]
+    steps = program(loop("ticks", "tick", "while"), others + computation("tick", *ticks))
+    result = replay(steps, TOY, 2, passes)
+    assert us(result.step_s, result.compute_s, result.idle_s) == [70, 60, 10]

@@ -18,6 +18,7 @@ from moe_jax.plan.estimate import estimate
 from moe_jax.plan.fabric import Group, group_over
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.pass_orders import orders_of
 from moe_jax.plan.pass_times import PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.plan_text import facts, table
@@ -99,6 +100,15 @@ def test_the_head_and_sends_make_stages_wait() -> None:
     assert late.send_s > 100 * fast.send_s > 0
     num_ticks = len(make_table("1f1b", 8, 8).ticks)
     assert late.seconds()["step"] - fast.seconds()["step"] >= num_ticks * late.send_s
+
+
+def test_exchanges_of_a_coscheduled_tick_take_turns() -> None:
+    """So that each has compute of the other pass beside it: nothing that is not in every chunk comes into it."""
+    config = config_of("coscheduled", layers=8)
+    kinds = ["moe", "moe"]
+    orders = orders_of(kinds, config, config.mesh.sizes, "gpu", split=False, pairs=True, measured={})
+    exchanges = [side for side, action in orders.together if action.op in ("dispatch", "combine")]
+    assert exchanges == ["B", "F"] * (2 * len(kinds))
 
 
 def test_groups_of_a_stage_leave_out_the_other_stages() -> None:

@@ -22,6 +22,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.objective import Parts
+from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.sample import sample_tokens
 from moe_jax.train.step import gradients_of, make_trainer, plan_of
 from tests.small import first_params, small_config, tokens_of
@@ -201,3 +202,19 @@ def test_checkpoints_of_other_rows_are_refused(tmp_path):
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"mesh\.pipeline=4 needs as many .* has 2 .*use mesh\.pipeline=2 or less"):
         Stages.of(small_config(1, 1, pipeline=4, every=1))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pass_of_the_table_runs_once(name):
+    """Each forward and backward pass of a microbatch through a chunk, alone or beside another; the ends once each."""
+    config = config_of((2, 1, 2), "tied", 4, PIPELINES[name])
+    plan = make_plan(config, mesh_of(config))
+    turns, chunks = plan.turns, plan.table.chunks
+    count = {scope.rsplit("_", 1)[0]: 0 for scope in turns}
+    for scope, runs in turns.items():
+        count[scope.rsplit("_", 1)[0]] += int(runs.sum())
+    pairs = count.get("pass_together", 0)
+    assert count["pass_forward"] + pairs == count["pass_backward"] + pairs == 4 * 2 * chunks
+    assert [int(turns[f"pass_{end}"].sum()) for end in ("embed", "head", "embed_back")] == [4, 4, 4]
+    assert (pairs > 0) == plan.has_pairs
+    assert count.get("pass_weight", 0) == (4 * 2 if plan.table.split_weight_grad else 0)
