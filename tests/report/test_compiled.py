@@ -15,9 +15,10 @@ from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import Target, check_compiler, find_target
+from moe_jax.measure.tasks import action_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.report.compiled import Outcome, analyse, file_name, variants_of
+from moe_jax.report.compiled import Job, Outcome, analyse, compile_job, file_name, variants_of
 from moe_jax.report.compiled_text import assumptions, columns, compare, describe
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_schedule, make_shape
@@ -31,6 +32,11 @@ MEASURE = Path(__file__).parent.parent / "measure"
 SMALL = [
     *("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.vocab_size=32", "data.seq_len=8"),
     *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.hidden_dim=8", "train.batch_size=16"),
+]
+
+PLAIN = [
+    *("schedule.policy=vanilla", "schedule.microbatches=1", "schedule.weight_grad=inline"),
+    *("schedule.grad_reduce=end", "schedule.chunk_mb=null"),
 ]
 
 
@@ -167,6 +173,21 @@ def trace_a_step(config: Config, run: Path) -> None:
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moe_jax.report", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_pipelined_program_runs_its_passes_as_often_as_the_table_says() -> None:
+    """Each of four microbatches sends and combines once on a stage, whatever the number of ticks."""
+    stages = ["mesh.pipeline=2", "mesh.expert=4", "model.num_layers=2", "train.grad_accumulation=4"]
+    target = find_target("cpu:8")
+    job = Job(
+        target=target.name, config="configs/bench/fine_grained.yaml", overrides=[*SMALL, *stages, *PLAIN], options={}
+    )
+    found = analyse("step", *compile_job(target, job), target)
+    names = [action for task in found.replay.collectives if (action := action_of(task.op_name))]
+    for exchange in ("F.dispatch.0.0", "F.combine.0.0", "B.combine.0.0", "B.dispatch.0.0"):
+        assert names.count(Action.parse(exchange)) == 4
+    assert found.replay.idle_s > 0
+    assert "idle behind other stages" in describe(found)
 
 
 def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
