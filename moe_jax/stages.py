@@ -66,6 +66,7 @@ class Stages:
     model: Model
     stages: int
     chunks: int  # model chunks of a stage
+    head_blocks: int = 0  # periods that the head counts as
 
     @staticmethod
     def of(config: Config) -> "Stages":
@@ -79,7 +80,7 @@ class Stages:
                 f"{config.model.num_layers} has {periods} (whole periods of kinds of blocks): "
                 f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
             )
-        return _stages(config.model, stages, chunks)
+        return _stages(config.model, stages, chunks, config.schedule.head_blocks)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[Held, ...], ...]:
@@ -87,10 +88,7 @@ class Stages:
         periods = [
             (number, segment) for number, segment in enumerate(segments(self.model)) for _ in range(segment.repeats)
         ]
-        count = self.stages * self.chunks
-        least, more = divmod(len(periods), count)
-        # the last one has the head to run, too, and the first one keeps most activations
-        sizes = [least + (count - 1 - more <= group < count - 1) for group in range(count)]
+        sizes = _sizes(len(periods), self.stages * self.chunks, self.head_blocks)
         ends = list(itertools.accumulate(sizes))
         return tuple(_held(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
@@ -129,8 +127,18 @@ class Stages:
 
 
 @functools.lru_cache(maxsize=64)
-def _stages(model: Model, stages: int, chunks: int) -> Stages:
-    return Stages(model, stages, chunks)
+def _stages(model: Model, stages: int, chunks: int, head_blocks: int) -> Stages:
+    return Stages(model, stages, chunks, head_blocks)
+
+
+def _sizes(periods: int, groups: int, head: int) -> list[int]:
+    """As equal as can be, if the last group's head counts as so many periods; none is empty."""
+    if groups == 1:
+        return [periods]
+    last = max((periods + head) // groups - head, 1)
+    least, more = divmod(periods - last, groups - 1)
+    # the first group keeps most activations
+    return [*(least + (group >= groups - 1 - more) for group in range(groups - 1)), last]
 
 
 def _held(periods: list[tuple[int, Segment]]) -> tuple[Held, ...]:

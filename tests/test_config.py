@@ -93,6 +93,10 @@ REFUSED = {
         "schedule.virtual_stages=2 cuts the blocks of pipeline stages, and mesh.pipeline=1: "
         "set mesh.pipeline, or schedule.virtual_stages=1"
     ),
+    "schedule.head_blocks=1": (
+        "schedule.head_blocks=1 takes blocks from the last pipeline stage, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.head_blocks=0"
+    ),
     "mesh.pipeline=2 schedule.virtual_stages=2": (
         "schedule.virtual_stages=2 is not for schedule.pipeline=1f1b, whose stages hold one group of blocks: "
         "use schedule.pipeline=interleaved or coscheduled, or schedule.virtual_stages=1"

@@ -24,6 +24,11 @@ def check_pipeline(config: "Config") -> None:
             f"schedule.virtual_stages={chunks} cuts the blocks of pipeline stages, and mesh.pipeline=1: "
             "set mesh.pipeline, or schedule.virtual_stages=1"
         )
+    if settings.head_blocks and stages == 1:
+        raise ConfigError(
+            f"schedule.head_blocks={settings.head_blocks} takes blocks from the last pipeline stage, and "
+            "mesh.pipeline=1: set mesh.pipeline, or schedule.head_blocks=0"
+        )
     if name not in ("1f1b", "coscheduled") and stages == 1:
         raise ConfigError(
             f"schedule.pipeline={name} orders what pipeline stages do, and mesh.pipeline=1: set mesh.pipeline, or "

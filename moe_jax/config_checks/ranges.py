@@ -46,6 +46,7 @@ _AT_LEAST: dict[str, float] = {
     "schedule.expert_chunks": 1,
     "schedule.unroll": 1,
     "schedule.virtual_stages": 1,
+    "schedule.head_blocks": 0,
     "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
     "data.seq_len": 2,
     "data.prefetch": 0,

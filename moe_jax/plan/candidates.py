@@ -191,6 +191,9 @@ def pipelines() -> Iterator[Settings]:
         yield {"pipeline": name, "virtual_stages": chunks}
 
 
+HEAD_BLOCKS = (0, 1, 2, 4)  # periods that the head counts as
+
+
 def accumulations(config: Config) -> list[int]:
     """Parts of the batch, down to one sequence of each device; at least as many as pipeline stages."""
     sequences = config.train.batch_size // (config.mesh.data * config.mesh.expert)

@@ -11,6 +11,7 @@ from moe_jax.draft import Draft
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
+    HEAD_BLOCKS,
     Way,
     accumulations,
     choices,
@@ -126,6 +127,7 @@ class Search:
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
         if best.config.mesh.pipeline > 1:
             best = self._best_of(best, ({"schedule": order} for order in pipelines()))
+            best = self._best_of(best, ({"schedule": {"head_blocks": count}} for count in HEAD_BLOCKS))
         if (saved := self._best_of(best, self._savings_near(best.config))) is not best:
             best = self._best_of(saved, ({"schedule": each} for each in schedules()))
         if best.config.schedule.grad_reduce == "chunked":

@@ -97,7 +97,9 @@ def check_same_run(config: Config, run: Path) -> None:
 
 
 def _stages_text(config: Config) -> str:
-    return f"mesh.pipeline={config.mesh.pipeline} with schedule.virtual_stages={config.schedule.virtual_stages}"
+    settings = config.schedule
+    head = f" and schedule.head_blocks={settings.head_blocks}" if settings.head_blocks else ""
+    return f"mesh.pipeline={config.mesh.pipeline} with schedule.virtual_stages={settings.virtual_stages}{head}"
 
 
 def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]:

@@ -125,6 +125,24 @@ def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
     assert_same(result, without_stages(*mesh[1:], "tied", 4))
 
 
+def test_a_last_stage_with_fewer_blocks_computes_the_same():
+    config = config_of((2, 1, 2), "even", 2, {"head_blocks": 1})
+    assert list(map(len, Stages.of(config).groups)) == [3, 1]
+    assert_same(result_of(config), without_stages(1, 2, "even", 2))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "head", "sizes"),
+    [
+        *((8, 4, 0, [2, 2, 2, 2]), (7, 4, 0, [2, 2, 2, 1]), (9, 4, 0, [2, 2, 3, 2])),
+        *((8, 4, 1, [2, 2, 3, 1]), (12, 4, 4, [3, 4, 4, 1]), (5, 4, 9, [1, 1, 2, 1])),
+    ],
+)
+def test_stages_are_as_long_as_each_other_with_the_head(blocks, stages, head, sizes):
+    model = small_config(1, 1, model={"num_layers": blocks}, every=1).model
+    assert list(map(len, Stages(model, stages, 1, head).groups)) == sizes
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["", "experts, too"])
 def test_context_ranks_of_each_stage_share_its_sequences(shared):
     stages, none = (
