@@ -150,7 +150,7 @@ def side_of_line(program: Program, line: Instruction) -> str:
     return next((side for side, scopes in _SIDES.items() if words & scopes), "")
 
 
-def study(target: Any, config: Config, overrides: list[str], mesh: Mesh) -> dict[str, Any]:
+def study(target: Target, config: Config, overrides: list[str], mesh: Mesh) -> dict[str, Any]:
     """One schedule."""
     job = Job(target=target.name, config=_CONFIG, overrides=overrides, options={})
     text, outcome = compile_job(target, job)

@@ -99,7 +99,7 @@ def candidates(name: str) -> Iterator[Any]:
 
 FIXED = {
     *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
-    *("schedule.pipeline", "mesh.experts_over_context"),
+    *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context"),
     "tune.over",
     *("model.latent.q_lora_rank", "model.attention.full_every"),
 }

@@ -18,6 +18,7 @@ from moe_jax.plan.placement import place
 from moe_jax.stages import Stages
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
+HEAD_BLOCKS = (0, 1, 2, 4)  # periods of blocks that the head counts as
 MOST_MICROBATCHES = 8
 _PIECE = 512  # tokens of a sequence that a context rank has at least two of: a tile of its attention
 _CUT = ("context", "tensor", "expert", "pipeline")
@@ -189,9 +190,6 @@ def pipelines() -> Iterator[Settings]:
     """Schedules of pipeline stages."""
     for name, chunks in PIPELINES:
         yield {"pipeline": name, "virtual_stages": chunks}
-
-
-HEAD_BLOCKS = (0, 1, 2, 4)  # periods that the head counts as
 
 
 def accumulations(config: Config) -> list[int]:

@@ -98,23 +98,23 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
         while not _last_ones_alike(steps) and count < min(periods, 2 * _PERIODS):
             count += 1
             steps.append(with_periods(count))
-    whole = steps[-1].seconds()
+    whole = steps[-1].seconds
     if periods > count:
         apart = 1 if _last_ones_alike(steps) else len(steps) - 1
-        slope = {name: (whole[name] - value) / apart for name, value in steps[-1 - apart].seconds().items()}
+        slope = {name: (whole[name] - value) / apart for name, value in steps[-1 - apart].seconds.items()}
         whole = {name: value + (periods - count) * slope[name] for name, value in whole.items()}
     return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
 
 
 def _last_ones_alike(steps: Sequence[Step]) -> bool:
     """Whether the last period took as long as the one before."""
-    before_s, last_s = (behind.seconds()["step"] - step.seconds()["step"] for step, behind in pairwise(steps[-3:]))
+    before_s, last_s = (behind.seconds["step"] - step.seconds["step"] for step, behind in pairwise(steps[-3:]))
     return abs(last_s - before_s) <= _ALIKE * last_s
 
 
 def _pipelined(config: Config, cluster: Cluster) -> Estimate:
     pipelined = PipelinedStep(config, cluster, _measured(config))
-    return _of(config, cluster, pipelined.step, pipelined.timeline, pipelined.seconds())
+    return _of(config, cluster, pipelined.step, pipelined.timeline, pipelined.seconds)
 
 
 def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole: dict[str, float]) -> Estimate:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from moe_jax.plan.gradients import held_by
 from moe_jax.plan.pass_orders import Orders, orders_of
-from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.plan.resources import owned_by_kind
 from moe_jax.plan.simulate import Task, Timeline
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
@@ -133,9 +133,7 @@ class PassTimes:
 
     def _added_s(self, kinds: Iterable[str]) -> float:
         """To add gradients of such blocks to those of the parts before."""
-        step = self._step
-        _, *blocks, _ = owned_parameters(step.config.model)
-        of_kind: dict[str, Owned] = dict(zip(step.config.model.block_kinds, blocks, strict=True))
+        step, of_kind = self._step, owned_by_kind(self._step.config.model)
         parameters = (held_by(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
         return step.adding_s(sum(parameters))
 

@@ -51,6 +51,7 @@ class PipelinedStep:
         neighbours = Group(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
         return self.step.fabric.send(num_bytes, neighbours)
 
+    @functools.cached_property
     def seconds(self) -> dict[str, float]:
         """Of the whole step and its parts, as `Step.seconds`, on the stage that has most to do."""
         ticks_s, alone_s = self._ticks_s(self.send_s), self._ticks_s(0.0)

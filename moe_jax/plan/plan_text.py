@@ -137,9 +137,8 @@ def _schedule(candidate: Candidate) -> str:
     words = [settings.policy + (f" {degrees}" if settings.policy != "vanilla" else "")]
     if candidate.config.is_pipelined:
         words.append(settings.pipeline + (f" × {settings.virtual_stages}" if settings.virtual_stages > 1 else ""))
-        words += (
-            [f"head as {settings.head_blocks} block" + "s" * (settings.head_blocks > 1)] if settings.head_blocks else []
-        )
+        head = settings.head_blocks
+        words += [f"head as {head} block{'s' if head > 1 else ''}"] if head else []
     words += [f"chunks {settings.chunk_mb:g} MB"] if settings.chunk_mb else []
     words += [f"remat {settings.remat}"] if settings.remat != "none" else []
     words += [f"batch in {parts}"] if parts > 1 else []

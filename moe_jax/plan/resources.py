@@ -74,12 +74,19 @@ class Owned(NamedTuple):
 
 def owned_parameters(model: Model) -> tuple[Owned, ...]:
     """Of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
+    d, table, of_kind = model.d_model, model.d_model * model.vocab_size, owned_by_kind(model)
+    head = Owned(d + (0 if model.tie_embeddings else table))
+    return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
+
+
+def owned_by_kind(model: Model) -> dict[str, Owned]:
+    """Of a block, `dense` or `moe`."""
     moe, d = model.moe, model.d_model
     attention, expert = _attention(model), _mlp(model, moe.hidden_dim, moe.bias)
     dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
-    experts, table = moe.num_experts, d * model.vocab_size
+    experts = moe.num_experts
     always, cut = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.cut
-    of_kind = {
+    return {
         "dense": Owned(always, cut + dense.total),
         "moe": Owned(
             always + d * experts + (experts if moe.bias else 0),
@@ -88,8 +95,6 @@ def owned_parameters(model: Model) -> tuple[Owned, ...]:
             experts * expert.whole_vectors,
         ),
     }
-    head = Owned(d + (0 if model.tie_embeddings else table))
-    return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
 
 
 def attention_matrices(model: Model) -> int:

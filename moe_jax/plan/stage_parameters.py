@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.plan.gradients import held_by
-from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 from moe_jax.stages import Stages, segments
 
 
@@ -29,8 +29,7 @@ def on_stage(config: Config) -> OnStage:
 @functools.lru_cache(maxsize=64)
 def _on_stage(stages: Stages) -> OnStage:
     model = stages.model
-    embedding, *blocks, head = owned_parameters(model)
-    of_kind: dict[str, Owned] = dict(zip(model.block_kinds, blocks, strict=True))
+    (embedding, *_, head), of_kind = owned_parameters(model), owned_by_kind(model)
     held = [
         (kind, rows * stages.chunks)
         for segment, rows in zip(segments(model), stages.rows, strict=True)

@@ -77,6 +77,7 @@ class Step:
         seconds = times.of(schedule.shape)
         return handled(schedule, seconds, two_streams, self.handling, bytes_of)
 
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Of the whole step and its parts; earlier parts of a batch that is cut have no sums."""
         line, accumulation = self.timeline, self.config.train.grad_accumulation

@@ -25,7 +25,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.report.compiled import CompileError, Job, Outcome
 from moe_jax.schedule.xla_flags import Value
-from moe_jax.train.pipeline.plan import make_plan
+from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.step import Trainer, make_trainer
 
 # jax and where the compiler is
@@ -66,8 +66,14 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         peak_bytes=memory.peak_memory_in_bytes,
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),
-        passes={name: runs.tolist() for name, runs in make_plan(config, mesh).turns.items()} if trainer.table else None,
+        passes=_passes(trainer),
     )
+
+
+def _passes(trainer: Trainer) -> dict[str, list[list[int]]] | None:
+    if not isinstance(trainer.plan, Plan):
+        return None
+    return {name: runs.tolist() for name, runs in trainer.plan.turns.items()}
 
 
 def _versions(target: Target) -> dict[str, str]:
@@ -80,7 +86,7 @@ def _compile(trainer: Trainer, batch: Any, target: Target, options: dict[str, Va
     lowered = trainer.step.trace(trainer.state_shapes, batch).lower(lowering_platforms=(platform,))
     try:
         compiled = lowered.compile(compiler_options=options)
-        if target.platform != "gpu" or (trainer.schedule is None and trainer.table is None):
+        if target.platform != "gpu" or trainer.plan is None:
             return compiled
         # again, by the times of what came out
         profile = estimated_profile(parse(compiled.as_text()), target, trainer.mesh.size)

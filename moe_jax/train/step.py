@@ -45,12 +45,21 @@ class Trainer:
     """The programs of a run, all over the same mesh and state layout."""
 
     mesh: Mesh
-    schedule: schedule.Schedule | None  # None: autodiff's and the compiler's order, or a pipeline
-    table: Table | None  # of a pipeline
+    plan: Plan | pipeline.Plan | None  # None: autodiff's and the compiler's order
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
     step: Wrapped  # State (donated), batch → State, metrics
     evaluate: Wrapped  # parameters, batch → mean nats per token
+
+    @property
+    def schedule(self) -> schedule.Schedule | None:
+        """Of a step without pipeline stages."""
+        return self.plan.schedule if isinstance(self.plan, Plan) else None
+
+    @property
+    def table(self) -> Table | None:
+        """Of a pipeline."""
+        return self.plan.table if isinstance(self.plan, pipeline.Plan) else None
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
@@ -107,8 +116,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     return Trainer(
         mesh=mesh,
-        schedule=plan.schedule if isinstance(plan, Plan) else None,
-        table=plan.table if isinstance(plan, pipeline.Plan) else None,
+        plan=plan,
         state_shapes=jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             jax.eval_shape(init),

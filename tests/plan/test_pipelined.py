@@ -61,7 +61,7 @@ def config_of(
 def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> None:
     config = config_of(stages=1, parts=1, layers=4, vocab=8192, **policy)
     step = Step(config, H100S)
-    ticks, whole = PipelinedStep(config, H100S, Measured({})).seconds(), step.seconds()
+    ticks, whole = PipelinedStep(config, H100S, Measured({})).seconds, step.seconds
     held = state_bytes_per_device(config.model, 8, 1) // 12 - config.model.d_model
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
@@ -82,7 +82,7 @@ def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_says(name, chun
 def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
     config = config_of(name, chunks, policy="unified")
     found = PipelinedStep(config, NO_LINKS, Measured({}))
-    whole = found.seconds()
+    whole = found.seconds
     passes = PassTimes(found.step, name == "zero_bubble", name == "coscheduled").chunk(found.stages.groups[0])
     times_s = [each.seconds for each in passes]
     expected_s = lock_step_s(make_table(name, 4, 8, chunks), *times_s[:3], times_s[3] or None)
@@ -93,13 +93,13 @@ def test_the_head_and_sends_make_stages_wait() -> None:
     """A stage with a large head takes longer, and all others wait for it; slow links add to every tick."""
     plain, headed = (PipelinedStep(config_of(vocab=vocab), NO_LINKS, Measured({})) for vocab in (8, 32768))
     head_s = PassTimes(headed.step, split=False, pairs=False).ends.head
-    assert headed.seconds()["step"] - plain.seconds()["step"] >= 0.99 * 8 * head_s
+    assert headed.seconds["step"] - plain.seconds["step"] >= 0.99 * 8 * head_s
     slow = tuple(dataclasses.replace(level, bytes_per_s=1e8) for level in H100S.levels)
     dense = config_of(stages=8)
     late, fast = (PipelinedStep(dense, each, Measured({})) for each in (dataclasses.replace(H100S, levels=slow), H100S))
     assert late.send_s > 100 * fast.send_s > 0
     num_ticks = len(make_table("1f1b", 8, 8).ticks)
-    assert late.seconds()["step"] - fast.seconds()["step"] >= num_ticks * late.send_s
+    assert late.seconds["step"] - fast.seconds["step"] >= num_ticks * late.send_s
 
 
 def test_exchanges_of_a_coscheduled_tick_take_turns() -> None:

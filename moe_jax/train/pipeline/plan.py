@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.stages import Held, Stages
 from moe_jax.train.emit import measured_times
-from moe_jax.train.pipeline.rows import PASS_SCOPE, Row, rows_of, turns_of
+from moe_jax.train.pipeline.rows import PASS_SCOPE, Row, rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,30 @@ class Plan:
     @property
     def turns(self) -> dict[str, NDArray[np.int32]]:
         """[ticks, stages] of each pass, by its scope: 1 where it runs."""
-        turns = turns_of(self.rows, len(self.structures), self.has_pairs, self.table.split_weight_grad)
-        return {PASS_SCOPE + name: runs for name, runs in turns.items()}
+        return {PASS_SCOPE + name: runs for name, runs in self.turns_of(self.rows).items()}
+
+    def turns_of(self, row: Row) -> dict[str, Any]:
+        """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages.
+
+        Passes over blocks are named with the structure of these.
+        """
+        ahead, behind = row.forward, row.backward
+        both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if self.has_pairs else 0 * ahead.runs
+        of_blocks = {"forward": (ahead, ahead.runs - both), "backward": (behind, behind.runs - both)}
+        if self.has_pairs:
+            of_blocks |= {"take": (behind, both), "together": (behind, both)}
+        if self.table.split_weight_grad:
+            of_blocks["weight"] = row.weight, row.weight.runs
+        return {
+            "embed": ahead.runs & ahead.at_end,
+            "head": behind.runs & behind.at_loss,
+            "embed_back": behind.runs & behind.at_end,
+            **{
+                f"{name}_{number}": runs & (work.structure == number)
+                for name, (work, runs) in of_blocks.items()
+                for number in range(len(self.structures))
+            },
+        }
 
     @functools.cached_property
     def structures(self) -> tuple[tuple[Held, ...], ...]:

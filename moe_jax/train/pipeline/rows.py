@@ -83,28 +83,5 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int])
     )
 
 
-def turns_of(row: Row, structures: int, paired: bool, split: bool) -> dict[str, Any]:
-    """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages of a step that trains.
-
-    Passes over blocks are named with the structure of these. `paired`: ticks have a forward beside a backward pass;
-    `split`: weight gradients are a pass of their own.
-    """
-    ahead, behind = row.forward, row.backward
-    both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if paired else 0 * ahead.runs
-    of_blocks = {
-        "forward": (ahead, ahead.runs - both),
-        "take": (behind, both),
-        "together": (behind, both),
-        "backward": (behind, behind.runs - both),
-        "weight": (row.weight, row.weight.runs),
-    }
-    left_out = {"take": not paired, "together": not paired, "weight": not split}
-    turns = {"embed": ahead.runs & ahead.at_end, "head": behind.runs & behind.at_loss}
-    for name, (work, runs) in of_blocks.items():
-        for number in () if left_out.get(name) else range(structures):
-            turns[f"{name}_{number}"] = runs & (work.structure == number)
-    return turns | {"embed_back": behind.runs & behind.at_end}
-
-
 def _is_lowest(stage: int, work: Work) -> bool:
     return stage == 0 and work.chunk == 0

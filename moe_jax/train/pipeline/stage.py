@@ -26,7 +26,7 @@ from moe_jax.train.pipeline.buffers import Buffers, get, put
 from moe_jax.train.pipeline.chunk import Chunk, Forward
 from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_loss, through_head
 from moe_jax.train.pipeline.plan import Plan
-from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row, turns_of
+from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row
 
 Tree = Any
 
@@ -95,7 +95,7 @@ class Stage:
         In the background gradients leave as soon as they are there.
         """
         ahead, behind, split = row.forward, row.backward, self.plan.table.split_weight_grad
-        turns = turns_of(row, len(self.chunks), self.plan.has_pairs, split)
+        turns = self.plan.turns_of(row)
         run = functools.partial(_run, turns)
         gradient = arriving(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
         state = run("embed", self._embed, state, ahead)
@@ -112,24 +112,23 @@ class Stage:
         if not self._in_background:
             x_bND = activation(state.dx_bND)
             turns.update(self._once_arrived(turns, ("embed_back", "weight"), x_bND))
-            state = state._replace(activations=put(state.activations, x_bND, row.activation_to))
+            state = _received(state, row, x_bND)
         state = run("embed_back", self._embed_back, state, behind)
         if split:
             state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
         if self._in_background:
             state = state._replace(posted=post(state.dx_bND, "to_previous", row.gradient_part))
-            x_bND = activation(state.posted)
-            state = state._replace(activations=put(state.activations, x_bND, row.activation_to))
+            state = _received(state, row, activation(state.posted))
         return state
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
         ahead = row.forward
-        run = functools.partial(_run, turns_of(row, len(self.chunks), paired=False, split=False))
+        run = functools.partial(_run, self.plan.turns_of(row))
         state = run("embed", self._embed, state, ahead)
         state = self._of_structures(run, "forward", functools.partial(self._forward, keep=False), state, ahead)
         activation = self._to_next(state, row)
-        state = state._replace(activations=put(state.activations, activation(state.x_bND), row.activation_to))
+        state = _received(state, row, activation(state.x_bND))
         return turn_if(ahead.runs & ahead.at_loss, self._lose, state, ahead)
 
     def _once_arrived(
@@ -259,6 +258,10 @@ class Stage:
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
+
+
+def _received(state: State, row: Row, x_bND: jax.Array) -> State:
+    return state._replace(activations=put(state.activations, x_bND, row.activation_to))
 
 
 def _run(turns: dict[str, jax.Array], name: str, body: Callable[..., State], state: State, *works: Pass) -> State:

@@ -1,0 +1,236 @@
+"""Changes of a small config that are refused, and what is said then."""
+
+REFUSED = {
+    "train.steps=0": "train.steps=0 must be at least 1",
+    "model.moe.top_k=0": "model.moe.top_k=0 must be at least 1",
+    "model.num_kv_heads=0": "model.num_kv_heads=0 must be at least 1 (or null)",
+    "model.attention.window=0": "model.attention.window=0 must be at least 1 (or null)",
+    "train.seed=2147483648": "train.seed=2147483648 must be at most 2147483647",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan must be a finite number",
+    "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
+    "model.moe.capacity_factor=-1": "model.moe.capacity_factor=-1.0 must be above 0 (or null)",
+    "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
+    "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must lie in 0..1",
+    "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
+    "data.path=": "data.path is empty: name a .txt file or a prepared folder",
+    "log.dir=": "log.dir is empty: name the folder that receives the run",
+    "train.steps=4 log.trace_step=5": (
+        "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
+    ),
+    "model.d_model=50 model.num_heads=4": (
+        "model.d_model=50 is not divisible by model.num_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or set model.head_dim"
+    ),
+    "model.d_model=60 model.num_heads=7": (
+        "model.d_model=60 is not divisible by model.num_heads=7: use 1, 2, 3, 4, 5 … or 60 heads, or set model.head_dim"
+    ),
+    "model.d_model=36 model.num_heads=4": (
+        "a head width of 9 is odd, and rotary embedding turns pairs: set an even model.head_dim"
+    ),
+    "model.latent.q_lora_rank=8": (
+        "model.latent.q_lora_rank=8 without model.latent.kv_lora_rank: set both, or model.latent.q_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.latent.qk_rope_head_dim=3": (
+        "model.latent.qk_rope_head_dim=3 is odd, and rotary embedding turns pairs: use an even number"
+    ),
+    "model.latent.kv_lora_rank=8 model.qk_norm=true": (
+        "model.qk_norm=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.qk_norm=false, or model.latent.kv_lora_rank=null"
+    ),
+    "model.latent.kv_lora_rank=8 model.head_dim=4": (
+        "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.head_dim=null, or model.latent.kv_lora_rank=null"
+    ),
+    "model.attention.full_every=2": (
+        "model.attention.full_every=2 excepts blocks from a window that there is not: "
+        "set model.attention.window, or model.attention.full_every=null"
+    ),
+    "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
+    "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
+    "model.num_layers=4 model.moe.first_dense_blocks=4": (
+        "model.moe.first_dense_blocks=4 leaves none of model.num_layers=4 for experts: "
+        "use 0..3, or model.moe.num_experts=0 for a dense model"
+    ),
+    "model.num_layers=4 model.moe.first_dense_blocks=2 model.moe.every=3": (
+        "model.moe.every=3 puts experts in none of the 2 blocks: use 1..2, or model.moe.num_experts=0 for a dense model"
+    ),
+    "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
+    "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
+    "mesh.data=1 mesh.pipeline=-1": "mesh.pipeline=-1 leaves open which blocks a stage holds: use a number of stages",
+    "schedule.virtual_stages=2": (
+        "schedule.virtual_stages=2 cuts the blocks of pipeline stages, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.virtual_stages=1"
+    ),
+    "schedule.head_blocks=1": (
+        "schedule.head_blocks=1 takes blocks from the last pipeline stage, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.head_blocks=0"
+    ),
+    "mesh.pipeline=2 schedule.virtual_stages=2": (
+        "schedule.virtual_stages=2 is not for schedule.pipeline=1f1b, whose stages hold one group of blocks: "
+        "use schedule.pipeline=interleaved or coscheduled, or schedule.virtual_stages=1"
+    ),
+    "mesh.pipeline=2 schedule.pipeline=interleaved": (
+        "schedule.virtual_stages=1 leaves nothing to interleave with schedule.pipeline=interleaved: "
+        "use schedule.virtual_stages=2 or more, or schedule.pipeline=1f1b"
+    ),
+    "mesh.pipeline=4 schedule.pipeline=interleaved schedule.virtual_stages=2 train.grad_accumulation=6": (
+        "train.grad_accumulation=6 (the pipeline's microbatches) is not divisible by mesh.pipeline=4, "
+        "which schedule.virtual_stages=2 needs: use 4 or 8"
+    ),
+    "mesh.pipeline=2 exchange.algorithm=ring": (
+        "exchange.algorithm=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 stages: "
+        "use exchange.algorithm=flat or hier_2d"
+    ),
+    "mesh.pipeline=2 exchange.reduction=ring": (
+        "exchange.reduction=ring is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
+        "use exchange.reduction=all_reduce"
+    ),
+    "mesh.pipeline=2 schedule.grad_reduce=block": (
+        "schedule.grad_reduce=block is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
+        "use schedule.grad_reduce=end"
+    ),
+    "schedule.pipeline=gpipe": (
+        "schedule.pipeline=gpipe orders what pipeline stages do, and mesh.pipeline=1: "
+        "set mesh.pipeline, or schedule.pipeline=1f1b"
+    ),
+    "schedule.pipeline=coscheduled": (
+        "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
+        "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
+    ),
+    "mesh.pipeline=2 mesh.context=2": (
+        "exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 "
+        "stages: use exchange.context_form=all_gather, or mesh.context=1"
+    ),
+    "mesh.data=1 mesh.context=3": (
+        "data.seq_len=256 is not divisible into two pieces for each of mesh.context=3: "
+        "use 252 or 258, or mesh.context=1, 2, 4, 8, 16 … or 128"
+    ),
+    "mesh.context=4 mesh.tensor=4 data.seq_len=24": (
+        "data.seq_len=24 is not divisible into two pieces for each of mesh.context=4 × mesh.tensor=4: "
+        "use 16 or 32, or mesh.context=1, 2, 3 or 6"
+    ),
+    "mesh.tensor=4 model.num_kv_heads=2": (
+        "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"
+    ),
+    "mesh.tensor=2 exchange.algorithm=ragged schedule.policy=unified": (
+        "exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor=2: "
+        "use exchange.algorithm=flat, or mesh.tensor=1"
+    ),
+    "mesh.expert=-1": (
+        "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1"
+    ),
+    "model.moe.num_experts=6 mesh.expert=4": (
+        "model.moe.num_experts=6 is not divisible by mesh.expert=4: use 4 or 8 experts, or mesh.expert=1, 2, 3 or 6"
+    ),
+    "model.moe.num_experts=2 mesh.expert=4": (
+        "model.moe.num_experts=2 is not divisible by mesh.expert=4: use 4 experts, or mesh.expert=1 or 2"
+    ),
+    "model.moe.num_experts=0 mesh.expert=2": (
+        "mesh.expert=2 has no experts to hold (model.moe.num_experts=0): set mesh.expert=1"
+    ),
+    "model.moe.num_experts=4 mesh.expert=2 mesh.context=4 mesh.experts_over_context=true": (
+        "model.moe.num_experts=4 is not divisible by mesh.context=4 × mesh.expert=2: use 8 experts, or mesh.expert=1"
+    ),
+    "model.moe.num_experts=6 mesh.expert=3 mesh.context=4 mesh.experts_over_context=true": (
+        "model.moe.num_experts=6 is not divisible by mesh.context=4 × mesh.expert=3: "
+        "use 12 experts, or mesh.experts_over_context=false"
+    ),
+    "mesh.experts_over_context=true": (
+        "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+        "use mesh.context=2 or more, or mesh.experts_over_context=false"
+    ),
+    "model.moe.num_experts=0 mesh.context=2 mesh.experts_over_context=true": (
+        "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
+        "set mesh.experts_over_context=false"
+    ),
+    "mesh.expert=2 mesh.context=2 mesh.experts_over_context=true exchange.ranks_per_node=3": (
+        "exchange.ranks_per_node=3 does not divide mesh.context=2 × mesh.expert=2: use 1, 2 or 4"
+    ),
+    "train.batch_size=30": (
+        "train.batch_size=30 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) = 4: "
+        "use 28 or 32"
+    ),
+    "train.batch_size=4 train.grad_accumulation=2": (
+        "train.batch_size=4 is not divisible by train.grad_accumulation=2 × 4 devices (data × expert) = 8: use 8"
+    ),
+    "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3": (
+        "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4"
+    ),
+    "schedule.chunk_mb=2.5": (
+        "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    ),
+    "schedule.policy=expert_pipeline schedule.expert_chunks=2": (
+        "schedule.expert_chunks=2 cuts microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or schedule.microbatches, which cuts slots here"
+    ),
+    "schedule.policy=unified schedule.expert_chunks=2 exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks=2 cuts their slots: "
+        "use 1, or exchange.algorithm=auto"
+    ),
+    "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score": (
+        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
+        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position"
+    ),
+    "model.moe.slot_priority=score model.moe.capacity_factor=null": (
+        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or model.moe.slot_priority=position"
+    ),
+    "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
+    "exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto"
+    ),
+    "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null": (
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto"
+    ),
+    "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8": (
+        "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
+        "use exchange.algorithm=flat, or model.moe.hooks=none"
+    ),
+    "model.moe.order=einsun": (
+        "model.moe.order=einsun must be sort or einsum or package.module:name: did you mean einsum?"
+    ),
+    "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1 (or null)",
+    "mesh.expert=4 exchange.ranks_per_node=3": (
+        "exchange.ranks_per_node=3 does not divide mesh.expert=4: use 1, 2 or 4"
+    ),
+    "schedule.microbatches=2": (
+        "schedule.microbatches=2 needs a policy that pipelines: use schedule.policy=unified or expert_pipeline "
+        "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+    ),
+    "schedule.policy=unified schedule.microbatches=6 schedule.backward_microbatches=4": (
+        "schedule.backward_microbatches=4 cannot be made of schedule.microbatches=6: use 1, 2, 3 or 6"
+    ),
+    "schedule.chunk_mb=2": (
+        "schedule.chunk_mb=2.0 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    ),
+    "schedule.policy=expert_pipeline exchange.algorithm=ragged": (
+        "exchange.algorithm=ragged sends microbatches, which schedule.policy=expert_pipeline does not have: "
+        "use schedule.policy=unified, or exchange.algorithm=auto"
+    ),
+    "schedule.policy=unified exchange.algorithm=ragged model.moe.order=einsum": (
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "set them, or exchange.algorithm=auto"
+    ),
+    "schedule.policy=unified tune.over=[microbatches,microbatches]": (
+        "tune.over=[microbatches, microbatches] names a setting twice: use each once"
+    ),
+    "tune.over=[chunk_mb]": (
+        "tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=chunked, or leave it out"
+    ),
+    "tune.over=microbatches": (
+        "tune.over has microbatches, of which schedule.policy=vanilla has one: "
+        "use schedule.policy=unified or expert_pipeline, or leave it out"
+    ),
+    "tune.over=[algorithm] model.moe.num_experts=0": (
+        "tune.over has algorithm, and with model.moe.num_experts=0 nothing is exchanged: "
+        "set model.moe.num_experts, or leave it out"
+    ),
+    "train.batch_size=12 schedule.policy=unified schedule.microbatches=2": (
+        "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) "
+        "× schedule.microbatches=2 = 8: use 8 or 16"
+    ),
+}
