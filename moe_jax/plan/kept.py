@@ -165,8 +165,8 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     return total
 
 
-class _Held(NamedTuple):
-    """What weight gradients of a block wait for, beside what is kept and what takes the place of it."""
+class _Waiting(NamedTuple):
+    """What weight gradients of a block wait for, beside what the forward pass keeps for them anyway."""
 
     float32: int  # of the width of the residual stream: norms' results
     queries: int
@@ -175,20 +175,25 @@ class _Held(NamedTuple):
     pairs: int
 
 
-_HELD: dict[Mode, _Held] = {
-    "all": _Held(float32=0, queries=1, hidden=0, rows=0, pairs=0),
-    "least": _Held(float32=2, queries=1, hidden=2, rows=1, pairs=0),
-    "dots": _Held(float32=2, queries=1, hidden=4, rows=2, pairs=1),
-    "full": _Held(float32=1, queries=4, hidden=4, rows=2, pairs=0),
+_WAITING: dict[Mode, _Waiting] = {
+    "all": _Waiting(float32=0, queries=0, hidden=0, rows=0, pairs=0),  # all of it in the place of what is kept
+    "least": _Waiting(float32=2, queries=1, hidden=2, rows=1, pairs=0),  # so are queries, keys and the first row
+    "dots": _Waiting(float32=2, queries=5, hidden=4, rows=2, pairs=1),
+    "full": _Waiting(float32=1, queries=6, hidden=4, rows=2, pairs=0),
 }
 
 
 def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
-    """What activation gradients of a block leave to weight gradients that come later, as read off traced steps."""
-    moe, counts, computed = model.moe, _HELD[mode], sizes.rows.computed if kind == "moe" else 0
+    """What activation gradients of a block leave to weight gradients that come later, as read off traced steps.
+
+    Beside what finds room in kept values that nobody reads any more: the softmax, or all that a `remat` keeps.
+    """
+    moe, counts, computed = model.moe, _WAITING[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
     hidden = (sizes.tokens * sum(mlps) + computed * moe.hidden_dim) / sizes.tensor
     rows = model.d_model * (sizes.own_tokens * len(mlps) + computed)
+    pairs = 0 if sizes.ring else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
-    numbers += 0 if sizes.ring else counts.pairs * sizes.pairs
-    return 4 * counts.float32 * sizes.own_tokens * model.d_model + sizes.item * numbers
+    waiting = 4 * counts.float32 * sizes.own_tokens * model.d_model + sizes.item * (numbers + counts.pairs * pairs)
+    room = 4 * pairs if mode == "least" else kept_bytes(sizes, model, kind, mode, scheduled=True)
+    return max(0.0, waiting - room)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.train.pipeline.buffers import get, put
 from moe_jax.train.pipeline.plan import Plan
+from moe_jax.train.pipeline.slots import get, put
 
 Tree = Any
 

@@ -2,10 +2,13 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+from moe_jax.train.pipeline.rooms import Room
+from moe_jax.train.pipeline.slots import get, put
 
 
 class Buffers:
@@ -36,27 +39,31 @@ class Buffers:
         self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """The arrays with the values of one structure in a slot."""
-        return self.write_over(arrays, structure, slot, dict(enumerate(values)))
-
-    def write_over(
-        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, values: Mapping[int, jax.Array]
-    ) -> list[jax.Array]:
-        """Of the values in a slot these, by their number."""
-        arrays, places = list(arrays), self._places[structure]
-        for number, value in values.items():
-            arrays[places[number]] = put(arrays[places[number]], value, slot)
+        arrays = list(arrays)
+        for place, value in zip(self._places[structure], values, strict=True):
+            arrays[place] = put(arrays[place], value, slot)
         return arrays
+
+    def move_in(
+        self,
+        arrays: list[jax.Array],
+        structure: int,
+        slot: jax.Array | int,
+        rooms: Sequence[Room],
+        guests: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """The arrays with guests in rooms of the values in a slot."""
+        arrays, places = list(arrays), self._places[structure]
+        for room, guest in zip(rooms, guests, strict=True):
+            arrays[places[room.place]] = room.put(arrays[places[room.place]], guest, slot)
+        return arrays
+
+    def visit(
+        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, rooms: Sequence[Room]
+    ) -> list[jax.Array]:
+        """The guests in these rooms."""
+        return [room.get(arrays[self._places[structure][room.place]], slot) for room in rooms]
 
     def read(self, arrays: list[jax.Array], structure: int, slot: jax.Array | int) -> list[jax.Array]:
         """What was written."""
         return [get(arrays[place], slot) for place in self._places[structure]]
-
-
-def get(x: jax.Array, place: jax.Array | int) -> jax.Array:
-    """An element along the leading dimension."""
-    return x[place] if isinstance(place, int) else jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
-
-
-def put(x: jax.Array, value: jax.Array, place: jax.Array | int) -> jax.Array:
-    """The same array with another element there."""
-    return jax.lax.dynamic_update_index_in_dim(x, value, place, axis=0)

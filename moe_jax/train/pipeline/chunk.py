@@ -16,6 +16,7 @@ from moe_jax.models.moe import RouterStats
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
 from moe_jax.train.pipeline.plan import Orders
+from moe_jax.train.pipeline.rooms import Room, find_rooms
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.residuals import Turn
 from moe_jax.train.sums import Sums
@@ -54,15 +55,15 @@ class InputGradient(NamedTuple):
     """What comes out of a backward pass without weight gradients."""
 
     dx_bND: jax.Array
-    instead: dict[int, jax.Array]  # by the place of what was kept
-    held: list[jax.Array]
+    moved: list[jax.Array]  # what weight gradients wait for: for the rooms among what is kept
+    held: list[jax.Array]  # and for buffers of its own
 
 
 class Chunk:
     """A chunk whose passes have these orders. Made inside `shard_map`; `weights` are shapes.
 
     `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
-    gradients leave them arrays in the place of others that nobody reads any more, and beside these `held_shapes`.
+    gradients leave them arrays in `rooms` of others that nobody reads any more, and beside these `held_shapes`.
     """
 
     def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, weights: Weights):
@@ -72,15 +73,18 @@ class Chunk:
         self._moe = [block for block, kind in enumerate(facts.shape.kinds) if kind == "moe"]
         self._turn = Turn(self._run_forward, x_bND, weights)
         self.saved_shapes = self._turn.stacked_shapes
+        self.rooms: list[Room] = []
         self.held_shapes: list[jax.ShapeDtypeStruct] = []
         if orders.weight:
             self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), weights)
             # what is kept of the forward pass anyway, behind the gradient in the turn's carry
-            kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
-            stacked = self._turn_back.stacked_shapes
-            self._instead = _places_instead(stacked, kept, self.saved_shapes)
-            self._place = [self._instead.get(i, place) for i, place in enumerate(kept)]
-            self.held_shapes = [shape for shape, place in zip(stacked, self._place, strict=True) if place is None]
+            self._kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
+            waiting = {i: shape for i, shape in enumerate(self._turn_back.stacked_shapes) if self._kept[i] is None}
+            unread = {i: shape for i, shape in enumerate(self.saved_shapes) if i not in self._kept}
+            rooms = find_rooms(waiting, unread)
+            self._moved, self.rooms = list(rooms), list(rooms.values())
+            self._held = [i for i in waiting if i not in rooms]
+            self.held_shapes = [waiting[i] for i in self._held]
 
     def forward(self, x_bND: jax.Array, weights: Weights) -> Forward:
         """The forward pass."""
@@ -124,15 +128,17 @@ class Chunk:
         dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), weights)
         return InputGradient(
             dx_bND,
-            instead={place: stacked[i] for i, place in self._instead.items()},
-            held=[value for value, place in zip(stacked, self._place, strict=True) if place is None],
+            moved=[stacked[i] for i in self._moved],
+            held=[stacked[i] for i in self._held],
         )
 
-    def weight_gradients(self, weights: Weights, kept: Sequence[jax.Array], held: Sequence[jax.Array]) -> list[Tree]:
+    def weight_gradients(
+        self, weights: Weights, kept: Sequence[jax.Array], moved: Sequence[jax.Array], held: Sequence[jax.Array]
+    ) -> list[Tree]:
         """Gradients of each block's parameters."""
-        own = iter(held)
-        stacked = [next(own) if place is None else kept[place] for place in self._place]
-        waiting, rare = self._turn_back.rebuild(weights, stacked)
+        stacked = {i: kept[place] for i, place in enumerate(self._kept) if place is not None}
+        stacked |= dict(zip([*self._moved, *self._held], [*moved, *held], strict=True))
+        waiting, rare = self._turn_back.rebuild(weights, [stacked[i] for i in range(len(stacked))])
         tasks = self._tasks(weights)
         tasks.waiting = {key: self._traced.waiting[key].holding(values) for key, values in waiting.items()}
         tasks.rare.hold(rare, self._traced.rare)
@@ -194,17 +200,3 @@ class Chunk:
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), chunks=())
         return Sums((nothing,) * (self._num_blocks + 2), tasks, None)
-
-
-def _places_instead(
-    values: Sequence[jax.ShapeDtypeStruct], places: Sequence[int | None], kept: Sequence[jax.ShapeDtypeStruct]
-) -> dict[int, int]:
-    """Of values without a place among what is kept, that of one like it that has no other use."""
-    free: dict[tuple[Any, Any], list[int]] = {}
-    for unused in set(range(len(kept))).difference(places):
-        free.setdefault((kept[unused].shape, kept[unused].dtype), []).append(unused)
-    found: dict[int, int] = {}
-    for i, (value, place) in enumerate(zip(values, places, strict=True)):
-        if place is None and (alike := free.get((value.shape, value.dtype))):
-            found[i] = alike.pop()
-    return found

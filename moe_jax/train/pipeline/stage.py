@@ -22,11 +22,12 @@ from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, 
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.blocks import added, no_sums, weights_of
-from moe_jax.train.pipeline.buffers import Buffers, get, put
+from moe_jax.train.pipeline.buffers import Buffers
 from moe_jax.train.pipeline.chunk import Chunk, Forward
 from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_loss, through_head
 from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row
+from moe_jax.train.pipeline.slots import get, put
 
 Tree = Any
 
@@ -200,17 +201,19 @@ class Stage:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         done = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
         # read before they are written to, or they would be copied
-        instead, _ = jax.lax.optimization_barrier((done.instead, kept))
+        moved, _ = jax.lax.optimization_barrier((done.moved, kept))
+        rooms = self.chunks[number].rooms
         return state._replace(
             dx_bND=done.dx_bND,
-            saved=self.saved.write_over(state.saved, number, work.saved, instead),
+            saved=self.saved.move_in(state.saved, number, work.saved, rooms, moved),
             weight=self.weight.write(state.weight, number, work.weight, done.held),
         )
 
     def _weight_gradients(self, number: int, state: State, work: Pass) -> State:
+        chunk, weights, kept = self.chunks[number], self._weights(number, work), self._kept(state, work, number)
+        moved = self.saved.visit(state.saved, number, work.saved, chunk.rooms)
         held = self.weight.read(state.weight, number, work.weight)
-        weights, kept = self._weights(number, work), self._kept(state, work, number)
-        return self._with_gradients(state, work, number, self.chunks[number].weight_gradients(weights, kept, held))
+        return self._with_gradients(state, work, number, chunk.weight_gradients(weights, kept, moved, held))
 
     def _embed_back(self, state: State, work: Pass) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
