@@ -26,6 +26,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.mesh import Axes
+from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.schedule.actions import Action
 from moe_jax.train.expert_weights import ExpertWeights
@@ -75,6 +76,7 @@ class Tasks:
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
         self.ties = Ties(facts.how.platform)
+        self.awaits_rows = False  # whether a backward task does nothing before its rows have arrived
 
     # forward
 
@@ -233,6 +235,8 @@ class Tasks:
                 axis = facts.order.slot_axis
                 pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+                if self.awaits_rows:
+                    cotangents = [after(cotangents[0], drows, facts.how.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dticket.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
             self.ties.computed(self.dx[r])

@@ -114,6 +114,7 @@ class Chunk:
             self._start_backward(dx_bND, backward_weights, kept),
         )
         behind.ties = ahead.ties
+        behind.awaits_rows = True  # the forward pass is there to hide exchanges
         sides = {"F": (ahead, self._sums(ahead)), "B": (behind, self._sums(behind))}
         for side, action in self._orders.together:
             run([action], *sides[side])
