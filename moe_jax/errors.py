@@ -1,5 +1,6 @@
 """Mistakes a user can make, told in one line, and the exit codes of every command."""
 
+import argparse
 import errno
 import io
 import os
@@ -33,6 +34,14 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reads a command line; what is wrong with it is told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command."""
+        _exit_with(f"{message}: see {self.prog} --help")
 
 
 def run_command(main: Callable[[], None]) -> None:

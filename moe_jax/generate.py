@@ -1,12 +1,11 @@
 """python -m moe_jax.generate --run RUN [--prompt TEXT]: text from a run's newest checkpoint."""
 
-import argparse
 from pathlib import Path
 
 import jax
 
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
@@ -16,7 +15,7 @@ from moe_jax.train.sample import one_device_mesh, sample_text
 
 def main() -> None:
     """Read the command line, load the parameters onto one device, print prompt and continuation."""
-    parser = argparse.ArgumentParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
+    parser = CommandParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run (log.dir)")
     parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
     parser.add_argument("--tokens", type=int, default=400, help="how many to sample (default: 400)")

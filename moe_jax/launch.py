@@ -4,7 +4,6 @@ What is not a flag of the launcher goes to every process. Process 0 has the term
 is passed on behind their rank. When one fails, or the launcher is told to stop, none stays behind.
 """
 
-import argparse
 import os
 import queue
 import signal
@@ -16,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from moe_jax.errors import EXIT_BAD_INPUT, UserError, run_command
+from moe_jax.errors import EXIT_BAD_INPUT, CommandParser, UserError, run_command
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Events = queue.SimpleQueue[tuple[int, int]]  # (rank, exit code), or (-1, signal that the launcher received)
@@ -28,7 +27,7 @@ class LaunchError(UserError):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit as the first process that fails does. Raises LaunchError."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m moe_jax.launch",
         description="Start N processes of one run on this machine. All other arguments go to each of them.",
         allow_abbrev=False,

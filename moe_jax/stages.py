@@ -49,6 +49,18 @@ def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
         yield Segment.of([block], len(list(run)))
 
 
+def check_blocks(model: Model, stages: int, chunks: int = 1) -> None:
+    """Raise ConfigError if a model has too few blocks for so many stages of so many chunks."""
+    periods = sum(segment.repeats for segment in segments(model))
+    if periods < stages * chunks:
+        cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
+        raise ConfigError(
+            f"mesh.pipeline={stages}{cut} needs as many groups of blocks, and model.num_layers="
+            f"{model.num_layers} has {periods} (whole periods of kinds of blocks): "
+            f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
+        )
+
+
 class Held(NamedTuple):
     """A block of a group, as every group of the same structure has it, whichever blocks these are."""
 
@@ -72,14 +84,7 @@ class Stages:
     def of(config: Config) -> "Stages":
         """As a config says. Raises ConfigError if it has too few blocks."""
         stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
-        periods = sum(segment.repeats for segment in segments(config.model))
-        if periods < stages * chunks:
-            cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
-            raise ConfigError(
-                f"mesh.pipeline={stages}{cut} needs as many groups of blocks, and model.num_layers="
-                f"{config.model.num_layers} has {periods} (whole periods of kinds of blocks): "
-                f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
-            )
+        check_blocks(config.model, stages, chunks)
         return _stages(config.model, stages, chunks, config.schedule.head_blocks)
 
     @functools.cached_property

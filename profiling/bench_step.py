@@ -4,7 +4,6 @@ Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a fe
 compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
 """
 
-import argparse
 import resource
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, read_metrics
@@ -101,7 +100,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
 
 def main() -> None:
     """Run both and write results/bench_step.json."""
-    parser = argparse.ArgumentParser(prog="python profiling/bench_step.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/bench_step.py", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     overrides = [*SETTINGS, *parser.parse_args().overrides]
     with tempfile.TemporaryDirectory() as empty:

@@ -28,7 +28,7 @@ from stand_ins import without_communication
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.trace import Operation
 from moe_jax.plan.measured import write_times
 
@@ -120,7 +120,7 @@ def chosen(names: str | None) -> dict[str, list[str]]:
 
 def main() -> None:
     """Run the box, print the table, and write JSON and pictures to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/cluster_in_a_box.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/cluster_in_a_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument(
         "--rate", default="auto", help="of every link, e.g. 400mbit; auto: as slow as compute (default)"

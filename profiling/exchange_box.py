@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
 from results_file import RESULTS, write_result
 
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.microbench import compile_all, curves_of, times_of
 from moe_jax.measure.operations import Group, Machine, collectives
 from moe_jax.plan.curves import Curve
@@ -57,7 +57,7 @@ def tell(line: str) -> None:
 
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/exchange_box.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/exchange_box.py", description=__doc__)
     parser.add_argument("--rate", default="100mbit", help="out of each node (default: %(default)s)")
     parser.add_argument("--local-rate", default="400mbit", help="out of each process (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="default: %(default)s")

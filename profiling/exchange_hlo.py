@@ -6,7 +6,6 @@ Targets as in docs/compiled.md: h100:1x2x8, h200:1x8x8, v5p:2x2x2, cpu:8. Second
 results/exchange_hlo_TARGET.json; exit code 1 if anything differs.
 """
 
-import argparse
 import itertools
 from typing import Any
 
@@ -16,7 +15,7 @@ from real_compiler import compile_on, read_command, row_dtype
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import UserError, run_command
+from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.targets import target_devices
 from moe_jax.measure.traffic import Exchange, by_phase, exchanges, side_by_side, traffic_of
@@ -82,7 +81,7 @@ def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStr
 
 def main() -> None:
     """Read the command line, study every algorithm, write the result."""
-    parser = argparse.ArgumentParser(prog="python profiling/exchange_hlo.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/exchange_hlo.py", description=__doc__)
     parser.add_argument("--per-node", type=int, help="ranks of a node (default: as the devices tell)")
     parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")

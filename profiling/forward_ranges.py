@@ -6,7 +6,6 @@ the best of all schedules whose degrees are powers of two, and the schedule's fo
 minute. Writes results/forward_ranges.json.
 """
 
-import argparse
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
 from moe_jax.draft import open_draft
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, scheduled, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
@@ -54,7 +53,7 @@ def compared(config: Config) -> tuple[float, float]:
 
 def main() -> None:
     """Simulate all, write results."""
-    argparse.ArgumentParser(prog="python profiling/forward_ranges.py", description=__doc__).parse_args()
+    CommandParser(prog="python profiling/forward_ranges.py", description=__doc__).parse_args()
     found = {values: compared(config_of(*values)) for values in itertools.product(*GRID.values())}
     by_three = [step for (sequences, *_), (step, _) in found.items() if sequences % 3 == 0]
     others = [step for (sequences, *_), (step, _) in found.items() if sequences % 3]

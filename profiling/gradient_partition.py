@@ -8,7 +8,6 @@ with the times of the simulation, and with times that are off by up to a fifth. 
 results/gradient_partition.json.
 """
 
-import argparse
 import itertools
 import random
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from results_file import quartiles, rounded, write_result
 from scipy.optimize import differential_evolution
 
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import Action, Seconds
 from moe_jax.schedule.build import make_schedule, make_shape
@@ -194,7 +193,7 @@ def _seconds(case: Case, degree: int, sums: Mapping[Action, Sum]) -> Seconds:
 
 def main() -> None:
     """Simulate all, write results."""
-    argparse.ArgumentParser(prog="python profiling/gradient_partition.py", description=__doc__).parse_args()
+    CommandParser(prog="python profiling/gradient_partition.py", description=__doc__).parse_args()
     rng = random.Random(0)
     gained: list[float] = []
     ratios: dict[str, list[float]] = {"times_known": [], "times_wrong": []}

@@ -6,7 +6,6 @@ papers. About a minute each for TPUs, a quarter of one for GPUs; what results/me
 compiled again (delete it to begin anew). Writes that file and results/memory_KIND.png.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ from memory_published import monta_bytes, piper_bytes
 from results_file import RESULTS
 
 from moe_jax.config_files import load_config
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.plan.memory import step_memory
@@ -171,7 +170,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Read the command line, compile what is missing, compare."""
-    parser = argparse.ArgumentParser(prog="python profiling/memory_check.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/memory_check.py", description=__doc__)
     parser.add_argument("kinds", metavar="KIND", nargs="+", choices=_LAYOUTS)
     parser.add_argument("--only", metavar="TEXT", default="", help="compile only cases with this in their name")
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ from jax.stages import Compiled
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import Axis, make_mesh
@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the box with one and two threads, and write results/overlap_probe.json."""
-    parser = argparse.ArgumentParser(prog="python profiling/overlap_probe.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/overlap_probe.py", description=__doc__)
     parser.add_argument("--rate", default="400mbit", help="of every link (default 400mbit)")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="that a process holds")
     box.add_arguments(parser)

@@ -22,7 +22,7 @@ from stand import Stand, seconds_per_step, tell, traced
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.trace import Operation, joined
 from moe_jax.schedule.pipelines.bubble import bubble
 from moe_jax.schedule.pipelines.table import Table
@@ -159,7 +159,7 @@ def text(rows: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/pipeline_box.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/pipeline_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rate", default="150mbit", help="out of each process (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="of a variant in a round (default: %(default)s)")

@@ -9,7 +9,6 @@ what results/pipeline_hlo_TARGET.json holds of the same settings is not compiled
 more, or hides less, than it should.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from results_file import RESULTS, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.costs import collective_seconds, compute_seconds, matrix_products
 from moe_jax.measure.hlo import Instruction, Program, parse
 from moe_jax.measure.provenance import provenance
@@ -213,7 +212,7 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 def main() -> None:
     """Read the command line, study every schedule, write the result."""
-    parser = argparse.ArgumentParser(prog="python profiling/pipeline_hlo.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/pipeline_hlo.py", description=__doc__)
     parser.add_argument("--pipeline", type=int, default=4, help="stages (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="default %(default)s")
     parser.add_argument("--schedules", metavar="NAME,…", default=",".join(SCHEDULES), help="default: %(default)s")

@@ -7,7 +7,6 @@ and `unified` of the best degrees. About five minutes. Writes results/predicted_
 `unified` is ever slower than one of the others.
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
@@ -19,7 +18,7 @@ from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
 from moe_jax.draft import open_draft
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, schedules, with_rates
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import estimate
@@ -81,7 +80,7 @@ def speedups(cluster: Cluster) -> dict[str, list[float]]:
 
 def main() -> None:
     """Simulate all, write results."""
-    argparse.ArgumentParser(prog="python profiling/predicted_speedups.py", description=__doc__).parse_args()
+    CommandParser(prog="python profiling/predicted_speedups.py", description=__doc__).parse_args()
     found = {name: speedups(find_cluster(name)) for name in CLUSTERS}
     values: dict[str, Any] = {"grid": GRID}
     for name, of_base in found.items():

@@ -28,7 +28,7 @@ from results_file import RESULTS, write_result
 from stand import Profile, Stand, Step, profiled, seconds_per_step, tell
 
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.measured import Seconds, write_times
 
@@ -135,7 +135,7 @@ def rounds(
 
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/predicted_steps.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/predicted_steps.py", description=__doc__)
     parser.add_argument("--rates", default="100mbit,200mbit,400mbit,800mbit", help="of the link")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")

@@ -17,7 +17,7 @@ from real_compiler import compile_on, read_command, row_dtype
 from results_file import rounded, write_result
 
 from moe_jax import config
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
@@ -59,7 +59,7 @@ def study(program: Program, target: Target, devices: int) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, study both forms, write the result."""
-    parser = argparse.ArgumentParser(prog="python profiling/ring_attention.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/ring_attention.py", description=__doc__)
     parser.add_argument("--length", type=int, default=65536, help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--heads", type=int, default=16, help="of queries (default %(default)s)")
     parser.add_argument("--kv-heads", type=int, default=4, help="of keys and values (default %(default)s)")

@@ -17,7 +17,7 @@ from real_compiler import compile_on, read_command, row_dtype
 from results_file import rounded, write_result
 
 from moe_jax import config
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
@@ -84,7 +84,7 @@ def study(program: Program, target: Target, devices: int) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, study every way, write the result."""
-    parser = argparse.ArgumentParser(prog="python profiling/ring_hlo.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/ring_hlo.py", description=__doc__)
     parser.add_argument("--experts", type=int, default=4, help="of a rank (default %(default)s)")
     parser.add_argument("--slots", type=int, default=512, help="of a rank's rows for an expert (default %(default)s)")
     parser.add_argument("--width", type=int, default=2048, help="of a row (default %(default)s)")

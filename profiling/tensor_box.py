@@ -23,7 +23,7 @@ from results_file import quartiles, write_result
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
@@ -106,7 +106,7 @@ def summary(found: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the box and write JSON to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/tensor_box.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/tensor_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rate", default="400mbit", help="out of each node (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="of a form in a round (default: %(default)s)")

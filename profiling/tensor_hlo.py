@@ -6,7 +6,6 @@ Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2, cpu:8. Seconds for each f
 results/tensor_hlo_TARGET_tT.json; exit code 1 if bytes are not those of plan/over_tensor.py.
 """
 
-import argparse
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from real_compiler import compile_on, read_command, row_dtype
 from results_file import write_result
 
 from moe_jax import config
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.costs import sent_bytes
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.targets import target_devices
@@ -65,7 +64,7 @@ def study(form: str, program: Program, num_bytes: float, tensor: int, experts: i
 
 def main() -> None:
     """Read the command line, study every form, write the result."""
-    parser = argparse.ArgumentParser(prog="python profiling/tensor_hlo.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/tensor_hlo.py", description=__doc__)
     parser.add_argument("--tensor", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--chunks", type=int, default=4, help="of o2 and o3 (default 4)")
     parser.add_argument("--rows", type=int, default=4096, help="of a device for each expert rank (default 4096)")

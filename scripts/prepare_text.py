@@ -8,13 +8,13 @@ python scripts/prepare_text.py --verify tokens/mine                             
 import argparse
 from pathlib import Path
 
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.tokens import verify_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them at any depth")
     parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
     parser.add_argument("--tokenizer", choices=["bytes", "bpe"], default="bytes")

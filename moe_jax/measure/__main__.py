@@ -1,13 +1,12 @@
 """`python -m moe_jax.measure`: a cluster profile, of how fast links, products, attention and copies are here."""
 
-import argparse
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, sizes_for
 from moe_jax.measure.provenance import provenance
@@ -20,7 +19,7 @@ from moe_jax.train import processes
 
 def main() -> None:
     """Read the command line, measure, and write the profile and its plot."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m moe_jax.measure",
         description="Measure collectives, matrix products, attention and copies on all devices, and write a cluster "
         "profile (JSON) and a plot (PNG beside it).",

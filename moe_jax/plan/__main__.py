@@ -1,6 +1,5 @@
 """`python -m moe_jax.plan --model FILE --cluster h100x64`: how to train a model on a cluster, and how fast that is."""
 
-import argparse
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from moe_jax.config_files import load_draft, to_yaml
 from moe_jax.draft import open_draft
-from moe_jax.errors import ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files import check_writable, reason, write_together
 from moe_jax.measure.provenance import origin
 from moe_jax.plan.clusters import PRESETS, find_cluster
@@ -21,7 +20,7 @@ from moe_jax.report.timeline import draw, predicted_bars
 
 def main() -> None:
     """Read the command line, plan, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m moe_jax.plan",
         description="Find the mesh, the schedule and the exchange that train a model fastest on a cluster that need "
         "not be there, by simulated steps; print the best ways and why the others lost.",

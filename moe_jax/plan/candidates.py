@@ -15,7 +15,7 @@ from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.placement import place
-from moe_jax.stages import Stages
+from moe_jax.stages import Stages, check_blocks
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
 HEAD_BLOCKS = (0, 1, 2, 4)  # periods of blocks that the head counts as
@@ -115,6 +115,7 @@ def elsewhere(draft: Draft, base: Config) -> Iterator[Config]:
 def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:
     """Parts of the batch that keep all pipeline stages busy, as few as can be. Raises ConfigError."""
     stages, batch = sizes["pipeline"], draft.train.batch_size
+    check_blocks(draft.model, stages)
     shards = sizes["data"] * sizes["expert"]
     if "train.grad_accumulation" not in draft.open or batch % shards:
         return [1]

@@ -17,7 +17,7 @@ _NODE = 8  # devices of most nodes
 _STATE_BYTES = 16  # of a parameter at least: itself, its gradient and both moments
 _SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.sharded")
 _ALWAYS_TOLD = ("data", "expert", "tensor")
-_SMALLER = "use a smaller model, or shorter sequences (data.seq_len)"
+_SHORTER = (2, 4, 8)  # times, sequences
 
 
 def too_large(search: Search, base: Config) -> Refused | None:
@@ -59,7 +59,12 @@ def _cure(search: Search) -> str:
         grown = dataclasses.replace(search.draft, train=batch)
         if _fits_at_all(dataclasses.replace(search, draft=grown, cluster=larger)):
             return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
-    return _SMALLER
+    data = search.draft.data
+    for shorter in (data.seq_len // times for times in _SHORTER if data.seq_len % times == 0):
+        cut = dataclasses.replace(search.draft, data=dataclasses.replace(data, seq_len=shorter))
+        if _fits_at_all(dataclasses.replace(search, draft=cut)):
+            return f"use data.seq_len={shorter}, or a smaller model"
+    return "use a smaller model, or devices with more memory: neither more of these nor shorter sequences are enough"
 
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moe_jax.errors import UserError, run_command
+from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
@@ -21,7 +21,7 @@ class UsageError(UserError):
 
 def main() -> None:
     """Read the command line; write the page of a run, or print what a compiler makes of a step."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m moe_jax.report",
         description="Write RUN/report.html: key numbers, curves, expert load, a text sample and the config of a run, "
         "on one page that can be sent around by itself. Or compile a training step for hardware that need not be "

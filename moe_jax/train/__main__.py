@@ -1,6 +1,5 @@
 """python -m moe_jax.train --config FILE [section.key=value …]"""
 
-import argparse
 import logging
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import jax
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_draft
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.report import write_report
 from moe_jax.report.plots import PlotError
 from moe_jax.train import processes
@@ -21,7 +20,7 @@ from moe_jax.train.step import State
 
 def main() -> None:
     """Read the command line, train, and leave a sample and a report in the run's folder."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m moe_jax.train",
         description="Train a Mixture-of-Experts model.",
         epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings stand in moe_jax/config.py.",
