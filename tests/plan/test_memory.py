@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from moe_jax.config import Config, Mesh
+from moe_jax.config import Config, Latent, Mesh
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import make_mesh
@@ -57,6 +57,11 @@ def stacked_bytes(jaxpr: Any) -> int:
 
 _BESIDE = {"mesh": (2, 2, 2), "num_shared_experts": 1, "dense_residual": True}
 _MIXED = {"every": 2, "num_shared_experts": 1, "model": {"num_layers": 6, "qk_norm": True}}
+_LATENT = {
+    "num_kv_heads": None,
+    "head_dim": None,
+    "latent": Latent(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18),
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
     "plain dots": _MIXED | {"schedule": {"remat": "dots"}},
@@ -75,6 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
     "beside experts": _BESIDE,
     "beside experts scheduled": _BESIDE | {"num_shared_experts": 0, "schedule": SCHEDULED},
     "least beside experts": _BESIDE | {"schedule": SCHEDULED},
+    "latents": {"model": _LATENT},
+    "latents dots": {"model": _LATENT, "schedule": {"remat": "dots"}},
+    "latents scheduled": {"model": _LATENT, "mesh": (2, 2, 2), "schedule": SCHEDULED},
+    "latents ring": {"model": _LATENT, "mesh": (1, 4, 1, 2)},
+    "latents gathered": {"model": _LATENT, "mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
+    "least latents": {"model": _LATENT, "schedule": SCHEDULED},
 }
 
 
