@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from moe_jax import gate_table
 from moe_jax.config_checks import check_config
 
 
@@ -24,29 +25,47 @@ class MoE:
     dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
     bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
-    gate: str = "softmax"  # or sigmoid, or package.module:function, see docs/parts.md
+    gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/parts.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
+    num_groups: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
+    top_groups: int = 1  # and those of a token in so many of them
+    router_rank: int | None = None  # gate xmoe: the width in which tokens and experts meet; null: half the experts
+    slots_per_expert: int = 1  # gate softmoe: on each source device, instead of a capacity
     # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
     order: str = "sort"
     # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
     # computed in it, or as 8-bit floats), or package.module:name of Hooks
     hooks: str = "none"
-    slot_priority: Literal["position", "score"] = "position"  # whose tokens an expert with few slots takes first
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts
     load_balance_weight: float = 0.01
     router_z_weight: float = 0.001
 
     @property
+    def gate_facts(self) -> gate_table.GateFacts:
+        """What is known of the gate without computing it."""
+        return gate_table.facts_of(self.gate)
+
+    @property
+    def latent_router_width(self) -> int:
+        """In which tokens and experts meet, if the gate projects both."""
+        return self.router_rank or max(self.num_experts // 2, 1)
+
+    @property
+    def sorts_rows(self) -> bool:
+        """Whether tokens that chose experts are sorted into rows."""
+        return self.order == "sort" and not self.gate_facts.fills_slots
+
+    @property
     def sends_capacity_rows(self) -> bool:
         """Whether tokens reach slots of a limited number as sorted rows."""
-        return self.capacity_factor is not None and self.order == "sort"
+        return self.capacity_factor is not None and self.sorts_rows
 
     @property
     def sends_sized_rows(self) -> bool:
         """Whether experts have no capacity, and sorted rows travel with their sizes."""
-        return self.capacity_factor is None and self.order == "sort"
+        return self.capacity_factor is None and self.sorts_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def mlp(p, x):
 
 def gate(logit_TE, moe: MoE):
     """Weights [T, E], 0 for experts not chosen, probabilities [T, E], and chosen experts, best first [T, k]."""
-    scores = jax.nn.softmax(logit_TE) if moe.gate == "softmax" else jax.nn.sigmoid(logit_TE)
+    scores = jax.nn.softmax(logit_TE) if moe.gate in ("softmax", "batch_prioritised") else jax.nn.sigmoid(logit_TE)
     best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), axis=-1, kind="stable")[:, : moe.top_k]
     weight = jnp.where(chosen(best, moe), scores, 0)
     if moe.normalize_weights and moe.top_k > 1:
@@ -134,7 +134,7 @@ def keep(chosen_TE, moe: MoE, prob_TE=None):
     slots = math.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts)
     used, kept = np.zeros(moe.num_experts, int), np.zeros_like(chosen_TE)
     order = range(tokens)
-    if moe.slot_priority == "score":
+    if moe.gate == "batch_prioritised":
         order = np.argsort(-np.asarray(jax.lax.stop_gradient(prob_TE)).max(-1), kind="stable")
     for token in order:
         for expert in np.flatnonzero(chosen_TE[token]):

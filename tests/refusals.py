@@ -167,13 +167,60 @@ REFUSED = {
         "exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks=2 cuts their slots: "
         "use 1, or exchange.algorithm=auto"
     ),
-    "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score": (
-        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
-        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position"
+    **{
+        f"schedule.policy=unified schedule.microbatches=2 model.moe.gate={gate}": (
+            f"model.moe.gate={gate} compares all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
+            "use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate"
+        )
+        for gate in ("batch_prioritised", "expert_choice", "softmoe")
+    },
+    **{
+        f"model.moe.gate={gate} model.moe.capacity_factor=null": (
+            f"model.moe.gate={gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits none: "
+            "set model.moe.capacity_factor, or another gate"
+        )
+        for gate in ("batch_prioritised", "expert_choice")
+    },
+    **{
+        f"model.moe.gate={gate} model.moe.order=einsum": (
+            f"model.moe.gate={gate} fills slots in an order of its own, and model.moe.order=einsum has another: "
+            "use model.moe.order=sort"
+        )
+        for gate in ("batch_prioritised", "expert_choice", "softmoe")
+    },
+    "exchange.algorithm=ragged schedule.policy=unified model.moe.gate=softmoe": (
+        "exchange.algorithm=ragged leaves out empty slots, and model.moe.gate=softmoe fills all: "
+        "use exchange.algorithm=flat"
     ),
-    "model.moe.slot_priority=score model.moe.capacity_factor=null": (
-        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
-        "set them, or model.moe.slot_priority=position"
+    "model.moe.gate=noisey": (
+        "model.moe.gate=noisey must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
+        "batch_prioritised, expert_choice or softmoe, or package.module:name: did you mean noisy?"
+    ),
+    "model.moe.num_groups=2": (
+        "model.moe.num_groups=2 is of gate deepseek_v2 and deepseek_v3, and model.moe.gate=softmax: "
+        "set model.moe.gate=deepseek_v3, or model.moe.num_groups=1"
+    ),
+    "model.moe.router_rank=4": (
+        "model.moe.router_rank=4 is of gate xmoe, and model.moe.gate=softmax: "
+        "set model.moe.gate=xmoe, or model.moe.router_rank=null"
+    ),
+    "model.moe.slots_per_expert=4": (
+        "model.moe.slots_per_expert=4 is of gate softmoe, and model.moe.gate=softmax: "
+        "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
+    ),
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=3": (
+        "model.moe.num_experts=8 is not divisible by model.moe.num_groups=3: use 1, 2, 4 or 8 groups"
+    ),
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=2 model.moe.top_groups=3": (
+        "model.moe.top_groups=3 must be 1..model.moe.num_groups=2"
+    ),
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=4 model.moe.top_k=3": (
+        "model.moe.top_k=3 experts are not in model.moe.top_groups=1 of 2 experts each: "
+        "use model.moe.top_groups=2 or more, or model.moe.top_k=2 or less"
+    ),
+    "model.moe.gate=deepseek_v3 model.moe.num_experts=8 model.moe.num_groups=8 model.moe.top_groups=2": (
+        "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: "
+        "use model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2"
     ),
     "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (

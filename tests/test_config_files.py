@@ -102,6 +102,7 @@ FIXED = {
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context"),
     "tune.over",
     *("model.latent.q_lora_rank", "model.attention.full_every"),
+    *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert")),
 }
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from moe_jax.config_checks.gate import check_gate
 from moe_jax.config_checks.words import divisors_text
 from moe_jax.errors import ConfigError
 
@@ -77,6 +78,7 @@ def _check_experts(model: "Model") -> None:
         return
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")
+    check_gate(moe)
     if moe.first_dense_blocks >= model.num_layers:
         raise ConfigError(
             f"model.moe.first_dense_blocks={moe.first_dense_blocks} leaves none of model.num_layers={model.num_layers} "

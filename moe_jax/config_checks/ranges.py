@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from moe_jax.errors import ConfigError
+from moe_jax.gate_table import GATES
 
 if TYPE_CHECKING:
     from moe_jax.config import Sections
@@ -34,6 +35,10 @@ _AT_LEAST: dict[str, float] = {
     "model.moe.top_k": 1,
     "model.moe.hidden_dim": 1,
     "model.moe.num_shared_experts": 0,
+    "model.moe.num_groups": 1,
+    "model.moe.top_groups": 1,
+    "model.moe.router_rank": 1,
+    "model.moe.slots_per_expert": 1,
     "model.moe.first_dense_blocks": 0,
     "model.moe.every": 1,
     "model.moe.load_balance_weight": 0,
@@ -84,7 +89,7 @@ _POSITIVE = (
 )
 # Parts of the model with a name of their own; others are named package.module:name.
 _PARTS = {
-    "model.moe.gate": ("softmax", "sigmoid"),
+    "model.moe.gate": tuple(GATES),
     "model.moe.order": ("sort", "einsum"),
     "model.moe.hooks": ("none", "bf16", "fp8"),
 }
@@ -137,4 +142,8 @@ def check_parts(config: "Sections") -> None:
         if value not in own and not _ELSEWHERE.fullmatch(value):
             near = difflib.get_close_matches(value, own, n=1)
             cure = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name}={value} must be {' or '.join(own)} or package.module:name{cure}")
+            raise ConfigError(f"{name}={value} must be {_either(own)} or package.module:name{cure}")
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(names) if len(names) <= 3 else f"{', '.join(names[:-1])} or {names[-1]},"

@@ -44,19 +44,12 @@ def check_schedule(config: "Config") -> None:
 def _check_whole_batch(config: "Config") -> None:
     """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
     moe, settings = config.model.moe, config.schedule
-    if moe.slot_priority != "score":
+    if moe.gate_facts.splits or settings.policy != "unified" or settings.microbatches == 1:
         return
-    if settings.policy == "unified" and settings.microbatches > 1:
-        raise ConfigError(
-            f"model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches="
-            f"{settings.microbatches} cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind "
-            "the gate, or model.moe.slot_priority=position"
-        )
-    if not moe.sends_capacity_rows:
-        raise ConfigError(
-            "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
-            "set them, or model.moe.slot_priority=position"
-        )
+    raise ConfigError(
+        f"model.moe.gate={moe.gate} compares all tokens of a batch, and schedule.microbatches={settings.microbatches} "
+        "cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate"
+    )
 
 
 def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]) -> None:
@@ -85,6 +78,11 @@ def check_exchange(config: "Config") -> None:
         raise ConfigError(
             f"exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks="
             f"{config.schedule.expert_chunks} cuts their slots: use 1, or exchange.algorithm=auto"
+        )
+    if config.model.moe.gate_facts.fills_slots:
+        raise ConfigError(
+            f"exchange.algorithm=ragged leaves out empty slots, and model.moe.gate={config.model.moe.gate} fills all: "
+            "use exchange.algorithm=flat"
         )
     if not config.model.moe.sends_capacity_rows:
         raise ConfigError(

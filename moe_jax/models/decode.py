@@ -13,11 +13,17 @@ from jaxtyping import Array, Float, Int, Key
 from moe_jax.config import Model
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_next, form_of
+from moe_jax.models.gates.seen import Seen
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.parameters import block_params
 from moe_jax.models.transformer import Computation, unembed
 
 Cache = list[Any]  # of each block
+# settings of gates that compare tokens with each other
+_ALONE: dict[str, dict[str, Any]] = {
+    "batch_prioritised": {"gate": "softmax"},
+    "expert_choice": {"gate": "softmax", "normalize_weights": False},
+}
 
 
 def sample(
@@ -31,9 +37,11 @@ def sample(
 ) -> Int[Array, "B S"]:
     """The prompt's first `prompt_length` tokens and sampled ones behind them, S in all. Temperature 0: the likeliest.
 
-    No token is dropped, whatever capacity the model was trained with.
+    No token is dropped, whatever capacity the model was trained with. Where experts choose tokens in training, a token
+    has its likeliest experts here: others that it would be compared with do not exist yet.
     """
-    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, capacity_factor=None, order="sort"))
+    moe = dataclasses.replace(model.moe, **_ALONE.get(model.moe.gate, {}))
+    model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, order="sort"))
     batch, length = prompt_BS.shape
     blocks = block_params(params, model)
     cache: Cache = [form_of(model).first_cache(model, batch, length, how.dtype) for _ in blocks]
@@ -63,19 +71,20 @@ def _next_logits(
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
     x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(how.dtype)
     updated: Cache = []
-    for p, view, of_block in zip(blocks, model.views, cache, strict=True):
+    seen = Seen(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
+    for number, (p, view, of_block) in enumerate(zip(blocks, model.views, cache, strict=True)):
         y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
         updated.append(of_block)
         x_B1D += y_B1D
         h_BD = rms_norm(x_B1D, p["norm"], model.norm_eps)[:, 0]
-        x_B1D += _feed_forward(p, h_BD, model, how)[:, None]
+        x_B1D += _feed_forward(p, h_BD, model, how, seen.above(number))[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated
 
 
-def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation) -> jax.Array:
+def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation, seen: Seen) -> jax.Array:
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)
-    sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1)
+    sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1, seen=seen)
     returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.platform)
     y_BD = moe_layer.combine(returned, ticket, model.moe)
     return sum((mlp(beside, h_BD) for beside in moe_layer.beside_experts(p["moe"])), start=y_BD)

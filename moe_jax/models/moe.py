@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
-from moe_jax.models import routing
 from moe_jax.models.gates import gate_of
+from moe_jax.models.gates.seen import Seen
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
@@ -27,29 +27,33 @@ from moe_jax.parallel.over_tensor import Route, Send
 class RouterStats(NamedTuple):
     """What one block's router did with this device's tokens; sums, so that devices and blocks add up."""
 
-    count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included
+    count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included; or slots that it fills
     prob_sum_E: Float[Array, " *M E"]  # gate probabilities, summed over tokens
     z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
     num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no room in the buffer
 
 
 def route(
-    params: Any, h_TD: Float[Array, "T D"], moe: MoE, ranks: int, room: Room | None = None, ragged: bool = False
+    params: Any,
+    h_TD: Float[Array, "T D"],
+    moe: MoE,
+    ranks: int,
+    room: Room | None = None,
+    ragged: bool = False,
+    seen: Seen | None = None,
 ) -> tuple[Any, Any, RouterStats]:
     """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
 
-    Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left.
+    Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left; `seen` what else
+    the gate looks at, if it does.
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
-    # by default TPUs and recent GPUs would multiply in bfloat16 or TF32
-    logit_TE = jnp.matmul(h_TD.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
-    logit_TE += params.get("router_bias", 0.0)
-    choice = gate_of(moe)(logit_TE, moe)
-    sent, ticket = order_of(moe, ragged).order(h_TD, choice, moe, ranks, room)
+    decision, logit_TE = gate_of(moe)(params, h_TD, seen, moe)
+    sent, ticket = order_of(moe, ragged).order(h_TD, decision, moe, ranks, room)
     stats = RouterStats(
-        count_E=routing.expert_counts(choice.expert_Tk, moe.num_experts),
-        prob_sum_E=choice.prob_TE.sum(axis=0),
-        z_sum=jnp.square(jax.nn.logsumexp(logit_TE, axis=-1)).sum(),
+        count_E=decision.count_E(),
+        prob_sum_E=decision.prob_TE.sum(axis=0),
+        z_sum=jnp.float32(0) if logit_TE is None else jnp.square(jax.nn.logsumexp(logit_TE, axis=-1)).sum(),
         num_dropped=ticket.num_dropped,
     )
     return sent, ticket, stats

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.config import Model
+from moe_jax.gate_table import gate_parameters
 from moe_jax.parallel.sharding import Dims
 from moe_jax.stages import segments
 
@@ -35,6 +36,11 @@ class _Declare:
         """Ones, to be multiplied with."""
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.ones(shape), dims=names)
+
+    def constant(self, value: float, **dims: int) -> nnx.Param:
+        """All the same."""
+        shape, names = self._stacked(dims)
+        return nnx.Param(jnp.full(shape, value), dims=names)
 
     def offset(self, **dims: int) -> nnx.Param:
         """Zeros, to be added."""
@@ -123,14 +129,21 @@ class MoELayer(nnx.Module):
     def __init__(self, model: Model, declare: _Declare):
         moe = model.moe
         # "choices", not "experts": the router is whole on every device
-        self.router = declare.matrix(_ROUTER_STD, model=model.d_model, choices=moe.num_experts)
+        for name, (dims, first) in gate_parameters(model).items():
+            setattr(self, name, _first_of_gate(declare, first, dims))
         self.experts = MLP(model, moe.hidden_dim, declare, moe.bias, experts=moe.num_experts)
-        if moe.bias:
-            self.router_bias = declare.offset(choices=moe.num_experts)
         if moe.num_shared_experts:
             self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
         if moe.dense_residual:
             self.dense = MLP(model, model.hidden_dim, declare)
+
+
+def _first_of_gate(declare: _Declare, first: str | float, dims: dict[str, int]) -> nnx.Param:
+    if isinstance(first, float):
+        return declare.constant(first, **dims)
+    if first == "zeros":
+        return declare.offset(**dims)
+    return declare.matrix(_ROUTER_STD if first == "router" else next(iter(dims.values())) ** -0.5, **dims)
 
 
 class Block(nnx.Module):

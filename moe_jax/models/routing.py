@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import MoE
 from moe_jax.models.gates.choice import Choice
 
+_NEVER = 2**30  # behind all slots
+
 
 def capacity(moe: MoE, tokens: int) -> int:
     """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
@@ -23,11 +25,6 @@ def capacity(moe: MoE, tokens: int) -> int:
         return tokens
     factor = Fraction(str(moe.capacity_factor))  # as written: 1.1 · 100 / 10 is 11 slots, not 12
     return min(tokens, math.ceil(factor * moe.top_k * tokens / moe.num_experts))
-
-
-def expert_counts(expert_Tk: Int[Array, "T k"], num_experts: int) -> Int[Array, " E"]:
-    """How many (token, choice) pairs each expert was chosen by, kept or not."""
-    return jnp.zeros(num_experts, jnp.int32).at[expert_Tk.ravel()].add(1)
 
 
 def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
@@ -39,11 +36,16 @@ def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> I
     return jnp.zeros_like(flat).at[order].set(rank_in_order, unique_indices=True).reshape(expert_Tk.shape)
 
 
-def rank_by_score(choice: Choice, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
-    """The same in the order of the tokens' highest probabilities (after V-MoE, Riquelme et al. 2021, section 4)."""
-    token_T = jnp.argsort(-choice.prob_TE.max(axis=-1), stable=True)
-    rank_Tk = rank_in_expert(choice.expert_Tk[token_T], count_E)
-    return jnp.zeros_like(rank_Tk).at[token_T].set(rank_Tk, unique_indices=True)
+def ranks(choice: Choice, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
+    """The place of each pair in line for its expert's slots; a choice that a token does without is behind all slots."""
+    expert_Tk, priority_T = choice.expert_Tk, choice.priority_T
+    if priority_T is None:
+        rank_Tk = rank_in_expert(expert_Tk, count_E)
+    else:
+        token_T = jnp.argsort(-priority_T, stable=True)
+        in_line_Tk = rank_in_expert(expert_Tk[token_T], count_E)
+        rank_Tk = jnp.zeros_like(in_line_Tk).at[token_T].set(in_line_Tk, unique_indices=True)
+    return jnp.where(expert_Tk < len(count_E), rank_Tk, _NEVER)
 
 
 class Rows(NamedTuple):

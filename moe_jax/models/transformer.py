@@ -18,6 +18,7 @@ from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.gates import gate_of
+from moe_jax.models.gates.seen import Seen
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
@@ -46,6 +47,7 @@ class Computation:
     tensor_chunks: int = 1
     context_form: str = "ring"  # how attention of one context rank sees tokens of others
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
+    seed: int = 0  # of what gates draw at random
 
     @property
     def route(self) -> Route:
@@ -86,6 +88,7 @@ class Computation:
             tensor_chunks=config.exchange.tensor_chunks,
             context_form=config.exchange.context_form,
             expert_axis=expert_axis(config.mesh),
+            seed=config.train.seed,
         )
 
 
@@ -125,15 +128,18 @@ def attend_and_route(
     how: Computation,
     room: Room | None = None,
     ragged: bool = False,
+    seen: Seen | None = None,
 ) -> Routed:
     """Attention, MLPs beside the experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
 
-    `ragged`: the rows are for an irregular exchange.
+    `ragged`: the rows are for an irregular exchange. `seen`: what the gate looks at beside features, in this block.
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.context_form)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
-    sent, ticket, stats = moe_layer.route(params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged)
+    sent, ticket, stats = moe_layer.route(
+        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat()
+    )
     for beside in moe_layer.beside_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(beside, h_BND)
     return Routed(x_BND, sent, ticket, stats)
@@ -160,7 +166,7 @@ def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N
 
 
 def block(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, how: Computation
+    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, how: Computation, seen: Seen | None = None
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
@@ -168,7 +174,7 @@ def block(
     length, ranks = x_BND.shape[1], how.expert_ranks()
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room)
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room, seen=seen)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 
 
@@ -188,14 +194,16 @@ def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Comp
 
 
 def forward(
-    params: Any, token_BN: Int[Array, "B N"], model: Model, how: Computation
+    params: Any, token_BN: Int[Array, "B N"], model: Model, how: Computation, seen: Seen | None = None
 ) -> tuple[Float[Array, "B N V"], RouterStats | None]:
     """Logits in float32 and, if any block has experts, router statistics with a leading dimension M."""
     x_BND = embed(params["embedding"], token_BN, how)
-    stats = []
+    stats, below = [], 0
     for number, segment in enumerate(segments(model)):
-        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how)
+        own = seen and seen.above(below)
+        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how, own)
         stats += segment_stats
+        below += len(segment.kinds) * segment.repeats
     in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
     return unembed(params, x_BND, model), in_order
 
@@ -211,14 +219,17 @@ REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveab
 
 
 def _run_segment(
-    params: Any, x_BND: jax.Array, segment: Segment, model: Model, how: Computation
+    params: Any, x_BND: jax.Array, segment: Segment, model: Model, how: Computation, seen: Seen | None
 ) -> tuple[jax.Array, list[RouterStats]]:
     """Scan over the segment's periods. Statistics come back as one tree, blocks in order, or none."""
+    length = len(segment.kinds)
 
-    def period(x_BND: jax.Array, params: Any) -> tuple[jax.Array, list[RouterStats]]:
+    def period(x_BND: jax.Array, of_turn: tuple[Any, jax.Array | None]) -> tuple[jax.Array, list[RouterStats]]:
+        params, turn = of_turn
         stats = []
         for place, view in enumerate(segment.views):
-            x_BND, block_stats = block(params[place], x_BND, model, view, how)
+            own = None if turn is None or seen is None else seen.above(turn * length + place)
+            x_BND, block_stats = block(params[place], x_BND, model, view, how, own)
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 
@@ -227,7 +238,8 @@ def _run_segment(
         # a loop keeps the compiler from merging the second computation with the first; unrolled, it must be told
         fully_unrolled = unroll == segment.repeats
         period = jax.checkpoint(period, policy=REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
-    x_BND, stats = jax.lax.scan(period, x_BND, params, unroll=unroll)
+    turns = None if seen is None else jnp.arange(segment.repeats)
+    x_BND, stats = jax.lax.scan(period, x_BND, (params, turns), unroll=unroll)
     if not stats:
         return x_BND, []
     in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)  # [repeats, per period, …]

@@ -17,4 +17,9 @@ class OwnTokens(NamedTuple):
 
 def own_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
     """Out of whole sequences and the token behind them. Runs inside `shard_map`."""
-    return OwnTokens(*(own_share(own_pieces(x_BN), 1) for x_BN in (token_BN1[:, :-1], token_BN1[:, 1:])))
+    return OwnTokens(own_part(token_BN1[:, :-1]), own_part(token_BN1[:, 1:]))
+
+
+def own_part(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
+    """Of numbers of each token. Runs inside `shard_map`."""
+    return own_share(own_pieces(x_BN), 1)

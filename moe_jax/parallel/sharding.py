@@ -23,6 +23,8 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "head": (),
     "latent": (),  # every tensor rank makes those of its own tokens
     "choices": (),  # experts as the router's outputs
+    "slots": (),  # of each of them
+    "one": (),  # a number
 }
 
 

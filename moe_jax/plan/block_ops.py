@@ -35,18 +35,13 @@ def _block(model: Model, kind: str, block: int) -> Iterator[Op]:
     if kind == "moe":
         yield op("gate", "z", "choice", *_all(2, _SEQUENCES, _TOKENS))
         # tokens of all sequences compete for slots in their order, which parts of sequences would change
-        yield op("order", "z choice", "rows", *(() if _compares_all(model) else ((_SEQUENCES,) * 2 + _ROWS[1:],)))
+        yield op("order", "z choice", "rows", *(((_SEQUENCES,) * 2 + _ROWS[1:],) if moe.gate_facts.splits else ()))
         yield op("dispatch", "rows", "received", *_all(2, *_ROWS), task="dispatch")
         yield op("expert", "received", "made", *_all(2, *_ROWS), task="expert")
         yield op("combine", "made", "returned", *_all(2, *_ROWS), task="combine")
         yield op("inverse order", "returned choice", "w", (Cut.IRREGULAR, _SEQUENCES, _SEQUENCES))
     added = "y" + " m" * has_mlp + " w" * (kind == "moe")
     yield op("residual", added, "next", *_all(len(added.split()) + 1, _SEQUENCES, _TOKENS, _FEATURES))
-
-
-def _compares_all(model: Model) -> bool:
-    """Whether slots are given away by looking at all tokens of a batch (batch-prioritised routing)."""
-    return model.moe.slot_priority == "score"
 
 
 def _all(tensors: int, *axes: Cut) -> tuple[tuple[Cut, ...], ...]:

@@ -12,7 +12,7 @@ from moe_jax.plan.axes import Cut, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
 from moe_jax.plan.estimate import Estimate
 from moe_jax.plan.partition_range import Part, Partition, fastest_partition, pipeline_seconds
-from moe_jax.plan.resources import attention_matrices
+from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.task_times import Linear
 
@@ -153,6 +153,6 @@ def _shares(model: Model, kind: str) -> Mapping[str, float]:
         "projections": attention_matrices(model) - output,
         "output": output,
         "mlp": matrices * model.d_model * hidden,
-        "gate": model.d_model * moe.num_experts if kind == "moe" else 0,
+        "gate": gate_matrices(model) + mixed_matrices(model) if kind == "moe" else 0,
     }
     return {name: count / sum(parameters.values()) for name, count in parameters.items()}

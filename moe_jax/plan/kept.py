@@ -93,6 +93,9 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     if not moe.num_experts:
         return Rows(sent=0, computed=0)
     held, part = moe.num_experts // ranks, tokens // parts
+    if moe.gate == "softmoe":
+        sent = moe.num_experts * moe.slots_per_expert
+        return Rows(sent=sent, computed=tensor * sent)
     if moe.capacity_factor is None:
         own = config.data.seq_len // (tensor * mesh["context"])
         width = own * min(moe.top_k, held)
@@ -159,7 +162,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     total += item * model.d_model * (rows.computed + rows.sent) + 4 * rows.sent  # received and returned rows, places
     of_hidden = {"all": 6, "least": matrices}.get(mode, 0)
     total += of_hidden * rows.computed * moe.hidden_dim / sizes.tensor * item
-    logits = 4 * own * moe.num_experts
+    logits = 4 * own * moe.num_experts * moe.slots_per_expert
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if rows.ragged:
         total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask

@@ -1,9 +1,11 @@
 """What a model needs: parameters and floating-point operations, from its config alone."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.config import Model
+from moe_jax.gate_table import gate_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,11 @@ def count_parameters(model: Model) -> Parameters:
     num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
     dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
     mlps = num_moe * shared.total + num_dense * dense.total
-    head, router = d * model.vocab_size, num_moe * d * moe.num_experts
+    head, gate = d * model.vocab_size, _gate(model)
     chosen = num_moe * moe.top_k
-    matrix_active = blocks * attention.matrices + mlps + router + chosen * expert.matrices + head
+    matrix_active = blocks * attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
     vectors = 2 * d * blocks + d + blocks * (attention.total - attention.matrices)
-    vectors += chosen * (expert.total - expert.matrices) + (num_moe * moe.num_experts if moe.bias else 0)
+    vectors += chosen * (expert.total - expert.matrices) + num_moe * (gate.total - gate.matrices)
     active = matrix_active + vectors + (0 if model.tie_embeddings else head)
     return Parameters(
         total=active + (num_moe * moe.num_experts - chosen) * expert.total,
@@ -89,7 +91,7 @@ def owned_by_kind(model: Model) -> dict[str, Owned]:
     return {
         "dense": Owned(always, cut + dense.total),
         "moe": Owned(
-            always + d * experts + (experts if moe.bias else 0),
+            always + _gate(model).total,
             cut + shared.total + (dense.total if moe.dense_residual else 0),
             experts * expert.cut + experts * expert.whole_matrices,
             experts * expert.whole_vectors,
@@ -123,6 +125,27 @@ def _attention(model: Model) -> _Count:
     return _Count(2 * d * (queries + keys), cut, whole_vectors=whole)
 
 
+def gate_matrices(model: Model) -> int:
+    """Parameters in the matrix products of one block's gate."""
+    return _gate(model).matrices
+
+
+def mixed_matrices(model: Model) -> int:
+    """Products with activations for each token where a gate mixes tokens into slots, and slots into tokens."""
+    moe = model.moe
+    return 2 * model.d_model * moe.num_experts * moe.slots_per_expert if moe.gate == "softmoe" else 0
+
+
+def _gate(model: Model) -> _Count:
+    """Of one block with experts."""
+    sizes = [tuple(dims.values()) for dims, _ in gate_parameters(model).values()]
+    return _Count(
+        0,
+        whole_matrices=sum(math.prod(size) for size in sizes if len(size) > 1),
+        whole_vectors=sum(math.prod(size) for size in sizes if len(size) == 1),
+    )
+
+
 def _mlp(model: Model, hidden: int, bias: bool = False) -> _Count:
     """Of one MLP or expert."""
     inner = 2 if model.activation == "swiglu" else 1
@@ -137,7 +160,8 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
     """
     seen = sum(_mean_seen(view.window, seq_len) for view in model.views)
     attention = 6 * model.num_heads * (model.qk_width + model.v_width) * seen
-    return float(6 * count_parameters(model).matrix_active + attention)
+    mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
+    return float(6 * count_parameters(model).matrix_active + attention + mixes)
 
 
 def _mean_seen(window: int | None, seq_len: int) -> float:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from moe_jax.config import Config, Model
-from moe_jax.plan.resources import attention_matrices
+from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _RING_TILE = 512
@@ -22,12 +22,13 @@ def work_of(config: Config, tokens: float) -> dict[str, Work]:
     matrices = 3 if model.activation == "swiglu" else 2
     attention = 2 * tokens * attention_matrices(model)
     scores = 2 * tokens * computed_keys(config) * model.num_heads * (model.qk_width + model.v_width)
+    mixes = 2 * tokens * mixed_matrices(model)
     dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
     shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
     shared += dense if moe.dense_residual else 0
     return {
         "embed": Work(0.0),
-        "attend": Work(attention + shared, scores),
+        "attend": Work(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
         "dense": Work(attention + dense, scores),
         "expert": Work(2 * expert_rows(model, tokens) * matrices * model.d_model * moe.hidden_dim),
         "head": Work(2 * tokens * model.d_model * model.vocab_size),
@@ -58,6 +59,8 @@ def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
 def expert_rows(model: Model, tokens: float) -> float:
     """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
     moe = model.moe
+    if moe.gate == "softmoe":
+        return moe.num_experts * moe.slots_per_expert
     factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
     return min(factor * moe.top_k, moe.num_experts) * tokens
 

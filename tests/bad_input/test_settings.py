@@ -27,7 +27,8 @@ CONFIG = [
     (
         "several lines",
         "'model.moe.gate=\"a\\nb\"'",
-        "model.moe.gate=a b must be softmax or sigmoid or package.module:name",
+        "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
+        "batch_prioritised, expert_choice or softmoe, or package.module:name",
     ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
     (
@@ -110,15 +111,15 @@ SCHEDULE = [
     ),
     (
         "a batch cut before its tokens are compared",
-        "schedule.policy=unified schedule.microbatches=2 model.moe.slot_priority=score",
-        "model.moe.slot_priority=score ranks all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
-        "use schedule.policy=expert_pipeline, which cuts behind the gate, or model.moe.slot_priority=position",
+        "schedule.policy=unified schedule.microbatches=2 model.moe.gate=expert_choice",
+        "model.moe.gate=expert_choice compares all tokens of a batch, and schedule.microbatches=2 cuts the batch "
+        "before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate",
     ),
     (
         "tokens in the order of their scores without slots",
-        "model.moe.slot_priority=score model.moe.capacity_factor=null",
-        "model.moe.slot_priority=score needs model.moe.capacity_factor and model.moe.order=sort: "
-        "set them, or model.moe.slot_priority=position",
+        "model.moe.gate=batch_prioritised model.moe.capacity_factor=null",
+        "model.moe.gate=batch_prioritised chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
+        "none: set model.moe.capacity_factor, or another gate",
     ),
     (
         "a batch that does not divide into microbatches",

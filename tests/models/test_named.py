@@ -35,7 +35,9 @@ def test_the_gate_of_the_documentation(tmp_path, monkeypatch):
 
     moe = MoE(gate=name, normalize_weights=False)
     logit_TE = jax.random.normal(jax.random.key(0), (5, moe.num_experts))
-    for found, expected in zip(gate_of(moe)(logit_TE, moe), softmax.choose(2 * logit_TE, moe), strict=True):
+    router = {"router": jnp.eye(moe.num_experts)}
+    decision = gate_of(moe)(router, logit_TE, None, moe).decision
+    for found, expected in zip(decision, softmax.choose(2 * logit_TE, moe), strict=True):
         np.testing.assert_array_equal(found, expected)
 
     config = small_config(2, 2, gate=name)

@@ -92,7 +92,7 @@ def there_and_back(
     places, dropped, returned = [], 0, []
     for size in sizes:
         part = slice(first, first + size)
-        own = Choice(*(leaf[part] for leaf in choice))
+        own = jax.tree.map(lambda leaf, part=part: leaf[part], choice)
         static = {"name": name, "moe": moe, "ranks": ranks, "slots": slots, "parts": len(sizes), "buffer": buffer}
         sent, num_dropped, returned_TD = jax.device_get(send_and_return(PAYLOAD[part], own, used_E, **static))
         places += places_in(ROWS_OF[name](sent, ranks), used_E)
@@ -167,7 +167,7 @@ def test_each_kept_pair_is_sent_once_and_to_its_expert(name, choices, ranks, ske
 @every_order
 def test_each_token_gets_its_own_row_back_times_the_weights_of_its_kept_pairs(name, choices, ranks, skewed):
     returned_TD = there_and_back(name, choices, ranks, skewed).returned_TD
-    expert_Tk, weight_Tk, _ = choice_of(choices, skewed)
+    expert_Tk, weight_Tk, *_ = choice_of(choices, skewed)
     kept_Tk = np.take_along_axis(kept_by_definition(name, choices, skewed), np.asarray(expert_Tk), axis=1)
     total_T = np.where(kept_Tk, weight_Tk, 0).sum(axis=1)
     np.testing.assert_allclose(returned_TD, total_T[:, None] * PAYLOAD, rtol=1e-6)

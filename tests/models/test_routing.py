@@ -8,6 +8,7 @@ import pytest
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
+from moe_jax.models.gates.choice import expert_counts
 
 
 def random_choice(tokens: int, choices: int, experts: int, seed: int = 0) -> np.ndarray:
@@ -18,7 +19,7 @@ def random_choice(tokens: int, choices: int, experts: int, seed: int = 0) -> np.
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (7, 1, 3), (16, 2, 4), (33, 6, 8)])
 def test_rank_counts_earlier_pairs_of_the_same_expert(tokens, choices, experts):
     expert_Tk = random_choice(tokens, choices, experts)
-    count_E = routing.expert_counts(jnp.array(expert_Tk), experts)
+    count_E = expert_counts(jnp.array(expert_Tk), experts)
     rank_Tk = routing.rank_in_expert(jnp.array(expert_Tk), count_E)
     seen = np.zeros(experts, int)
     for token in range(tokens):

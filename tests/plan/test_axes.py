@@ -12,7 +12,7 @@ from moe_jax.plan.candidates import choices, schedules
 
 BATCH = (Cut.SEQUENCES, Cut.IRREGULAR)
 LAYER = ("dispatch", "expert", "combine")
-SCORE = {"slot_priority": "score"}
+SCORE = {"gate": "batch_prioritised"}
 
 
 def ops_of(kinds: Sequence[str] = ("moe",), **moe) -> tuple[Op, ...]:

@@ -116,7 +116,7 @@ def test_ranges_are_never_slower_than_chunks_of_slots() -> None:
 
 
 def test_ranges_reach_in_front_of_the_gate_only_where_it_allows() -> None:
-    for moe, reaches in (({}, True), ({"slot_priority": "score"}, False)):
+    for moe, reaches in (({}, True), ({"gate": "batch_prioritised"}, False)):
         found = ranges_of(config_of(layers=4, **moe))
         cut = [each for each in found.best.ranges if each.parts > 1]
         assert cut

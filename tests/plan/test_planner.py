@@ -153,7 +153,10 @@ SMALL = [
         ("schedule.policy=auto schedule.microbatches=auto schedule.chunk_mb=auto", {"grad_reduce": "end"}),
         ("schedule.policy=vanilla schedule.microbatches=auto schedule.weight_grad=auto", {"microbatches": 1}),
         ("schedule.remat=auto schedule.policy=expert_pipeline", {"remat": "none", "policy": "expert_pipeline"}),
-        ("model.moe.slot_priority=score schedule.policy=auto schedule.microbatches=2", {"policy": "expert_pipeline"}),
+        (
+            "model.moe.gate=batch_prioritised schedule.policy=auto schedule.microbatches=2",
+            {"policy": "expert_pipeline"},
+        ),
         ("exchange.algorithm=ragged schedule.policy=auto schedule.microbatches=2", {"policy": "unified"}),
     ],
 )

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE
+from moe_jax.gate_table import GATES
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
@@ -25,6 +26,10 @@ MODELS = [
     Model(qk_norm=True, qk_norm_over="projection", num_kv_heads=2, attention=Attention(bias=True, sinks=True)),
     Model(moe=MoE(bias=True)),
     Model(activation="gelu", moe=MoE(bias=True, every=2)),
+    *(Model(moe=MoE(gate=gate)) for gate in GATES),
+    *(Model(moe=MoE(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
+    Model(moe=MoE(gate="xmoe", router_rank=5)),
+    Model(moe=MoE(gate="softmoe", slots_per_expert=3)),
 ]
 
 

@@ -24,7 +24,7 @@ def context_config(context: int, expert: int = 1, data: int = 1, **settings):
         (2, 2, 2, {}),
         (2, 1, 1, {"exchange": {"context_form": "all_gather"}, "num_experts": 0}),
         (4, 2, 1, {"capacity_factor": None, "exchange": {"buffer_factor": 1.5}}),
-        (8, 1, 1, {"capacity_factor": 0.8, "slot_priority": "score", "schedule": {"remat": "full"}}),
+        (8, 1, 1, {"capacity_factor": 0.8, "gate": "batch_prioritised", "schedule": {"remat": "full"}}),
         (2, 2, 1, {"tensor": 2, "schedule": {"remat": "dots"}}),
     ],
     ids=["data-expert", "gathered-dense", "buffer", "by-score", "tensor"],

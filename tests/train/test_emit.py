@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "dense-between": {"every": 2, "gate": "sigmoid", "top_k": 3, "model": {"num_layers": 4, "qk_norm": True}},
     "dense": {"num_experts": 0},
-    "by-score": {"every": 1, "slot_priority": "score", "capacity_factor": 0.8, "model": ONE_BLOCK},
+    "by-score": {"every": 1, "gate": "batch_prioritised", "capacity_factor": 0.8, "model": ONE_BLOCK},
 }
 
 # A sum of 0.002 MB is 500 elements; the model's matrices have 256 and more.

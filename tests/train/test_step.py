@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_the_reference(case):
         ({"activation": "gelu", "tie_embeddings": True, "qk_norm": True}, {"gate": "sigmoid"}),
         ({"num_layers": 5}, {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 2, "dense_residual": True}),
         ({"num_layers": 3, "head_dim": 6}, {"every": 1, "normalize_weights": False, "routed_scale": 2.5}),
-        ({}, {"slot_priority": "score", "capacity_factor": 0.7}),
+        ({}, {"gate": "batch_prioritised", "capacity_factor": 0.7}),
         ({}, {"order": "einsum"}),
         ({}, {"order": "einsum", "capacity_factor": None}),
         ({}, {"num_experts": 0}),

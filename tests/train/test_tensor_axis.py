@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_the_reference(mesh, capacity_factor):
             {"gate": "sigmoid", "top_k": 3},
         ),
         ({}, {"order": "einsum"}),
-        ({}, {"slot_priority": "score", "capacity_factor": 0.7}),
+        ({}, {"gate": "batch_prioritised", "capacity_factor": 0.7}),
         ({}, {"num_experts": 0}),
     ],
     ids=["gelu-tied-qknorm", "one-hot", "by-score", "dense"],

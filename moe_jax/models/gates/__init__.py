@@ -1,7 +1,9 @@
-"""Gates: which experts a token goes to and how much each counts. One file each, one signature."""
+"""Gates: which experts a token goes to and how much each counts. One file each, one signature.
+
+What else is to be known of each, without computing it, stands in `moe_jax.gate_table`.
+"""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,21 +11,48 @@ import jax.numpy as jnp
 
 from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
-from moe_jax.models.gates import sigmoid, softmax
+from moe_jax.models.gates import (
+    batch_prioritised,
+    deepseek_v2,
+    deepseek_v3,
+    expert_choice,
+    gpt_oss,
+    hash,
+    noisy,
+    random,
+    sigmoid,
+    softmax,
+    softmoe,
+    xmoe,
+)
 from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.protocol import Gate, of_logits
 from moe_jax.models.named import named
 
-Gate = Callable[[jax.Array, MoE], Choice]
-GATES: dict[str, Gate] = {"softmax": softmax.choose, "sigmoid": sigmoid.choose}
+GATES: dict[str, Gate] = {
+    "softmax": of_logits(softmax.choose),
+    "sigmoid": of_logits(sigmoid.choose),
+    "gpt_oss": of_logits(gpt_oss.choose),
+    "noisy": noisy.choose,
+    "xmoe": xmoe.choose,
+    "deepseek_v2": of_logits(deepseek_v2.choose),
+    "deepseek_v3": deepseek_v3.choose,
+    "hash": hash.choose,
+    "random": random.choose,
+    "batch_prioritised": of_logits(batch_prioritised.choose),
+    "expert_choice": of_logits(expert_choice.choose),
+    "softmoe": softmoe.choose,
+}
 
 
 @functools.cache
 def gate_of(moe: MoE) -> Gate:
     """The one that a config names. Raises ConfigError if it is none."""
     gate = named("model.moe.gate", moe.gate, GATES)
-    if moe.gate not in GATES:
-        _check(gate, moe)
-    return gate
+    if moe.gate in GATES:
+        return gate
+    _check(gate, moe)
+    return of_logits(gate)
 
 
 def _check(gate: Any, moe: MoE) -> None:
@@ -32,17 +61,16 @@ def _check(gate: Any, moe: MoE) -> None:
     tokens = moe.num_experts + 1  # T and E must not be mistaken for each other
     logit_TE = jax.ShapeDtypeStruct((tokens, moe.num_experts), jnp.float32)
     found = jax.eval_shape(lambda logit_TE: gate(logit_TE, moe), logit_TE)
-    own = jax.eval_shape(lambda logit_TE: GATES["softmax"](logit_TE, moe), logit_TE)
+    own = jax.eval_shape(lambda logit_TE: softmax.choose(logit_TE, moe), logit_TE)
     if not isinstance(found, Choice):
         raise ConfigError(
             f"model.moe.gate={moe.gate} returns {type(found).__name__}: return a moe_jax.models.gates.choice.Choice"
         )
     for name in Choice._fields:
-        is_a, must_be = getattr(found, name), getattr(own, name)
-        if (getattr(is_a, "shape", None), getattr(is_a, "dtype", None)) != (must_be.shape, must_be.dtype):
+        is_a, must_be = _form(getattr(found, name)), _form(getattr(own, name))
+        if is_a != must_be:
             raise ConfigError(
-                f"model.moe.gate={moe.gate} makes {name} {_form(is_a)} of {tokens} tokens' logits: "
-                f"it must be {_form(must_be)}"
+                f"model.moe.gate={moe.gate} makes {name} {is_a} of {tokens} tokens' logits: it must be {must_be}"
             )
 
 

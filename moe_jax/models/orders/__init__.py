@@ -3,7 +3,7 @@
 Each has four functions. P expert ranks, each with L of the E experts; T tokens of this device, or of a microbatch of
 its batch; D model width.
 
-- `order(x_TD, choice, moe, ranks, room)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
+- `order(x_TD, decision, moe, ranks, room)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
   and a ticket that finds the way back;
 - `experts(params, received, moe, platform)` → outputs in the shape of the received rows [P, …];
 - `inverse(returned, ticket)` → each token's weighted sum [T, D];
@@ -13,7 +13,7 @@ its batch; D model width.
 from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
 from moe_jax.models.named import named
-from moe_jax.models.orders import dropless, irregular, one_hot, slots
+from moe_jax.models.orders import dropless, irregular, mixed, one_hot, picked, slots
 from moe_jax.models.orders.protocol import Order
 
 ORDERS: dict[str, Order] = {
@@ -22,6 +22,11 @@ ORDERS: dict[str, Order] = {
     "irregular": Order(irregular.order, irregular.experts, irregular.inverse, slots.cut, slot_axis=0),
     "dropless": Order(dropless.order, dropless.experts, dropless.inverse, dropless.cut, slot_axis=1),
 }
+# of gates that fill slots themselves
+OWN_ORDERS: dict[str, Order] = {
+    "expert_choice": Order(picked.order, slots.experts, picked.inverse, slots.cut, slot_axis=2),
+    "softmoe": Order(mixed.order, slots.experts, mixed.inverse, slots.cut, slot_axis=2),
+}
 
 
 def order_of(moe: MoE, ragged: bool = False) -> Order:
@@ -29,6 +34,8 @@ def order_of(moe: MoE, ragged: bool = False) -> Order:
 
     Raises ConfigError if what it names is none.
     """
+    if moe.gate in OWN_ORDERS:
+        return OWN_ORDERS[moe.gate]
     if ragged:
         return ORDERS["irregular"]
     sort = ORDERS["dropless" if moe.sends_sized_rows else "slots"]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import Choice, expert_counts
 from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS, group_of_tiles
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Buffer, Room, Ticket, piece_bounds
@@ -35,26 +35,26 @@ def order(
     """
     tokens, held = x_TD.shape[0], moe.num_experts // ranks
     width, expert_Tk = tokens * min(moe.top_k, held), choice.expert_Tk
-    kept_Tk = jnp.ones_like(expert_Tk, bool)
+    wanted_Tk = kept_Tk = expert_Tk < moe.num_experts
     if room is not None and room.buffer is not None:
         width = tokens // room.buffer.tokens * room.buffer.rows
-        kept_Tk = _finds_room(expert_Tk // held, room.buffer, ranks)
+        kept_Tk &= _finds_room(expert_Tk // held, room.buffer, ranks)
         expert_Tk = jnp.where(kept_Tk, expert_Tk, moe.num_experts)  # one expert more, that nobody has
-    count_E = routing.expert_counts(expert_Tk, moe.num_experts + 1)
+    count_E = expert_counts(expert_Tk, moe.num_experts + 1)
     rank_Tk = routing.rank_in_expert(expert_Tk, count_E)
     count_PL = count_E[:-1].reshape(ranks, held)
     start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)  # of an expert's rows in its rank's block
     row_Tk = expert_Tk // held * width + start_E[expert_Tk] + rank_Tk
     rows = routing.assign_rows(row_Tk, kept_Tk, ranks * width)
     sent = routing.to_rows(x_TD, rows).reshape(ranks, width, -1)
-    return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
+    return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(wanted_Tk & ~kept_Tk))
 
 
 def _finds_room(rank_Tk: Int[Array, "T k"], buffer: Buffer, ranks: int) -> Bool[Array, "T k"]:
-    """Whether each pair is among the first of its sequence that go to its rank."""
+    """Whether each pair is among the first of its sequence that go to its rank; rank P is nobody."""
     sequence_T1 = jnp.arange(len(rank_Tk), dtype=jnp.int32)[:, None] // buffer.tokens
-    group_Tk = sequence_T1 * ranks + rank_Tk
-    count = routing.expert_counts(group_Tk, len(rank_Tk) // buffer.tokens * ranks)
+    group_Tk = jnp.where(rank_Tk < ranks, sequence_T1 * ranks + rank_Tk, rank_Tk.size)
+    count = expert_counts(group_Tk, len(rank_Tk) // buffer.tokens * ranks)
     return routing.rank_in_expert(group_Tk, count) < buffer.rows
 
 

@@ -44,13 +44,13 @@ class Again(NamedTuple):
 
 def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room) -> tuple[Sent, Ticket]:
     """The rows that found a slot, sorted by expert, and how many each expert gets."""
-    count_E = routing.expert_counts(choice.expert_Tk, moe.num_experts)
-    rank_Tk = routing.rank_in_expert(choice.expert_Tk, count_E)
+    count_E = choice.count_E()
+    rank_Tk = routing.ranks(choice, count_E)
     kept_Tk = room.used_E[choice.expert_Tk] + rank_Tk < room.slots
     kept_E = jnp.clip(room.slots - room.used_E, 0, count_E)
     start_E = jnp.cumsum(kept_E) - kept_E
     rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
-    ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
+    ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=count_E.sum() - kept_Tk.sum())
     rows_S = Again(x_TD, rows).make()
     return Sent(rows_S, kept_E, Again(jax.lax.stop_gradient(x_TD), rows)), ticket
 

@@ -1,5 +1,5 @@
 """Capacity slots: each device gives every expert C slots; pairs that come later in the order of tokens, or of their
-scores, are dropped.
+priority, are dropped.
 
 P expert ranks, L experts on each, C rows sent to an expert by a source device, T tokens, D model width, F hidden width.
 """
@@ -26,15 +26,12 @@ def order(
     """
     room = room or whole_room(moe, x_TD.shape[0])
     width = min(room.slots, x_TD.shape[0])
-    count_E = routing.expert_counts(choice.expert_Tk, moe.num_experts)
-    if moe.slot_priority == "score":
-        rank_Tk = routing.rank_by_score(choice, count_E)
-    else:
-        rank_Tk = routing.rank_in_expert(choice.expert_Tk, count_E)
+    count_E = choice.count_E()
+    rank_Tk = routing.ranks(choice, count_E)
     kept_Tk = room.used_E[choice.expert_Tk] + rank_Tk < room.slots
     rows = routing.assign_rows(choice.expert_Tk * width + rank_Tk, kept_Tk, moe.num_experts * width)
     sent = routing.to_rows(x_TD, rows).reshape(ranks, moe.num_experts // ranks, width, -1)
-    return sent, Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(~kept_Tk))
+    return sent, Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=count_E.sum() - kept_Tk.sum())
 
 
 def cut(sent_PLCD: Float[Array, "P L C D"], pieces: int) -> list[jax.Array]:

@@ -1,0 +1,64 @@
+"""Rules of gates and of the settings that only some of them have."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config_checks.words import divisors_text
+from moe_jax.errors import ConfigError
+from moe_jax.gate_table import GROUPED
+
+if TYPE_CHECKING:
+    from moe_jax.config import MoE
+
+_OWNERS = {
+    "num_groups": (GROUPED, 1),
+    "top_groups": (GROUPED, 1),
+    "router_rank": (("xmoe",), None),
+    "slots_per_expert": (("softmoe",), 1),
+}
+_OF_TWO = 2  # experts that score a group of gate deepseek_v3
+
+
+def check_gate(moe: "MoE") -> None:
+    """Raise ConfigError for a gate that its slots do not suit, and for settings that it does not read."""
+    for name, (gates, unset) in _OWNERS.items():
+        value = getattr(moe, name)
+        if value != unset and moe.gate not in gates:
+            raise ConfigError(
+                f"model.moe.{name}={value} is of gate {' and '.join(gates)}, and model.moe.gate={moe.gate}: "
+                f"set model.moe.gate={gates[-1]}, or model.moe.{name}={'null' if unset is None else unset}"
+            )
+    if moe.gate in GROUPED:
+        _check_groups(moe)
+    facts = moe.gate_facts
+    if not facts.splits and moe.order != "sort":
+        raise ConfigError(
+            f"model.moe.gate={moe.gate} fills slots in an order of its own, and model.moe.order={moe.order} has "
+            "another: use model.moe.order=sort"
+        )
+    if moe.capacity_factor is None and not facts.splits and moe.gate != "softmoe":
+        raise ConfigError(
+            f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
+            "none: set model.moe.capacity_factor, or another gate"
+        )
+
+
+def _check_groups(moe: "MoE") -> None:
+    groups, top = moe.num_groups, moe.top_groups
+    if moe.num_experts % groups:
+        raise ConfigError(
+            f"model.moe.num_experts={moe.num_experts} is not divisible by model.moe.num_groups={groups}: "
+            f"use {divisors_text(moe.num_experts)} groups"
+        )
+    if top > groups:
+        raise ConfigError(f"model.moe.top_groups={top} must be 1..model.moe.num_groups={groups}")
+    size = moe.num_experts // groups
+    if moe.top_k > top * size:
+        raise ConfigError(
+            f"model.moe.top_k={moe.top_k} experts are not in model.moe.top_groups={top} of {size} experts each: "
+            f"use model.moe.top_groups={-(-moe.top_k // size)} or more, or model.moe.top_k={top * size} or less"
+        )
+    if moe.gate == "deepseek_v3" and top < groups and size < _OF_TWO:
+        raise ConfigError(
+            f"model.moe.num_groups={groups} leaves one expert in each group, and gate deepseek_v3 scores a group by "
+            f"two: use model.moe.num_groups={moe.num_experts // _OF_TWO} or less, or model.moe.gate=deepseek_v2"
+        )

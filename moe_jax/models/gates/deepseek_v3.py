@@ -1,0 +1,33 @@
+"""Sigmoid scores, chosen with a bias and limited to groups by their two best (DeepSeek-V3, 2024, section 2.1.2).
+
+The bias of an expert counts in the choice and not in the weights, so no gradient reaches it: what balances loads with
+it does so beside the optimiser. T tokens, D model width, E experts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.groups import limited
+from moe_jax.models.gates.logits import linear
+from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.weights import normalized, weights_of
+
+
+def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) -> Decided:
+    """The k highest biased scores, weighted by the scores without bias."""
+    logit_TE = linear(params, x_TD)
+    score_TE = jax.nn.sigmoid(logit_TE)
+    allowed_TE = limited(jax.lax.stop_gradient(score_TE + params["score_bias"]), moe, _best_two)
+    expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)[1]
+    weight_Tk = weights_of(jnp.take_along_axis(score_TE, expert_Tk, axis=-1), moe)
+    return Decided(Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)
+
+
+def _best_two(grouped: jax.Array) -> jax.Array:
+    return jax.lax.top_k(grouped, 2)[0].sum(axis=-1)

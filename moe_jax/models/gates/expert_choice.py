@@ -1,0 +1,20 @@
+"""Expert choice (Zhou et al. 2022, section 3.2): each expert picks its capacity's best tokens, so all loads are equal.
+
+It picks among the tokens of this device: a choice over all devices would take one more exchange. It compares them all,
+so microbatches may not be cut before the layer; a token's experts also depend on tokens behind it in its sequence.
+T tokens, E experts, C slots of an expert.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models import routing
+from moe_jax.models.gates.choice import Picked
+
+
+def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Picked:
+    """The C likeliest tokens of each expert, weighted by their probability of it."""
+    prob_TE = jax.nn.softmax(logit_TE, axis=-1)
+    weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.capacity(moe, len(logit_TE)))
+    return Picked(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scale, prob_TE=prob_TE)

@@ -1,0 +1,18 @@
+"""Top-k of logits with a bias, then a softmax over these k (gpt-oss, OpenAI 2025, model card, section 2.1.2).
+
+The same experts and weights as a renormalised softmax over all of them; with k=1 a weight is 1, and only the losses
+beside the objective teach the router. T tokens, E experts.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice
+
+
+def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
+    """The k highest logits, weighted by their softmax."""
+    logit_Tk, expert_Tk = jax.lax.top_k(logit_TE, moe.top_k)
+    weight_Tk = jax.nn.softmax(logit_Tk, axis=-1) * moe.routed_scale
+    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=jax.nn.softmax(logit_TE, axis=-1))

@@ -1,0 +1,24 @@
+"""Experts in groups (DeepSeek-V2, 2024, section 2.1.4): a token's experts come from few of them, so from few devices.
+
+T tokens, G groups, E experts.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+
+
+def limited(
+    score_TE: Float[Array, "T E"], moe: MoE, score_of_group: Callable[[jax.Array], jax.Array]
+) -> Float[Array, "T E"]:
+    """The scores in each token's `top_groups` best groups, and -∞ elsewhere. `score_of_group`: [T, G, E/G] → [T, G]."""
+    if moe.top_groups == moe.num_groups:
+        return score_TE
+    grouped = score_TE.reshape(len(score_TE), moe.num_groups, -1)
+    _, group_Tg = jax.lax.top_k(score_of_group(grouped), moe.top_groups)
+    allowed_TG = jax.nn.one_hot(group_Tg, moe.num_groups, dtype=bool).any(axis=1)
+    return jnp.where(allowed_TG[..., None], grouped, -jnp.inf).reshape(score_TE.shape)

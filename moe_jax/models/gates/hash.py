@@ -1,0 +1,24 @@
+"""Experts by a hash of the token's number in the vocabulary (Hash Layers, Roller et al. 2021, section 3.2, random
+hash): nothing is learned, and a token has the same experts in all blocks and runs.
+
+T tokens, D model width, E experts, k choices.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.weights import equal_weights
+
+
+def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
+    """The k experts that come first in an order of all, which the token's number draws; equally weighted."""
+
+    def scores(number: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(0), number), (moe.num_experts,))
+
+    return Decided(equal_weights(jax.lax.top_k(jax.vmap(scores)(seen.id), moe.top_k)[1], moe), None)

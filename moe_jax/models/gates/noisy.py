@@ -1,0 +1,41 @@
+"""Noisy top-k with a random second expert: noise with a learned deviation on the logits (Shazeer et al. 2017, section
+2.1), and each choice behind the first taken with a probability that grows with its weight (GShard, Lepikhin et al.
+2020, section 2.2). At evaluation neither.
+
+T tokens, D model width, E experts, k choices.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates import softmax
+from moe_jax.models.gates.logits import linear, product
+from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.seen import Seen
+
+_NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
+
+
+def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
+    """softmax(top-k(x·W + N(0,1)·softplus(x·W_noise))); choice j > 1 is left out unless 2·g_j > U(0,1)."""
+    logit_TE = linear(params, x_TD)
+    if seen.key is None:
+        return Decided(softmax.choose(logit_TE, moe), logit_TE)
+    normal_TE = _draw(seen, _NORMAL, jax.random.normal, moe.num_experts)
+    logit_TE += normal_TE * jax.nn.softplus(product(x_TD, params["router_noise"]))
+    choice = softmax.choose(logit_TE, moe)
+    taken_Tk = _taken(choice.weight_Tk / moe.routed_scale, _draw(seen, _UNIFORM, jax.random.uniform, moe.top_k))
+    return Decided(choice._replace(expert_Tk=jnp.where(taken_Tk, choice.expert_Tk, moe.num_experts)), logit_TE)
+
+
+def _taken(weight_Tk: Float[Array, "T k"], uniform_Tk: Float[Array, "T k"]) -> Bool[Array, "T k"]:
+    """The best one, and others with probability min(1, 2·weight)."""
+    return (2 * weight_Tk > uniform_Tk).at[:, 0].set(True)
+
+
+def _draw(seen: Seen, stream: int, draw: Any, count: int) -> Float[Array, "T _"]:
+    return jax.vmap(lambda key: draw(jax.random.fold_in(key, stream), (count,)))(seen.keys())

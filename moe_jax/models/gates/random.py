@@ -1,0 +1,20 @@
+"""Experts drawn at random, anew for each token, block and step (THOR, Zuo et al. 2022, section 4.1): nothing learned.
+
+At evaluation they follow from a token's place and the block. T tokens, D model width, E experts, k choices.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.weights import equal_weights
+
+
+def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
+    """k different experts, each as likely as any other, equally weighted."""
+    score_TE = jax.vmap(lambda key: jax.random.uniform(key, (moe.num_experts,)))(seen.keys())
+    return Decided(equal_weights(jax.lax.top_k(score_TE, moe.top_k)[1], moe), None)

@@ -1,0 +1,68 @@
+"""What some gates look at beside features: which token it is, where it stands, and the random numbers of the step.
+
+A token's random numbers follow from train.seed, the step, the block and the token's place in the global batch, so that
+they are the same on every mesh and however a batch is cut. B sequences of this device, N tokens of each, n of them its
+own, T = B·n.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key, UInt32
+
+from moe_jax.config import MoE
+from moe_jax.parallel.mesh import BATCH_AXES
+from moe_jax.parallel.own_tokens import own_part
+
+
+class Seen(NamedTuple):
+    """Of some tokens: [B, n] of a part of the batch, [T] for a gate."""
+
+    id: Int[Array, "..."]  # in the vocabulary
+    place: Int[Array, "..."]  # in the global batch
+    key: UInt32[Array, " 2"] | None  # of the seed and the step; None: evaluation, nothing is disturbed
+    block: Int[Array, ""]  # the number of the model's
+
+    def above(self, blocks: int | jax.Array) -> "Seen":
+        """The same tokens so many blocks above."""
+        return self._replace(block=self.block + blocks)
+
+    def flat(self) -> "Seen":
+        """As one dimension of tokens."""
+        return self._replace(id=self.id.ravel(), place=self.place.ravel())
+
+    def parts(self, count: int) -> list["Seen"]:
+        """Equal parts of the sequences."""
+        halves = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
+        return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*halves, strict=True)]
+
+    def keys(self) -> Key[Array, " T"]:
+        """Of each token in this block; at evaluation of no seed and no step."""
+        key = jax.random.key(0) if self.key is None else jax.random.wrap_key_data(self.key)
+        key = jax.random.fold_in(key, self.block)
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, self.place)
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+    """The step in which a part of a device's batch is seen (None: evaluation), and which one of how many it is."""
+
+    step: jax.Array | None = None
+    part: int | jax.Array = 0
+    parts: int = 1
+
+    def seen(self, id_BN: Int[Array, "B N"], moe: MoE, seed: int) -> Seen | None:
+        """This device's own tokens of these sequences; None if no gate looks. Runs inside `shard_map`."""
+        if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
+            return None
+        sequences, length = id_BN.shape
+        first = (jax.lax.axis_index(BATCH_AXES) * self.parts + self.part) * sequences
+        sequence_B1 = first + jnp.arange(sequences, dtype=jnp.int32)[:, None]
+        place_BN = sequence_B1 * length + jnp.arange(length, dtype=jnp.int32)
+        key = None if self.step is None else jax.random.key_data(jax.random.fold_in(jax.random.key(seed), self.step))
+        return Seen(own_part(id_BN), own_part(place_BN), key, jnp.int32(0))
+
+
+EVALUATION = When()

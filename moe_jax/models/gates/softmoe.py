@@ -1,0 +1,32 @@
+"""Soft MoE (Puigcerver et al. 2024, sections 2.1 and 2.3): slots are convex mixes of tokens, and tokens of slots.
+
+The tokens are those of this device, all at once, so microbatches may not be cut before the layer. A slot also mixes in
+tokens that stand behind others in their sequence: in a decoder, training then sees what sampling does not. T tokens,
+D model width, E experts, C slots of each.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Mixed
+from moe_jax.models.gates.logits import product
+from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.unit import unit
+
+
+def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) -> Decided:
+    """Softmax over tokens for what slots see, over all slots for what tokens get, of scaled cosines."""
+    slots_DS = params["slots"].reshape(x_TD.shape[1], -1)
+    logit_TS = product(unit(x_TD.astype(slots_DS.dtype), axis=1), params["scale"] * unit(slots_DS, axis=0))
+    by_expert = (len(x_TD), moe.num_experts, moe.slots_per_expert)
+    combine_TEC = jax.nn.softmax(logit_TS, axis=1).reshape(by_expert)
+    mixed = Mixed(
+        dispatch_TEC=jax.nn.softmax(logit_TS, axis=0).reshape(by_expert),
+        combine_TEC=combine_TEC * moe.routed_scale,
+        prob_TE=combine_TEC.sum(axis=-1),
+    )
+    return Decided(mixed, logit_TS)

@@ -1,0 +1,30 @@
+"""From scores to the weights of experts' outputs. T tokens, E experts, k choices."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice
+
+TINY = 1e-20  # keeps a token without any score finite
+
+
+def weights_of(score_Tk: Float[Array, "T k"], moe: MoE) -> Float[Array, "T k"]:
+    """The scores of the chosen experts, renormalised if the config says so, times its factor."""
+    if moe.normalize_weights and moe.top_k > 1:  # one renormalised weight would always be 1
+        score_Tk = normalized(score_Tk)
+    return score_Tk * moe.routed_scale
+
+
+def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
+    """Rows that sum to 1."""
+    return score / (score.sum(axis=-1, keepdims=True) + TINY)
+
+
+def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoE) -> Choice:
+    """Experts that nothing learned has chosen, as likely as they count."""
+    tokens, choices = expert_Tk.shape
+    prob_TE = jax.nn.one_hot(expert_Tk, moe.num_experts).sum(axis=1) / choices
+    weight_Tk = jnp.full((tokens, choices), moe.routed_scale / choices, jnp.float32)
+    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
