@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import Config, Model
+from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.models.transformer import Computation
@@ -152,10 +153,11 @@ def scheduled_gradients(
     global_tokens: int,
     plan: Plan,
     earlier: Tree = None,
+    when: When = EVALUATION,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts.
 
-    `earlier` are gradients of this device that are to be added before the sums. The same
+    `earlier` are gradients of this device that are to be added before the sums; `when` as there. The same
     as `jax.grad` of `local_objective` and `sync_gradients`, to round-off.
     """
     shape, model, looped = plan.schedule.shape, config.model, plan.looped
@@ -164,7 +166,8 @@ def scheduled_gradients(
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: _owned(params, model, block + 1, _slice) for block in outside}
-    tasks = Tasks(facts, params, blocks, tokens, functools.partial(_stored, params, model))
+    seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
+    tasks = Tasks(facts, params, blocks, tokens, functools.partial(_stored, params, model), seen)
     sums = Sums(
         plan.reductions, tasks, None if earlier is None else lambda owner: _owned(earlier, model, owner, _slice)
     )
@@ -178,6 +181,7 @@ def scheduled_gradients(
         sums,
         params["segments"][number],
         None if earlier is None else earlier["segments"][number],
+        seen,
     )
     run(looped.bottom, tasks, sums)
     loops.up()

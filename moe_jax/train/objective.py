@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model
+from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.moe import RouterStats, load_balance_loss
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.grad_sync import sum_over_batch
@@ -27,16 +28,22 @@ class Parts(NamedTuple):
 
 
 def local_objective(
-    params: Any, token_BN1: Int[Array, "B N1"], model: Model, how: Computation, global_tokens: int
+    params: Any,
+    token_BN1: Int[Array, "B N1"],
+    model: Model,
+    how: Computation,
+    global_tokens: int,
+    when: When = EVALUATION,
 ) -> tuple[Float[Array, ""], Parts]:
     """This device's share of cross-entropy + weighted load-balance and router z losses.
 
-    `global_tokens` counts the predicted tokens of all devices. No collective here is differentiated but the
-    exchanges, those of tensor ranks, which are each other's transposes, and those of context ranks, whose transposes
-    move the same values back.
+    `global_tokens` counts the predicted tokens of all devices; `when` says which part of which step this is. No
+    collective here is differentiated but the exchanges, those of tensor ranks, which are each other's transposes, and
+    those of context ranks, whose transposes move the same values back.
     """
     input_Bn, target_Bn = own_tokens(token_BN1)
-    logit_BnV, stats = forward(params, input_Bn, model, how)
+    seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
+    logit_BnV, stats = forward(params, input_Bn, model, how, seen)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
     cross_entropy = losses.sum() / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)

@@ -1,35 +1,43 @@
 """What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from moe_jax.models.gates.seen import Seen
 from moe_jax.train.jaxprs import body_of_call, value_of, variables
 
 Tree = Any
 
 
+class Given(NamedTuple):
+    """What a turn is given beside its carry."""
+
+    blocks: dict[int, Tree]  # weights
+    seen: Seen | None  # what gates look at, below these blocks
+
+
 class Turn:
-    """`function(carry, weights)` → carry, results, saved: one turn of a scan, traced once.
+    """`function(carry, given)` → carry, results, saved: one turn of a scan, traced once.
 
     The carry may leave in another form than it came.
 
-    Of `saved`, a value that several leaves share is stacked once, and what follows from the weights alone (the weights
-    themselves, their casts, masks) not at all: `rebuild` computes it again.
+    Of `saved`, a value that several leaves share is stacked once, and what follows from what is given (weights, their
+    casts, masks, random numbers) not at all: `rebuild` computes it again.
     """
 
-    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, weights: Tree):
+    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, given: Tree):
         structures: list[Any] = []  # of carry, results and saved
 
-        def flat(carry: Tree, weights: Tree) -> list[jax.Array]:
-            leaves, structure = zip(*map(jax.tree.flatten, function(carry, weights)), strict=True)
+        def flat(carry: Tree, given: Tree) -> list[jax.Array]:
+            leaves, structure = zip(*map(jax.tree.flatten, function(carry, given)), strict=True)
             structures[:] = structure
             return [leaf for part in leaves for leaf in part]
 
-        self._traced = jax.make_jaxpr(flat)(carry, weights)
+        self._traced = jax.make_jaxpr(flat)(carry, given)
         self._of_carry, self._of_results, self._of_saved = structures
         self._num_carry, self._num_carried = len(jax.tree.leaves(carry)), self._of_carry.num_leaves
         jaxpr, num_saved = self._traced.jaxpr, self._of_saved.num_leaves
@@ -41,9 +49,9 @@ class Turn:
         self._places = [of_place[var] for var in self._stacked]
         self._fixed = [var for var in saved if var not in moving]
         wanted = set(map(of_place.__getitem__, self._fixed))
-        of_weights, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+        of_given, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
         self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
-        self._of_weights = jaxpr_as_fun(ClosedJaxpr(of_weights, self._traced.consts))
+        self._of_given = jaxpr_as_fun(ClosedJaxpr(of_given, self._traced.consts))
 
     @property
     def stacked_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -57,9 +65,9 @@ class Turn:
         place = {var: i for i, var in enumerate(self._traced.jaxpr.invars[: self._num_carry])}
         return [place.get(var) for var in self._stacked]
 
-    def __call__(self, carry: Tree, weights: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
+    def __call__(self, carry: Tree, given: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         """Carry, results, and what is to be stacked."""
-        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, weights)))
+        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, given)))
         results = out[self._num_carried : len(out) - len(self._saved)]
         return (
             jax.tree.unflatten(self._of_carry, out[: self._num_carried]),
@@ -73,11 +81,11 @@ class Turn:
         assert len(leaves) == len(traced), "another function"
         return [leaves[traced.index(var)] for var in self._stacked]
 
-    def rebuild(self, weights: Tree, stacked: Sequence[jax.Array]) -> Tree:
-        """`saved` of a turn, from its weights and what was stacked."""
+    def rebuild(self, given: Tree, stacked: Sequence[jax.Array]) -> Tree:
+        """`saved` of a turn, from what it was given and what was stacked."""
         unused = [None] * self._num_carry
-        inputs = [*unused, *jax.tree.leaves(weights)]
-        fixed = self._of_weights(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
+        inputs = [*unused, *jax.tree.leaves(given)]
+        fixed = self._of_given(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
         values = dict(zip(self._fixed, fixed, strict=True)) | dict(zip(self._stacked, stacked, strict=True))
         leaves = [value_of(values, var) for var in self._saved]
         return jax.tree.unflatten(self._of_saved, leaves)

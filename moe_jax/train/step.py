@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from moe_jax.config import Config
+from moe_jax.models.gates.seen import When
 from moe_jax.models.parameters import init_params, param_dims
 from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.models.transformer import Computation
@@ -89,7 +90,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         background.new_program()
-        grads, parts = gradients_of(state["params"], token_BN1, config, how, global_tokens, specs, plan)
+        grads, parts = gradients_of(state["params"], token_BN1, config, how, global_tokens, specs, plan, state["step"])
         norm = global_norm(grads, specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
@@ -109,10 +110,13 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         if isinstance(plan, pipeline.Plan):
             return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan))
 
-        def share(token_bN1: jax.Array) -> jax.Array:
-            return local_objective(params, token_bN1, config.model, how, global_tokens)[1].cross_entropy
+        def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+            number, token_bN1 = part
+            when = When(None, number, config.train.grad_accumulation)
+            return local_objective(params, token_bN1, config.model, how, global_tokens, when)[1].cross_entropy
 
-        return sum_over_batch(jax.lax.map(share, _in_parts(token_BN1, config)).sum())
+        parts = _in_parts(token_BN1, config)
+        return sum_over_batch(jax.lax.map(share, (jnp.arange(len(parts)), parts)).sum())
 
     return Trainer(
         mesh=mesh,
@@ -152,33 +156,38 @@ def gradients_of(
     global_tokens: int,
     specs: Any,
     plan: Plan | pipeline.Plan | None,
+    step: jax.Array | None = None,
 ) -> tuple[Any, Parts]:
     """Gradients summed over devices, and this device's parts, of `train.grad_accumulation` parts of the batch.
 
     Parts run one after another, if not in a pipeline, and devices are summed with the last. The load-balance loss looks
-    at one part's tokens at a time, and the parts' losses are averaged.
+    at one part's tokens at a time, and the parts' losses are averaged. Gates draw at random in a `step` only.
     """
+    count = config.train.grad_accumulation
     if isinstance(plan, pipeline.Plan):
-        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, plan)
+        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, plan, When(step))
     plain = jax.grad(local_objective, has_aux=True)
 
-    def gradients(token_bN1: jax.Array) -> tuple[Any, Parts]:
+    def gradients(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
+        when = When(step, part, count)
         if plan is None:
-            return plain(params, token_bN1, config.model, how, global_tokens)
-        return scheduled_gradients(params, token_bN1, config, how, global_tokens, plan.without_reductions())
+            return plain(params, token_bN1, config.model, how, global_tokens, when)
+        alone = plan.without_reductions()
+        return scheduled_gradients(params, token_bN1, config, how, global_tokens, alone, when=when)
 
-    def add(total: Any, token_bN1: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradients(token_bN1)), None
+    def add(total: Any, part: tuple[jax.Array, jax.Array | int]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradients(*part)), None
 
     *first, last = _in_parts(token_BN1, config)
     earlier = None
     if first:
-        zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, last))
-        earlier = jax.lax.scan(add, zeros, jnp.stack(first))[0]
+        zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, last, 0))
+        earlier = jax.lax.scan(add, zeros, (jnp.stack(first), jnp.arange(count - 1)))[0]
     if plan is None:
-        grads, parts = gradients(last) if earlier is None else add(earlier, last)[0]
+        grads, parts = gradients(last, count - 1) if earlier is None else add(earlier, (last, count - 1))[0]
         return sync_gradients(grads, specs), parts
-    grads, parts = scheduled_gradients(params, last, config, how, global_tokens, plan, earlier and earlier[0])
+    when = When(step, count - 1, count)
+    grads, parts = scheduled_gradients(params, last, config, how, global_tokens, plan, earlier and earlier[0], when)
     return grads, parts if earlier is None else jax.tree.map(jnp.add, earlier[1], parts)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moe_jax.models.gates.seen import Seen
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
@@ -54,6 +55,7 @@ class Tasks:
         blocks: dict[int, Tree],
         tokens: OwnTokens | None,
         stored: Callable[[int], irregular.Stored] | None = None,
+        seen: Seen | None = None,
     ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
         self.expert_weights = ExpertWeights(facts, blocks, stored)
@@ -62,6 +64,7 @@ class Tasks:
         if tokens is not None:
             parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
+        self.seen = seen and seen.parts(facts.microbatches)  # what gates look at, below the blocks
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
@@ -123,7 +126,8 @@ class Tasks:
                 self.ties.computed(self.x[r])
                 continue
             route = partial(attend_and_route, model=model, view=view, how=facts.how)
-            function = self._remat(partial(route, room=self._room(block, r), ragged=facts.ragged))
+            seen = self.seen and self.seen[r].above(block)
+            function = self._remat(partial(route, room=self._room(block, r), ragged=facts.ragged, seen=seen))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
             self.ties.computed(floats_of(routed.sent)[0])

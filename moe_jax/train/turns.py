@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_jax.models.gates.seen import Seen
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.turns import Looped
 from moe_jax.stages import Segment
-from moe_jax.train.residuals import Turn
+from moe_jax.train.residuals import Given, Turn
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks
 
@@ -33,13 +34,14 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
 class Loops:
     """The loops of a step. `sums` and its tasks run what lies outside.
 
-    `params` and `earlier` (gradients to be added, or None) are those of the looped segment.
+    `params` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is what gates look
+    at, below the blocks.
     """
 
-    def __init__(self, looped: Looped, segment: Segment, sums: Sums, params: Tree, earlier: Tree):
+    def __init__(self, looped: Looped, segment: Segment, sums: Sums, params: Tree, earlier: Tree, seen: Seen | None):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.earlier = params, earlier
+        self.params, self.earlier, self.seen = params, earlier, seen
         self.period = len(segment.kinds)
         self.unroll = self.turns.size // self.period
         self.microbatches = range(self.tasks.facts.microbatches)
@@ -70,16 +72,17 @@ class Loops:
         period, place = divmod(block - self.turns.first, self.period)
         return turn * self.unroll + period, place
 
-    def _weights(self, turn: int | jax.Array) -> dict[int, Tree]:
-        return {block: self.block(self.params, turn, block) for block in self._blocks}
+    def _given(self, turn: int | jax.Array) -> Given:
+        weights = {block: self.block(self.params, turn, block) for block in self._blocks}
+        return Given(weights, self.seen and self.seen.above(turn * self.turns.size))
 
     def up(self) -> None:
         """Run the forward turns."""
         for r in self.microbatches:
             self.tasks.settle(r, self.turns.first)
 
-        def turn(x: list[jax.Array], weights: dict[int, Tree]) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.facts, None, weights, None)
+        def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
+            tasks = Tasks(self.tasks.facts, None, given.blocks, None, seen=given.seen)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
             run(self.looped.up, tasks, self.sums)
             for r in self.microbatches:
@@ -90,11 +93,11 @@ class Loops:
             return [tasks.x[r] for r in self.microbatches], stats, (tasks.pullbacks, tasks.rare.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
-        weights = jax.eval_shape(lambda: self._weights(0))
-        self.turn = Turn(turn, jax.eval_shape(lambda: x), weights)
+        given = jax.eval_shape(lambda: self._given(0))
+        self.turn = Turn(turn, jax.eval_shape(lambda: x), given)
 
         def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
-            x, stats, kept = self.turn(x, self._weights(number))
+            x, stats, kept = self.turn(x, self._given(number))
             return x, (stats, kept)
 
         x, (stats, self.kept) = jax.lax.scan(step, x, jnp.arange(self.turns.count))
@@ -105,12 +108,12 @@ class Loops:
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
             )
         highest = self.turns.count - 1
-        self._restore(self.tasks, highest, self._weights(highest), highest * self.turns.size)
+        self._restore(self.tasks, highest, self._given(highest), highest * self.turns.size)
 
-    def _restore(self, tasks: Tasks, turn: int | jax.Array, weights: dict[int, Tree], shift: int = 0) -> None:
+    def _restore(self, tasks: Tasks, turn: int | jax.Array, given: Given, shift: int = 0) -> None:
         """Give tasks what a forward turn kept; blocks' numbers grow by `shift`."""
         kept = [jax.lax.dynamic_index_in_dim(leaf, turn, keepdims=False) for leaf in self.kept]
-        pullbacks, overflows = self.turn.rebuild(weights, kept)
+        pullbacks, overflows = self.turn.rebuild(given, kept)
         tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
         tasks.rare.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
         tasks.widths = self.tasks.widths
@@ -126,8 +129,9 @@ class Loops:
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], None]:
             dx, self.buffer = carry
-            tasks = Tasks(self.tasks.facts, None, self._weights(number), None)
-            self._restore(tasks, number, tasks.blocks)
+            given = self._given(number)
+            tasks = Tasks(self.tasks.facts, None, given.blocks, None)
+            self._restore(tasks, number, given)
             sums = Sums(self.sums.reductions, tasks, self._earlier(number))
             tasks.share = partial(self._share, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))

@@ -18,13 +18,12 @@ from moe_jax.train.objective import Parts, parts_of
 from moe_jax.train.pipeline.plan import Orders
 from moe_jax.train.pipeline.rooms import Room, find_rooms
 from moe_jax.train.reduction import Reduction
-from moe_jax.train.residuals import Turn
+from moe_jax.train.residuals import Given, Turn
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks
 from moe_jax.train.turns import run
 
 Tree = Any
-Weights = dict[int, Tree]  # by block of the chunk
 
 
 class _Saved(NamedTuple):
@@ -60,23 +59,23 @@ class InputGradient(NamedTuple):
 
 
 class Chunk:
-    """A chunk whose passes have these orders. Made inside `shard_map`; `weights` are shapes.
+    """A chunk whose passes have these orders. Made inside `shard_map`; `given` are shapes.
 
     `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
     gradients leave them arrays in `rooms` of others that nobody reads any more, and beside these `held_shapes`.
     """
 
-    def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, weights: Weights):
+    def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, given: Given):
         self.facts, self._orders = facts, orders
         self._microbatches = range(facts.microbatches)
         self._num_blocks = len(facts.shape.kinds)
         self._moe = [block for block, kind in enumerate(facts.shape.kinds) if kind == "moe"]
-        self._turn = Turn(self._run_forward, x_bND, weights)
+        self._turn = Turn(self._run_forward, x_bND, given)
         self.saved_shapes = self._turn.stacked_shapes
         self.rooms: list[Room] = []
         self.held_shapes: list[jax.ShapeDtypeStruct] = []
         if orders.weight:
-            self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), weights)
+            self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), given)
             # what is kept of the forward pass anyway, behind the gradient in the turn's carry
             self._kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
             waiting = {i: shape for i, shape in enumerate(self._turn_back.stacked_shapes) if self._kept[i] is None}
@@ -86,32 +85,32 @@ class Chunk:
             self._held = [i for i in waiting if i not in rooms]
             self.held_shapes = [waiting[i] for i in self._held]
 
-    def forward(self, x_bND: jax.Array, weights: Weights) -> Forward:
+    def forward(self, x_bND: jax.Array, given: Given) -> Forward:
         """The forward pass."""
-        return Forward(*self._turn(x_bND, weights))
+        return Forward(*self._turn(x_bND, given))
 
-    def output(self, weights: Weights, kept: Sequence[jax.Array]) -> jax.Array:
+    def output(self, given: Given, kept: Sequence[jax.Array]) -> jax.Array:
         """The residual stream behind the chunk, from what was kept."""
-        return self._turn.rebuild(weights, kept).x_bND
+        return self._turn.rebuild(given, kept).x_bND
 
-    def backward(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> Backward:
+    def backward(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> Backward:
         """The backward pass."""
-        tasks = self._start_backward(dx_bND, weights, kept)
+        tasks = self._start_backward(dx_bND, given, kept)
         run(self._orders.backward, tasks, self._sums(tasks))
         return Backward(self._joined(tasks.dx), self._gradients(tasks))
 
     def together(
         self,
         x_bND: jax.Array,
-        forward_weights: Weights,
+        ahead_given: Given,
         dx_bND: jax.Array,
-        backward_weights: Weights,
+        behind_given: Given,
         kept: Sequence[jax.Array],
     ) -> tuple[Forward, Backward]:
         """The forward pass of one microbatch beside the backward pass of another."""
         ahead, behind = (
-            self._start_forward(x_bND, forward_weights),
-            self._start_backward(dx_bND, backward_weights, kept),
+            self._start_forward(x_bND, ahead_given),
+            self._start_backward(dx_bND, behind_given, kept),
         )
         behind.ties = ahead.ties
         behind.awaits_rows = True  # the forward pass is there to hide exchanges
@@ -124,9 +123,9 @@ class Chunk:
             Backward(self._joined(behind.dx), self._gradients(behind)),
         )
 
-    def input_gradient(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> InputGradient:
+    def input_gradient(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> InputGradient:
         """The gradient of the chunk's input, and what `weight_gradients` needs beside what is left as it was."""
-        dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), weights)
+        dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), given)
         return InputGradient(
             dx_bND,
             moved=[stacked[i] for i in self._moved],
@@ -134,34 +133,34 @@ class Chunk:
         )
 
     def weight_gradients(
-        self, weights: Weights, kept: Sequence[jax.Array], moved: Sequence[jax.Array], held: Sequence[jax.Array]
+        self, given: Given, kept: Sequence[jax.Array], moved: Sequence[jax.Array], held: Sequence[jax.Array]
     ) -> list[Tree]:
         """Gradients of each block's parameters."""
         stacked = {i: kept[place] for i, place in enumerate(self._kept) if place is not None}
         stacked |= dict(zip([*self._moved, *self._held], [*moved, *held], strict=True))
-        waiting, rare = self._turn_back.rebuild(weights, [stacked[i] for i in range(len(stacked))])
-        tasks = self._tasks(weights)
+        waiting, rare = self._turn_back.rebuild(given, [stacked[i] for i in range(len(stacked))])
+        tasks = self._tasks(given)
         tasks.waiting = {key: self._traced.waiting[key].holding(values) for key, values in waiting.items()}
         tasks.rare.hold(rare, self._traced.rare)
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _run_forward(self, x_bND: jax.Array, weights: Weights) -> tuple[jax.Array, Parts | None, _Saved]:
-        tasks = self._start_forward(x_bND, weights)
+    def _run_forward(self, x_bND: jax.Array, given: Given) -> tuple[jax.Array, Parts | None, _Saved]:
+        tasks = self._start_forward(x_bND, given)
         sums = self._sums(tasks)
         run(self._orders.forward, tasks, sums)
         return self._end_forward(tasks, sums)
 
     def _run_input_gradient(
-        self, given: tuple[jax.Array, list[jax.Array]], weights: Weights
+        self, behind: tuple[jax.Array, list[jax.Array]], given: Given
     ) -> tuple[jax.Array, None, Any]:
-        tasks = self._traced = self._start_backward(given[0], weights, given[1])
+        tasks = self._traced = self._start_backward(behind[0], given, behind[1])
         run(self._orders.backward, tasks, self._sums(tasks))
         held = {key: pullback.held() for key, pullback in tasks.waiting.items()}
         return self._joined(tasks.dx), None, (held, tasks.rare.held())
 
-    def _start_forward(self, x_bND: jax.Array, weights: Weights) -> Tasks:
-        tasks = self._tasks(weights)
+    def _start_forward(self, x_bND: jax.Array, given: Given) -> Tasks:
+        tasks = self._tasks(given)
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
         return tasks
 
@@ -177,9 +176,9 @@ class Chunk:
         saved = _Saved(tasks.pullbacks, tasks.rare.overflows, sums.share_ME if self._moe else None, x_bND)
         return x_bND, parts, saved
 
-    def _start_backward(self, dx_bND: jax.Array, weights: Weights, kept: Sequence[jax.Array]) -> Tasks:
-        saved: _Saved = self._turn.rebuild(weights, kept)
-        tasks = self._tasks(weights)
+    def _start_backward(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> Tasks:
+        saved: _Saved = self._turn.rebuild(given, kept)
+        tasks = self._tasks(given)
         tasks.pullbacks, tasks.rare.overflows = saved.pullbacks, saved.overflows
         tasks.widths = self._widths
         tasks.share = lambda block: saved.share_mE[self._moe.index(block)]
@@ -195,8 +194,8 @@ class Chunk:
         sums = self._sums(tasks)
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
-    def _tasks(self, weights: Weights) -> Tasks:
-        return Tasks(self.facts, None, weights, None)
+    def _tasks(self, given: Given) -> Tasks:
+        return Tasks(self.facts, None, given.blocks, None, seen=given.seen)
 
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), chunks=())

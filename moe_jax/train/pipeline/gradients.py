@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from moe_jax.config import Config
+from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sync_gradients
 from moe_jax.parallel.pipeline import stage, sum_over_stages
@@ -19,13 +20,20 @@ Tree = Any
 
 
 def pipelined_gradients(
-    params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, specs: Tree, plan: Plan
+    params: Tree,
+    token_BN1: jax.Array,
+    config: Config,
+    how: Computation,
+    global_tokens: int,
+    specs: Tree,
+    plan: Plan,
+    when: When,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts, summed over stages.
 
     The parts of `train.grad_accumulation` are the pipeline's microbatches: each fills slots and is balanced by itself.
     """
-    own = Stage(params, token_BN1, config, how, global_tokens, plan)
+    own = Stage(params, token_BN1, config, how, global_tokens, plan, when)
     state = _walk(own.tick, own.first_state(), plan.rows)
     return sync_gradients(like_parameters(state.grads), specs), sum_over_stages(state.parts)
 
@@ -34,7 +42,7 @@ def pipelined_loss(
     params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, plan: Plan
 ) -> jax.Array:
     """This device's share of the cross-entropy, summed over stages; nothing is kept."""
-    own = Stage(params, token_BN1, config, how, global_tokens, plan)
+    own = Stage(params, token_BN1, config, how, global_tokens, plan, EVALUATION)
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import Config
+from moe_jax.models.gates.seen import When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.ordering import computed_after
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
@@ -28,6 +29,7 @@ from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_l
 from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row
 from moe_jax.train.pipeline.slots import get, put
+from moe_jax.train.residuals import Given
 
 Tree = Any
 
@@ -51,11 +53,20 @@ class Stage:
     """The passes of this device's stage. `params` are its own blocks', and what all stages have."""
 
     def __init__(
-        self, params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, plan: Plan
+        self,
+        params: Tree,
+        token_BN1: jax.Array,
+        config: Config,
+        how: Computation,
+        global_tokens: int,
+        plan: Plan,
+        when: When,
     ):
         self.params, self.plan, self.how, self._model = params, plan, how, config.model
-        tokens = own_tokens(token_BN1)
-        self.tokens = OwnTokens(*(x_Bn.reshape(plan.table.microbatches, -1, x_Bn.shape[1]) for x_Bn in tokens))
+        by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
+        self.tokens = OwnTokens(*map(by_microbatch, own_tokens(token_BN1)))
+        seen = when.seen(token_BN1[:, :-1], config.model.moe, how.seed)
+        self.seen = seen and seen._replace(id=by_microbatch(seen.id), place=by_microbatch(seen.place))
         _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.d_model), jnp.dtype(how.dtype))
         self.chunks = []
@@ -63,8 +74,8 @@ class Stage:
             facts = Facts(
                 config, how, orders.shape, global_tokens, sequences * length, first_block=plan.first_block(number)
             )
-            weights = jax.eval_shape(functools.partial(weights_of, self.params, plan, number, jnp.int32(0)))
-            self.chunks.append(Chunk(facts, orders, self._x_bND, weights))
+            given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
+            self.chunks.append(Chunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
         self.saved, self.taken = Buffers(kept, plan.slots.saved.num_slots), Buffers(kept, 1)
         self.weight = Buffers(held, plan.slots.weight.num_slots)
@@ -158,7 +169,7 @@ class Stage:
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
     def _forward(self, number: int, state: State, work: Pass, keep: bool) -> State:
-        done = self.chunks[number].forward(get(state.activations, work.received), self._weights(number, work))
+        done = self.chunks[number].forward(get(state.activations, work.received), self._given(number, work))
         return self._with_forward(state, work, number, done, keep)
 
     def _take(self, number: int, state: State, work: Pass) -> State:
@@ -171,9 +182,9 @@ class Stage:
         kept, _ = jax.lax.optimization_barrier((self.taken.read(state.taken, number, 0), behind.saved))
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
-            self._weights(number, ahead),
+            self._given(number, ahead),
             get(state.gradients, behind.received),
-            self._weights(number, behind),
+            self._given(number, behind),
             kept,
         )
         state = self._with_forward(state, ahead, number, forward)
@@ -186,7 +197,7 @@ class Stage:
 
     def _head(self, state: State, work: Pass) -> State:
         top = self._number_of_top
-        x_bND = self._top.output(self._weights(top, work), self._kept(state, work, top))
+        x_bND = self._top.output(self._given(top, work), self._kept(state, work, top))
         loss, dx_bND, grads = through_head(self._top.facts, self.params, x_bND, self._tokens(work))
         state = self._add_loss(state, loss)
         added = {name: state.grads[name] + grad for name, grad in grads.items()}
@@ -194,12 +205,12 @@ class Stage:
 
     def _backward(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
-        done = self.chunks[number].backward(dx_bND, self._weights(number, work), kept)
+        done = self.chunks[number].backward(dx_bND, self._given(number, work), kept)
         return self._with_gradients(state._replace(dx_bND=done.dx_bND), work, number, done.grads)
 
     def _input_gradient(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
-        done = self.chunks[number].input_gradient(dx_bND, self._weights(number, work), kept)
+        done = self.chunks[number].input_gradient(dx_bND, self._given(number, work), kept)
         # read before they are written to, or they would be copied
         moved, _ = jax.lax.optimization_barrier((done.moved, kept))
         rooms = self.chunks[number].rooms
@@ -210,10 +221,10 @@ class Stage:
         )
 
     def _weight_gradients(self, number: int, state: State, work: Pass) -> State:
-        chunk, weights, kept = self.chunks[number], self._weights(number, work), self._kept(state, work, number)
+        chunk, given, kept = self.chunks[number], self._given(number, work), self._kept(state, work, number)
         moved = self.saved.visit(state.saved, number, work.saved, chunk.rooms)
         held = self.weight.read(state.weight, number, work.weight)
-        return self._with_gradients(state, work, number, chunk.weight_gradients(weights, kept, moved, held))
+        return self._with_gradients(state, work, number, chunk.weight_gradients(given, kept, moved, held))
 
     def _embed_back(self, state: State, work: Pass) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
@@ -238,8 +249,13 @@ class Stage:
     def _tokens(self, work: Pass) -> OwnTokens:
         return OwnTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
 
-    def _weights(self, number: int, work: Pass) -> dict[int, Tree]:
-        return weights_of(self.params, self.plan, number, work.chunk)
+    def _given(self, number: int, work: Pass) -> Given:
+        weights = weights_of(self.params, self.plan, number, work.chunk)
+        if self.seen is None:
+            return Given(weights, None)
+        id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.seen.id, self.seen.place))
+        below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
+        return Given(weights, self.seen._replace(id=id_bn, place=place_bn).above(below))
 
     def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
         return self.saved.read(state.saved, number, work.saved)
@@ -261,6 +277,10 @@ class Stage:
 
     def _add_loss(self, state: State, loss: jax.Array) -> State:
         return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
+
+
+def _by_microbatch(x_Bn: jax.Array, microbatches: int) -> jax.Array:
+    return x_Bn.reshape(microbatches, -1, x_Bn.shape[1])
 
 
 def _received(state: State, row: Row, x_bND: jax.Array) -> State:
