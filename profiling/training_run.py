@@ -1,8 +1,9 @@
-"""A whole training run of a benchmark: its losses."""
+"""A whole training run of a benchmark: what it logged."""
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
@@ -19,16 +20,20 @@ class StoppedError(UserError):
 
 
 def train_config(settings: Sequence[str], steps: int) -> Config:
-    """The small model, to be trained from its start in a folder that `losses_of` makes."""
+    """The small model, to be trained from its start in a folder that `records_of` makes."""
     return load_config(CONFIG, [*settings, f"train.steps={steps}", *_QUIET])
 
 
 def losses_of(settings: Sequence[str], steps: int, name: str) -> dict[int, float]:
     """By step, of the metric `name` (`loss`, `validation_loss`), wherever it was logged. Raises StoppedError."""
+    return {record["step"]: record[name] for record in records_of(settings, steps) if name in record}
+
+
+def records_of(settings: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """All that was logged of a run that reached its last step. Raises StoppedError."""
     with tempfile.TemporaryDirectory() as folder:
         train(train_config([*settings, f"log.dir={folder}"], steps))
         records = read_metrics(Path(folder))
-    losses = {record["step"]: record[name] for record in records if name in record}
-    if not losses or max(losses) < steps:
+    if not records or max(record["step"] for record in records) < steps:
         raise StoppedError(f"stopped before step {steps}: nothing written, start the benchmark again")
-    return losses
+    return records

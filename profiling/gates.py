@@ -1,0 +1,55 @@
+"""How well does a small model learn with each gate? python profiling/gates.py [STEPS]
+
+Trains a small form of `configs/shakespeare_cpu.yaml` (two blocks, 512 bytes in a step) once with each gate. All see the
+same tokens in the same order, with the same seed and optimiser. Losses of gates that let a token see those behind it
+(`expert_choice`, `softmoe`, `batch_prioritised`) are not what sampling would reach.
+"""
+
+from count_argument import count_argument
+from results_file import rounded, write_result
+from training_run import records_of, train_config
+
+from moe_jax.errors import run_command
+from moe_jax.gate_table import GATES
+from moe_jax.plan.resources import count_parameters
+
+SMALL = ["model.num_layers=2", "data.seq_len=64", "train.batch_size=8", "optimizer.warmup_steps=20"]
+OWN = {
+    "deepseek_v2": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.normalize_weights=false"],
+    "deepseek_v3": ["model.moe.num_groups=4", "model.moe.top_groups=2"],
+    "softmoe": ["model.moe.slots_per_expert=160"],  # as many as the others' capacity
+    "expert_choice": [],
+}
+_LAST = 20  # steps that the last loads are averaged over
+
+
+def main() -> None:
+    """Train all and write results/gates.json."""
+    steps = count_argument("STEPS", 200, __doc__)
+    values: dict[str, object] = {
+        "steps": steps,
+        "settings": SMALL,
+        "gates": {gate: _run(gate, steps) for gate in GATES},
+    }
+    write_result("gates", values)
+
+
+def _run(gate: str, steps: int) -> dict[str, object]:
+    settings = [*SMALL, f"model.moe.gate={gate}", "log.every=1", f"train.eval_every={steps}", *OWN.get(gate, [])]
+    records = records_of(settings, steps)
+    loads = [record["load_max_over_mean"] for record in records if "load_max_over_mean" in record]
+    dropped = [record["dropped_fraction"] for record in records if "dropped_fraction" in record]
+    (validation,) = (record["validation_loss"] for record in records if "validation_loss" in record)
+    last = [record["cross_entropy"] for record in records if "cross_entropy" in record][-_LAST:]
+    return {
+        "settings": OWN.get(gate, []),
+        "validation_loss": rounded(validation),
+        "training_loss": rounded(sum(last) / len(last)),
+        "load_max_over_mean": rounded(sum(loads[-_LAST:]) / len(loads[-_LAST:])),
+        "dropped_fraction": rounded(sum(dropped[-_LAST:]) / len(dropped[-_LAST:])),
+        "parameters": count_parameters(train_config(settings, steps).model).total,
+    }
+
+
+if __name__ == "__main__":
+    run_command(main)
