@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.config import Model, MoE
+from tests import gate_references
+from tests.gate_references import Draws
 
 
 def norm(x, scale, eps):
@@ -92,24 +94,6 @@ def mlp(p, x):
     return linear(jax.nn.silu(linear(x, "gate")) * up if "gate" in p else jax.nn.gelu(up), "down")
 
 
-def gate(logit_TE, moe: MoE):
-    """Weights [T, E], 0 for experts not chosen, probabilities [T, E], and chosen experts, best first [T, k]."""
-    scores = jax.nn.softmax(logit_TE) if moe.gate in ("softmax", "batch_prioritised") else jax.nn.sigmoid(logit_TE)
-    best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), axis=-1, kind="stable")[:, : moe.top_k]
-    weight = jnp.where(chosen(best, moe), scores, 0)
-    if moe.normalize_weights and moe.top_k > 1:
-        weight = weight / weight.sum(-1, keepdims=True)
-    return weight * moe.routed_scale, scores / scores.sum(-1, keepdims=True), best
-
-
-def chosen(expert_Tk, moe: MoE):
-    """The same experts as [T, E]."""
-    chosen_TE = np.zeros((len(expert_Tk), moe.num_experts), bool)
-    for token, experts in enumerate(expert_Tk):
-        chosen_TE[token, experts] = True
-    return chosen_TE
-
-
 def keep_in_buffer(expert_Tk, moe: MoE, buffer):
     """Which pairs of one sequence find room at the rank of their expert: the first ones, a token's best choices first.
 
@@ -119,7 +103,7 @@ def keep_in_buffer(expert_Tk, moe: MoE, buffer):
     room = [math.ceil(factor * len(expert_Tk) * moe.top_k / ranks)] * ranks
     kept_TE = np.zeros((len(expert_Tk), moe.num_experts), bool)
     for token, experts in enumerate(expert_Tk):
-        for expert in experts:
+        for expert in experts[experts < moe.num_experts]:
             rank = expert // (moe.num_experts // ranks)
             kept_TE[token, expert] = room[rank] > 0
             room[rank] -= 1
@@ -155,29 +139,50 @@ def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int)
     return numbers.swapaxes(1, 2).reshape(sources * context * tensor, -1)
 
 
-def moe_layer(p, h_TD, moe: MoE, sources: int, sequences: int, buffer=None, tensor: int = 1, context: int = 1):
+def moe_layer(
+    p, h_TD, moe: MoE, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
+):
     """Output, load-balance loss, mean squared log-sum-exp, pairs per expert and dropped pairs of the whole batch.
 
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
     ranks have a buffer.
     """
-    logit_TE = h_TD @ p["router"] + p.get("router_bias", 0.0)
-    weight_TE, prob_TE, best_Tk = gate(logit_TE, moe)
-    chosen_TE = chosen(best_Tk, moe)
+    of_devices = shares(len(h_TD), sources, sequences, tensor, context)
+    out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
+
+    def run_expert(expert: int, x):
+        return mlp(jax.tree.map(lambda w: w[expert], p["experts"]), x)
+
+    dropped = 0
+    if moe.gate == "softmoe":
+        routed, prob_TE, logit_TE = gate_references.softmoe(p, h_TD, moe, of_devices, run_expert)
+        count_E = np.full(moe.num_experts, moe.slots_per_expert * len(of_devices))
+    else:
+        weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE = token_choice(
+            p, h_TD, moe, of_devices, shares(len(h_TD), sequences, sequences, tensor, context), draws, buffer
+        )
+        weight_TE = jnp.where(kept_TE, weight_TE, 0)
+        routed = sum(weight_TE[:, expert, None] * run_expert(expert, h_TD) for expert in range(moe.num_experts))
+        count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
+    balance = moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
+    z_loss = 0.0 if logit_TE is None else (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
+    return out + routed, balance, z_loss, count_E, dropped
+
+
+def token_choice(p, h_TD, moe: MoE, of_devices, of_sequences, draws: Draws, buffer):
+    """Weights, probabilities, chosen and kept pairs [T, E], and logits."""
+    if moe.gate == "expert_choice":
+        weight_TE, prob_TE, picked_TE = gate_references.expert_choice(p, h_TD, moe, of_devices)
+        return weight_TE, prob_TE, picked_TE, picked_TE, gate_references.linear(p, h_TD)
+    weight_TE, prob_TE, best_Tk, logit_TE = gate_references.GATES[moe.gate](p, h_TD, moe, draws)
+    chosen_TE = gate_references.mask(best_Tk, moe.num_experts)
     kept_TE = np.zeros_like(chosen_TE)
-    for own in shares(len(h_TD), sources, sequences, tensor, context):
+    for own in of_devices:
         kept_TE[own] = keep(chosen_TE[own], moe, prob_TE[own])
     if buffer is not None:
-        for own in shares(len(h_TD), sequences, sequences, tensor, context):
+        for own in of_sequences:
             kept_TE[own] = keep_in_buffer(best_Tk[own], moe, buffer)
-    out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
-    for expert in range(moe.num_experts):
-        own = jax.tree.map(lambda w, expert=expert: w[expert], p["experts"])
-        out += jnp.where(kept_TE[:, expert], weight_TE[:, expert], 0)[:, None] * mlp(own, h_TD)
-    share_E = chosen_TE.mean(0) / moe.top_k
-    balance = moe.num_experts * (share_E * prob_TE.mean(0)).sum()
-    z_loss = (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
-    return out, balance, z_loss, chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
+    return weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE
 
 
 def block_params(params, model: Model):
@@ -190,8 +195,11 @@ def block_params(params, model: Model):
     return blocks
 
 
-def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor: int = 1, context: int = 1):
+def objective(
+    params, token_BN1, model: Model, sources: int, buffer=None, tensor: int = 1, context: int = 1, seed_and_step=None
+):
     """The loss of the whole batch, and its parts and what the routers counted by name."""
+    id_T = np.ravel(token_BN1[:, :-1])
     x = params["embedding"][token_BN1[:, :-1]]
     balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
@@ -201,7 +209,8 @@ def objective(params, token_BN1, model: Model, sources: int, buffer=None, tensor
             x = x + mlp(p["mlp"], h)
             continue
         y, balance, z_loss, count_E, lost = moe_layer(
-            p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x), buffer, tensor, context
+            *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
+            *(Draws(id_T, np.arange(len(id_T)), block, seed_and_step), buffer, tensor, context),
         )
         x = x + y.reshape(x.shape)
         balances, z_losses, dropped = balances + balance, z_losses + z_loss, dropped + lost

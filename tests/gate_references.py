@@ -1,0 +1,185 @@
+"""Slow twins of gates, from their papers: numpy decides who goes where, and jax differentiates the weights.
+
+Each returns weights [T, E], 0 for experts not chosen, probabilities [T, E], each token's chosen experts, best first,
+and the logits (None: there are none). T tokens, E experts, k choices, C slots.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.config import MoE
+
+
+class Draws(NamedTuple):
+    """What random numbers of tokens follow from."""
+
+    id_T: np.ndarray
+    place_T: np.ndarray
+    block: int
+    seed_and_step: tuple[int, int] | None  # None: evaluation
+
+    def of_tokens(self) -> list[Any]:
+        seed, *rest = self.seed_and_step or (0,)
+        key = jax.random.key(seed)
+        for number in (*rest, self.block):
+            key = jax.random.fold_in(key, number)
+        return [jax.random.fold_in(key, int(place)) for place in self.place_T]
+
+
+def fixed(x) -> np.ndarray:
+    """As numbers that nothing is differentiated through."""
+    return np.asarray(jax.lax.stop_gradient(x))
+
+
+def first_k(score_TE, top_k: int) -> np.ndarray:
+    return np.argsort(-fixed(score_TE), axis=-1, kind="stable")[:, :top_k]
+
+
+def mask(expert_Tk, experts: int) -> np.ndarray:
+    """The chosen experts as [T, E]."""
+    chosen_TE = np.zeros((len(expert_Tk), experts), bool)
+    for token, own in enumerate(expert_Tk):
+        chosen_TE[token, [expert for expert in own if expert < experts]] = True
+    return chosen_TE
+
+
+def weighted(score_TE, best, moe: MoE):
+    weight_TE = jnp.where(mask(best, moe.num_experts), score_TE, 0)
+    if moe.normalize_weights and moe.top_k > 1:
+        weight_TE = weight_TE / weight_TE.sum(-1, keepdims=True)
+    return weight_TE * moe.routed_scale
+
+
+def linear(p, x_TD):
+    return x_TD @ p["router"] + p.get("router_bias", 0.0)
+
+
+def softmax(p, x_TD, moe: MoE, draws: Draws):
+    return of_softmax(linear(p, x_TD), moe)
+
+
+def of_softmax(logit_TE, moe: MoE):
+    prob_TE = jnp.exp(logit_TE - logit_TE.max(-1, keepdims=True))
+    prob_TE = prob_TE / prob_TE.sum(-1, keepdims=True)
+    best = first_k(prob_TE, moe.top_k)
+    return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
+
+
+def sigmoid(p, x_TD, moe: MoE, draws: Draws):
+    logit_TE = linear(p, x_TD)
+    score_TE = 1 / (1 + jnp.exp(-logit_TE))
+    best = first_k(score_TE, moe.top_k)
+    return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
+
+
+def gpt_oss(p, x_TD, moe: MoE, draws: Draws):
+    logit_TE = x_TD @ p["router"] + p["router_bias"]
+    best = first_k(logit_TE, moe.top_k)
+    of_best = jnp.where(mask(best, moe.num_experts), jnp.exp(logit_TE), 0)
+    weight_TE = of_best / of_best.sum(-1, keepdims=True) * moe.routed_scale
+    return weight_TE, jax.nn.softmax(logit_TE), best, logit_TE
+
+
+def noisy(p, x_TD, moe: MoE, draws: Draws):
+    if draws.seed_and_step is None:
+        return softmax(p, x_TD, moe, draws)
+    streams = [[jax.random.fold_in(key, stream) for stream in (0, 1)] for key in draws.of_tokens()]
+    normal = np.stack([jax.random.normal(first, (moe.num_experts,)) for first, _ in streams])
+    uniform = np.stack([jax.random.uniform(second, (moe.top_k,)) for _, second in streams])
+    spread_TE = jnp.log1p(jnp.exp(x_TD @ p["router_noise"]))
+    weight_TE, prob_TE, best, logit_TE = of_softmax(linear(p, x_TD) + normal * spread_TE, moe)
+    best = best.copy()
+    for token in range(len(best)):
+        for choice in range(1, moe.top_k):
+            if 2 * fixed(weight_TE)[token, best[token, choice]] / moe.routed_scale <= uniform[token, choice]:
+                best[token, choice] = moe.num_experts
+    return jnp.where(mask(best, moe.num_experts), weight_TE, 0), prob_TE, best, logit_TE
+
+
+def xmoe(p, x_TD, moe: MoE, draws: Draws):
+    low_Tr = x_TD @ p["router_projection"]
+    lengths = jnp.linalg.norm(low_Tr, axis=1)[:, None] * jnp.linalg.norm(p["router"], axis=0)
+    return of_softmax(low_Tr @ p["router"] / lengths / p["temperature"][0] + p.get("router_bias", 0.0), moe)
+
+
+def grouped(p, x_TD, moe: MoE, scores, count: int):
+    """Experts that are not in a token's best groups, by the sum of the `count` best scores in each, are out."""
+    allowed_TE = fixed(scores).copy()
+    size = moe.num_experts // moe.num_groups
+    for token, own in enumerate(allowed_TE):
+        of_group = [np.sort(own[g * size : (g + 1) * size])[-count:].sum() for g in range(moe.num_groups)]
+        for group in np.argsort(-np.array(of_group), kind="stable")[moe.top_groups :]:
+            allowed_TE[token, group * size : (group + 1) * size] = -np.inf
+    return first_k(allowed_TE, moe.top_k)
+
+
+def deepseek_v2(p, x_TD, moe: MoE, draws: Draws):
+    logit_TE = linear(p, x_TD)
+    prob_TE = jax.nn.softmax(logit_TE)
+    best = grouped(p, x_TD, moe, prob_TE, 1)
+    return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
+
+
+def deepseek_v3(p, x_TD, moe: MoE, draws: Draws):
+    logit_TE = linear(p, x_TD)
+    score_TE = jax.nn.sigmoid(logit_TE)
+    best = grouped(p, x_TD, moe, score_TE + p["score_bias"], 2)
+    return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
+
+
+def drawn(keys, moe: MoE):
+    best = first_k(np.stack([jax.random.uniform(key, (moe.num_experts,)) for key in keys]), moe.top_k)
+    equal_TE = mask(best, moe.num_experts) / np.float32(moe.top_k)
+    return equal_TE * moe.routed_scale, equal_TE, best, None
+
+
+def random(p, x_TD, moe: MoE, draws: Draws):
+    return drawn(draws.of_tokens(), moe)
+
+
+def by_hash(p, x_TD, moe: MoE, draws: Draws):
+    return drawn([jax.random.fold_in(jax.random.key(0), int(number)) for number in draws.id_T], moe)
+
+
+GATES = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "gpt_oss": gpt_oss,
+    "noisy": noisy,
+    "xmoe": xmoe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "hash": by_hash,
+    "random": random,
+    "batch_prioritised": softmax,
+}
+
+
+def expert_choice(p, x_TD, moe: MoE, shares):
+    """Weights, 0 for tokens not picked, and probabilities. Each device's experts pick among its share of the tokens."""
+    prob_TE = jax.nn.softmax(linear(p, x_TD))
+    picked_TE = np.zeros(prob_TE.shape, bool)
+    for own in shares:
+        slots = math.ceil(moe.capacity_factor * moe.top_k * len(own) / moe.num_experts)
+        for expert in range(moe.num_experts):
+            order = np.argsort(-fixed(prob_TE)[own, expert], kind="stable")
+            picked_TE[own[order[:slots]], expert] = True
+    return jnp.where(picked_TE, prob_TE, 0) * moe.routed_scale, prob_TE, picked_TE
+
+
+def softmoe(p, x_TD, moe: MoE, shares, expert):
+    """The output, the logits [T, E·C] and the probabilities; `expert(e, x)` is what expert e makes of rows."""
+    slots_DS = p["slots"].reshape(x_TD.shape[1], -1)
+    unit_TD = x_TD / jnp.linalg.norm(x_TD, axis=1, keepdims=True)
+    logit_TS = unit_TD @ (p["scale"][0] * slots_DS / jnp.linalg.norm(slots_DS, axis=0))
+    out_TD = jnp.zeros_like(x_TD)
+    for own in shares:
+        mixes_SD = jax.nn.softmax(logit_TS[own], axis=0).T @ x_TD[own]
+        made = [expert(e, mixes_CD) for e, mixes_CD in enumerate(jnp.split(mixes_SD, moe.num_experts))]
+        out_TD = out_TD.at[own].set(jax.nn.softmax(logit_TS[own], axis=1) @ jnp.concatenate(made) * moe.routed_scale)
+    prob_TE = jax.nn.softmax(logit_TS, axis=1).reshape(len(x_TD), moe.num_experts, -1).sum(-1)
+    return out_TD, prob_TE, logit_TS

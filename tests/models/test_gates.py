@@ -1,0 +1,219 @@
+"""What each gate decides, and what its parameters learn from it, against its slow twin.
+
+T tokens, D features, E experts, k choices.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from moe_jax.config import Model, MoE
+from moe_jax.gate_table import GATES as TABLE
+from moe_jax.gate_table import GROUPED, gate_parameters
+from moe_jax.models.gates import GATES, gate_of
+from moe_jax.models.gates.choice import Choice, Mixed, Picked
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.orders import OWN_ORDERS, order_of
+from tests import gate_references
+from tests.gate_references import Draws
+
+DOCS = Path(__file__).parents[2] / "docs"
+TOKENS, WIDTH, BLOCK, SEED, STEP = 24, 6, 3, 7, 11
+NUMBERS = jnp.arange(1.0, 9.0)
+ALONE = [name for name, facts in TABLE.items() if facts.splits]
+
+
+def moe_of(gate: str, **more) -> MoE:
+    own = {"num_groups": 4, "top_groups": 2} if gate in GROUPED else {}
+    own |= {"slots_per_expert": 2} if gate == "softmoe" else {}
+    return MoE(**({"num_experts": 8, "top_k": 2, "routed_scale": 1.5, "gate": gate} | own | more))
+
+
+def params_of(moe: MoE) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    shapes = {name: tuple(dims.values()) for name, (dims, _) in gate_parameters(Model(d_model=WIDTH, moe=moe)).items()}
+    return {name: jnp.asarray(0.5 + 0.6 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def features(tokens: int = TOKENS) -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (tokens, WIDTH))
+
+
+def seen_of(tokens: int = TOKENS, seed: int = SEED, step: int = STEP, block: int = BLOCK) -> Seen:
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), step))
+    ids = np.random.default_rng(3).integers(0, 9, tokens)
+    return Seen(jnp.asarray(ids, jnp.int32), jnp.arange(tokens, dtype=jnp.int32) + 100, key, jnp.int32(block))
+
+
+def draws_of(seen: Seen) -> Draws:
+    return Draws(np.asarray(seen.id), np.asarray(seen.place), BLOCK, None if seen.key is None else (SEED, STEP))
+
+
+def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
+    """What experts that multiply by their number make of the tokens, without a limit of slots."""
+    if isinstance(decision, Choice):
+        weight_TE = (jax.nn.one_hot(decision.expert_Tk, moe.num_experts) * decision.weight_Tk[..., None]).sum(1)
+        return (weight_TE @ NUMBERS)[:, None] * x_TD
+    order = order_of(moe)
+    sent_PLCD, ticket = order.order(x_TD, decision, moe, 2)
+    return order.inverse(sent_PLCD * NUMBERS.reshape(2, 4, 1, 1), ticket)
+
+
+def by_reference(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[Any, ...]:
+    """The same, and probabilities and logits, by the slow twin."""
+    everyone = [np.arange(len(x_TD))]
+    if moe.gate == "softmoe":
+        return gate_references.softmoe(params, x_TD, moe, everyone, lambda expert, rows: NUMBERS[expert] * rows)
+    if moe.gate == "expert_choice":
+        weight_TE, prob_TE, _ = gate_references.expert_choice(params, x_TD, moe, everyone)
+        return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, gate_references.linear(params, x_TD)
+    weight_TE, prob_TE, _, logit_TE = gate_references.GATES[moe.gate](params, x_TD, moe, draws_of(seen))
+    return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, logit_TE
+
+
+def by_gate(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[Any, ...]:
+    decision, logit_TE = gate_of(moe)(params, x_TD, seen, moe)
+    return through(decision, x_TD, moe), decision.prob_TE, logit_TE
+
+
+def value(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE, of: Any) -> jax.Array:
+    """One number of all that a gate decides, which every expert's weight is in."""
+    out_TD, prob_TE, logit_TE = of(params, x_TD, seen, moe)
+    rng = np.random.default_rng(4)
+    total = (out_TD * rng.standard_normal(out_TD.shape)).sum() + (prob_TE * rng.standard_normal(prob_TE.shape)).sum()
+    return total if logit_TE is None else total + (logit_TE**2).mean()
+
+
+def test_the_table_knows_every_gate():
+    assert list(TABLE) == list(GATES)
+    assert {name for name, facts in TABLE.items() if facts.fills_slots} == OWN_ORDERS.keys()
+
+
+def test_the_documentation_has_every_gate_and_what_it_reached():
+    text, root = (DOCS / "gates.md").read_text(), DOCS.parent
+    reached = json.loads((root / "profiling" / "results" / "gates.json").read_text())["gates"]
+    assert list(reached) == list(GATES)
+    for gate, values in reached.items():
+        assert f"| `{gate}` | {values['validation_loss']:.3f} | {values['training_loss']:.3f} |" in text
+        assert text.count(f"\n| `{gate}` |") == 2, "what it is, and what was measured"
+
+
+@pytest.mark.parametrize(
+    ("gate", "normalize"), [*((gate, True) for gate in GATES), ("sigmoid", False), ("deepseek_v2", False)]
+)
+def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
+    moe = moe_of(gate, normalize_weights=normalize)
+    params, x_TD, seen = params_of(moe), features(), seen_of()
+    for found, expected in zip(by_gate(params, x_TD, seen, moe), by_reference(params, x_TD, seen, moe), strict=True):
+        if expected is not None:
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    grads, expected = (jax.grad(value, argnums=(0, 1))(params, x_TD, seen, moe, of) for of in (by_gate, by_reference))
+    chex.assert_trees_all_close(grads, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("gate", ["noisy", "xmoe", "gpt_oss", "expert_choice", "softmoe"])
+def test_gradients_are_those_of_finite_differences(gate):
+    moe, seen = moe_of(gate), seen_of()
+    run = functools.partial(value, seen=seen, moe=moe, of=by_gate)
+    check_grads(jax.jit(run), (params_of(moe), features()), order=1, modes=["rev"], rtol=0.02, atol=0.02, eps=2e-3)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
+    moe = moe_of(gate)
+    params, x_TD, seen, half = params_of(moe), features(), seen_of(), TOKENS // 2
+    whole = gate_of(moe)(params, x_TD, seen, moe).decision
+    first = seen._replace(id=seen.id[:half], place=seen.place[:half])
+    part = gate_of(moe)(params, x_TD[:half], first, moe).decision
+    if gate in ALONE:
+        assert whole.priority_T is None
+        chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:half], whole), part, rtol=1e-6)
+    elif isinstance(whole, Choice):
+        assert whole.priority_T is not None
+    else:
+        alone, together = through(part, x_TD[:half], moe), through(whole, x_TD, moe)[:half]
+        assert (np.abs(alone - together) > 1e-3).any()
+
+
+@pytest.mark.parametrize("gate", ["noisy", "random"])
+def test_what_is_random_follows_from_seed_step_block_and_place(gate):
+    moe = moe_of(gate)
+    choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
+    x_TD, seen = features(), seen_of()
+    expert_Tk = choose(x_TD, seen).decision.expert_Tk
+    turned = np.random.default_rng(5).permutation(TOKENS)
+    moved = choose(x_TD[turned], seen._replace(id=seen.id[turned], place=seen.place[turned])).decision.expert_Tk
+    np.testing.assert_array_equal(moved, expert_Tk[turned], err_msg="wherever a token lies")
+    np.testing.assert_array_equal(choose(x_TD, seen_of()).decision.expert_Tk, expert_Tk)
+    for other in (seen_of(seed=8), seen_of(step=12), seen_of(block=4), seen._replace(place=seen.place + 1)):
+        assert (choose(x_TD, other).decision.expert_Tk != expert_Tk).any()
+
+
+def test_evaluation_has_no_noise_and_leaves_no_choice_out():
+    moe = moe_of("noisy")
+    params, x_TD = params_of(moe), features()
+    calm = gate_of(moe)(params, x_TD, seen_of()._replace(key=None), moe)
+    plain = gate_of(moe_of("softmax"))(params, x_TD, None, moe_of("softmax"))
+    chex.assert_trees_all_equal(calm, plain)
+    noisy = gate_of(moe)(params, x_TD, seen_of(), moe).decision
+    left_out = noisy.expert_Tk == moe.num_experts
+    assert left_out.any()
+    assert not left_out[:, 0].any()
+
+
+def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
+    moe = moe_of("hash")
+    seen = seen_of(tokens=900)._replace(id=jnp.arange(900, dtype=jnp.int32) % 450)
+    choice = gate_of(moe)({}, features(900), seen, moe).decision
+    np.testing.assert_array_equal(choice.expert_Tk[:450], choice.expert_Tk[450:])
+    counts = np.bincount(np.ravel(choice.expert_Tk), minlength=8)
+    assert counts.max() < 1.3 * counts.mean(), "a random hash spreads a vocabulary evenly"
+
+
+def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights():
+    moe = moe_of("deepseek_v3", normalize_weights=False)
+    params, x_TD = params_of(moe), features()
+    params["score_bias"] = jnp.zeros(8).at[5].set(100.0)
+    choice, logit_TE = gate_of(moe)(params, x_TD, None, moe)
+    assert (choice.expert_Tk[:, 0] == 5).all()
+    np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * jax.nn.sigmoid(logit_TE[:, 5]), rtol=1e-6)
+    grads = jax.grad(lambda p: value(p, x_TD, seen_of(), moe, by_gate))(params)
+    assert not grads["score_bias"].any()
+    assert grads["router"].any()
+
+
+@pytest.mark.parametrize("gate", GROUPED)
+def test_a_tokens_experts_are_in_its_best_groups(gate):
+    moe = moe_of(gate, top_k=3)
+    choice = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    groups = [set(own.tolist()) for own in np.asarray(choice.expert_Tk) // 2]
+    assert all(len(own) == 2 for own in groups), "three experts of two groups of two"
+    assert len(set.union(*groups)) > 2
+
+
+def test_experts_pick_as_many_tokens_each_and_the_best_ones():
+    moe = moe_of("expert_choice", capacity_factor=1.5)
+    picked = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    assert isinstance(picked, Picked)
+    assert picked.token_EC.shape == (8, 9)  # 1.5 · 2 · 24 / 8
+    assert all(len(set(own)) == 9 for own in picked.token_EC.tolist())
+    left = np.asarray(picked.prob_TE.T).copy()
+    np.put_along_axis(left, np.asarray(picked.token_EC), 0, axis=1)
+    assert (left.max(axis=1) <= picked.weight_EC.min(axis=1) / 1.5).all()
+
+
+def test_slots_are_convex_mixes():
+    moe = moe_of("softmoe")
+    mixed = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    assert isinstance(mixed, Mixed)
+    assert (mixed.dispatch_TEC > 0).all()
+    np.testing.assert_allclose(mixed.dispatch_TEC.sum(axis=0), 1, rtol=1e-5)
+    np.testing.assert_allclose(mixed.combine_TEC.sum(axis=(1, 2)), 1.5, rtol=1e-5)

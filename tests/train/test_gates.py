@@ -1,0 +1,140 @@
+"""Every gate in a step: loss and gradients of each mesh and schedule against the slow twin on one device."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Mesh
+from moe_jax.gate_table import GATES
+from moe_jax.models.gates.seen import EVALUATION
+from moe_jax.models.transformer import Computation, forward
+from moe_jax.train.sample import one_device_mesh, sample_tokens
+from tests.models.test_decode import on_one_device
+from tests.small import first_params, small_config, tokens_of
+from tests.train.gradients import assert_equals_reference, sharded_gradients
+from tests.train.test_step import run_steps
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2, "weight_grad": "greedy"},
+    "unified": {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},
+}
+MESHES = [(1, 8), (2, 4), (8, 1)]
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_groups": 4, "top_groups": 2, "normalize_weights": False, "routed_scale": 2.0},
+    "deepseek_v3": {"num_groups": 4, "top_groups": 2, "top_k": 3, "routed_scale": 2.0},
+    "softmoe": {"slots_per_expert": 2},
+    "xmoe": {"router_rank": 5, "bias": True},
+    "noisy": {"top_k": 3},
+    "expert_choice": {"capacity_factor": 1.5},
+}
+STEP = 5
+
+
+def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **more) -> Config:
+    """Two sequences on each of eight devices. A gate that does not split is not cut before the layer."""
+    cut = SCHEDULES[schedule]
+    if schedule == "unified" and not GATES[gate].splits:
+        cut = cut | {"microbatches": 1, "expert_chunks": 2}
+    settings = (
+        {"batch_size": 16, "seq_len": 6, "every": 1, "capacity_factor": 1.0, "model": {"num_layers": 1}}
+        | OWN.get(gate, {})
+        | more
+    )
+    return small_config(*mesh, schedule=cut, gate=gate, **settings)
+
+
+CASES = [
+    (gate, schedule, MESHES[(number + turn) % len(MESHES)])
+    for number, gate in enumerate(name for name in GATES if name not in ("softmax", "sigmoid"))  # in all other tests
+    for turn, schedule in enumerate(SCHEDULES)
+]
+
+
+@pytest.mark.parametrize(("gate", "schedule", "mesh"), CASES)
+def test_every_schedule_computes_what_the_reference_of_a_gate_computes(gate, schedule, mesh):
+    assert_equals_reference(config_of(gate, mesh, schedule), STEP)
+
+
+@pytest.mark.parametrize("rest", [{"capacity_factor": None}, {"order": "einsum"}], ids=["dropless", "einsum"])
+def test_choices_that_a_token_does_without_take_no_row(rest):
+    assert_equals_reference(config_of("noisy", (2, 4), **rest), STEP)
+
+
+def test_existing_rows_alone_are_sent():
+    config = config_of("noisy", (2, 4), "unified", exchange={"algorithm": "ragged"})
+    assert_equals_reference(config, STEP)
+
+
+@pytest.mark.parametrize("schedule", ["vanilla", "unified"])
+def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own(schedule):
+    assert_equals_reference(config_of("noisy", (2, 4), schedule, model={"num_layers": 4}), STEP)
+
+
+def test_tensor_and_context_ranks_draw_for_their_own_tokens():
+    assert_equals_reference(config_of("noisy", (1, 2), seq_len=8, tensor=2, context=2), STEP)
+
+
+@pytest.mark.parametrize("gate", ["noisy", "random"])
+def test_what_is_random_is_the_same_on_every_mesh_and_however_a_batch_is_cut(gate):
+    """Dropless, with room for all; without the load-balance loss, whose counts are those of a part."""
+    free = {"capacity_factor": None, "load_balance_weight": 0.0, "exchange": {"buffer_factor": None}}
+    config = config_of(gate, (1, 1), **free)
+    _, expected = run_steps(config)
+    parts = dataclasses.replace(config.train, grad_accumulation=4)
+    cut = config_of(gate, (1, 2), "unified", **free)
+    for other in (
+        dataclasses.replace(config, mesh=Mesh(data=2, expert=4)),
+        dataclasses.replace(cut, train=dataclasses.replace(parts, grad_accumulation=2)),
+    ):
+        _, records = run_steps(other)
+        for name in ("loss", "expert_load"):
+            np.testing.assert_allclose(*([r[name] for r in each] for each in (records, expected)), rtol=1e-5)
+    losses = [record["loss"] for record in expected]
+    again = run_steps(config)[1]
+    assert [record["loss"] for record in again] == losses, "to the bit"
+    reseeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    grads = [sharded_gradients(each, first_params(config.model), tokens_of(config), 0) for each in (config, reseeded)]
+    assert np.any(grads[0].parts.count_ME != grads[1].parts.count_ME)
+
+
+PIPELINES: list[tuple[str, dict[str, Any]]] = [
+    ("noisy", {"pipeline": "zero_bubble", "policy": "unified", "microbatches": 2}),
+    ("random", {"pipeline": "coscheduled", "virtual_stages": 2, "remat": "full"}),
+    ("hash", {"pipeline": "interleaved", "virtual_stages": 2}),
+    ("expert_choice", {"pipeline": "1f1b", "policy": "expert_pipeline", "microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(("gate", "schedule"), PIPELINES)
+def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does(gate, schedule):
+    small = {"grad_accumulation": 4, "batch_size": 16, "seq_len": 6, "every": 1, "gate": gate}
+    small |= {"model": {"num_layers": 4}}
+    config, plain = small_config(1, 2, pipeline=2, schedule=schedule, **small), small_config(1, 2, **small)
+    (_, records), (_, expected) = run_steps(config, steps=2), run_steps(plain, steps=2)
+    chex.assert_trees_all_close(records, expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("gate", ["hash", "random"])
+def test_sampling_sees_tokens_and_places_as_evaluation_does(gate):
+    config = small_config(1, 1, gate=gate, capacity_factor=None, exchange={"buffer_factor": None}, batch_size=1)
+    params = jax.tree.map(lambda x: 3 * x, first_params(config.model))
+    how = Computation.of(config, one_device_mesh())
+    text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
+
+    def logits(params: Any, token_BN: jax.Array) -> jax.Array:
+        return forward(params, token_BN, config.model, how, EVALUATION.seen(token_BN, config.model.moe, 0))[0]
+
+    best = on_one_device(logits)(params, np.array([text], np.int32)).argmax(axis=-1)
+    assert best[0, :-1].tolist() == text[1:]
+
+
+@pytest.mark.parametrize("gate", ["expert_choice", "softmoe", "batch_prioritised"])
+def test_gates_that_compare_tokens_can_be_sampled_from(gate):
+    config = config_of(gate, (1, 1))
+    tokens = sample_tokens(config, first_params(config.model), np.array([3], np.int32), 4, temperature=0, seed=0)
+    assert len(tokens) == 4
