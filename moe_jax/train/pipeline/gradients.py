@@ -27,7 +27,7 @@ def pipelined_gradients(
     global_tokens: int,
     specs: Tree,
     plan: Plan,
-    when: When,
+    when: When = EVALUATION,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts, summed over stages.
 
@@ -42,7 +42,7 @@ def pipelined_loss(
     params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, plan: Plan
 ) -> jax.Array:
     """This device's share of the cross-entropy, summed over stages; nothing is kept."""
-    own = Stage(params, token_BN1, config, how, global_tokens, plan, EVALUATION)
+    own = Stage(params, token_BN1, config, how, global_tokens, plan)
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 

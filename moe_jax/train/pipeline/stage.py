@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import Config
-from moe_jax.models.gates.seen import When
+from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.ordering import computed_after
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
@@ -60,7 +60,7 @@ class Stage:
         how: Computation,
         global_tokens: int,
         plan: Plan,
-        when: When,
+        when: When = EVALUATION,
     ):
         self.params, self.plan, self.how, self._model = params, plan, how, config.model
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
