@@ -14,8 +14,8 @@ from moe_jax.models.gates.seen import EVALUATION
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.train.sample import one_device_mesh, sample_tokens
 from tests.models.test_decode import on_one_device
-from tests.small import first_params, small_config, tokens_of
-from tests.train.gradients import assert_equals_reference, sharded_gradients
+from tests.small import first_params, small_config
+from tests.train.gradients import assert_equals_reference
 from tests.train.test_step import run_steps
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -48,10 +48,13 @@ def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **mor
     return small_config(*mesh, schedule=cut, gate=gate, **settings)
 
 
+# Behind the gate, tokens that chose experts by logits are alike; softmax and sigmoid are in all other tests.
+ALIKE = {"gpt_oss", "xmoe", "deepseek_v2", "deepseek_v3", "hash", "random"}
 CASES = [
     (gate, schedule, MESHES[(number + turn) % len(MESHES)])
-    for number, gate in enumerate(name for name in GATES if name not in ("softmax", "sigmoid"))  # in all other tests
+    for number, gate in enumerate(name for name in GATES if name not in ("softmax", "sigmoid"))
     for turn, schedule in enumerate(SCHEDULES)
+    if not (gate in ALIKE and schedule == "expert_pipeline")
 ]
 
 
@@ -70,43 +73,29 @@ def test_existing_rows_alone_are_sent():
     assert_equals_reference(config, STEP)
 
 
-@pytest.mark.parametrize("schedule", ["vanilla", "unified"])
-def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own(schedule):
-    assert_equals_reference(config_of("noisy", (2, 4), schedule, model={"num_layers": 4}), STEP)
+def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own():
+    assert_equals_reference(config_of("noisy", (2, 4), "unified", model={"num_layers": 4}), STEP)
 
 
 def test_tensor_and_context_ranks_draw_for_their_own_tokens():
     assert_equals_reference(config_of("noisy", (1, 2), seq_len=8, tensor=2, context=2), STEP)
 
 
-@pytest.mark.parametrize("gate", ["noisy", "random"])
-def test_what_is_random_is_the_same_on_every_mesh_and_however_a_batch_is_cut(gate):
+def test_what_is_random_is_the_same_on_every_mesh_and_however_a_batch_is_cut():
     """Dropless, with room for all; without the load-balance loss, whose counts are those of a part."""
     free = {"capacity_factor": None, "load_balance_weight": 0.0, "exchange": {"buffer_factor": None}}
-    config = config_of(gate, (1, 1), **free)
+    config = config_of("noisy", (1, 1), **free)
     _, expected = run_steps(config)
-    parts = dataclasses.replace(config.train, grad_accumulation=4)
-    cut = config_of(gate, (1, 2), "unified", **free)
-    for other in (
-        dataclasses.replace(config, mesh=Mesh(data=2, expert=4)),
-        dataclasses.replace(cut, train=dataclasses.replace(parts, grad_accumulation=2)),
-    ):
+    cut = config_of("noisy", (1, 2), "unified", grad_accumulation=2, **free)
+    for other in (dataclasses.replace(config, mesh=Mesh(data=2, expert=4)), cut):
         _, records = run_steps(other)
         for name in ("loss", "expert_load"):
             np.testing.assert_allclose(*([r[name] for r in each] for each in (records, expected)), rtol=1e-5)
-    losses = [record["loss"] for record in expected]
-    again = run_steps(config)[1]
-    assert [record["loss"] for record in again] == losses, "to the bit"
-    reseeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
-    grads = [sharded_gradients(each, first_params(config.model), tokens_of(config), 0) for each in (config, reseeded)]
-    assert np.any(grads[0].parts.count_ME != grads[1].parts.count_ME)
 
 
 PIPELINES: list[tuple[str, dict[str, Any]]] = [
     ("noisy", {"pipeline": "zero_bubble", "policy": "unified", "microbatches": 2}),
     ("random", {"pipeline": "coscheduled", "virtual_stages": 2, "remat": "full"}),
-    ("hash", {"pipeline": "interleaved", "virtual_stages": 2}),
-    ("expert_choice", {"pipeline": "1f1b", "policy": "expert_pipeline", "microbatches": 2}),
 ]
 
 
@@ -119,9 +108,8 @@ def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does(gate, 
     chex.assert_trees_all_close(records, expected, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("gate", ["hash", "random"])
-def test_sampling_sees_tokens_and_places_as_evaluation_does(gate):
-    config = small_config(1, 1, gate=gate, capacity_factor=None, exchange={"buffer_factor": None}, batch_size=1)
+def test_sampling_sees_places_and_blocks_as_evaluation_does():
+    config = small_config(1, 1, gate="random", capacity_factor=None, exchange={"buffer_factor": None}, batch_size=1)
     params = jax.tree.map(lambda x: 3 * x, first_params(config.model))
     how = Computation.of(config, one_device_mesh())
     text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
@@ -133,7 +121,7 @@ def test_sampling_sees_tokens_and_places_as_evaluation_does(gate):
     assert best[0, :-1].tolist() == text[1:]
 
 
-@pytest.mark.parametrize("gate", ["expert_choice", "softmoe", "batch_prioritised"])
+@pytest.mark.parametrize("gate", ["expert_choice", "softmoe"])
 def test_gates_that_compare_tokens_can_be_sampled_from(gate):
     config = config_of(gate, (1, 1))
     tokens = sample_tokens(config, first_params(config.model), np.array([3], np.int32), 4, temperature=0, seed=0)
