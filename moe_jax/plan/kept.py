@@ -170,7 +170,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
 
 
 def _latent_bytes(sizes: Sizes, model: Model, mode: Mode) -> float:
-    """What latents of queries, keys and values add to what attention keeps: a norm's values, and what heads are made of.
+    """What latents of queries, keys and values add to what attention keeps: norms' values, and what heads are made of.
 
     Latents are gathered instead of what they are made of, and travel around a ring instead of keys and values.
     """
