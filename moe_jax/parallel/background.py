@@ -28,9 +28,9 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 
-Kind = Literal["exchange", "to_next", "to_previous", "sum"]
+Kind = Literal["exchange", "to_next", "to_previous", "sum", "scatter"]
 # As in FlowMoE: a pass waits for rows, the next pass for another stage's, and nothing for a sum before the step's end.
-_URGENCY: dict[Kind, int] = {"exchange": 0, "to_next": 1, "to_previous": 1, "sum": 2}
+_URGENCY: dict[Kind, int] = {"exchange": 0, "to_next": 1, "to_previous": 1, "sum": 2, "scatter": 2}
 
 
 NOTHING = -1  # ticket of a collective from which this device receives nothing
@@ -128,6 +128,8 @@ class Engine:
                 return self._exchange(member, x)
             case "sum":
                 return self._sum(member, x)
+            case "scatter":
+                return self._scatter(member, x)
             case "to_next":
                 return self._moved(member, x, 1, part)
             case "to_previous":
@@ -188,6 +190,19 @@ class Engine:
             return total_n
 
         self._adding[member.device].submit(add)
+        return result
+
+    def _scatter(self, member: Member, x_Pm: np.ndarray) -> Callable[[], np.ndarray]:
+        """Each member sums the blocks of its place, in the order of the group."""
+        own_m = x_Pm[member.place].copy()
+        parts = {other: np.empty_like(own_m) for _, other in member.others()}
+        self._expect(member, "block", parts)
+        self._send(member, "block", {other: x_Pm[place].copy() for place, other in member.others()})
+
+        def result() -> np.ndarray:
+            self._receive(member, "block")
+            return functools.reduce(np.add, (parts.get(device, own_m) for device in member.group_P))
+
         return result
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS
+from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
@@ -35,6 +35,20 @@ def test_every_rank_gets_the_sum_over_the_named_axes_only(name, axes, length):
     x = np.arange(8 * length, dtype=np.int32).reshape(8, length) ** 2  # whole numbers: sums are exact
     ours, given = groups_of(AXES[axes], reduced(name, AXES[axes], x)), groups_of(AXES[axes], x)
     np.testing.assert_array_equal(ours, np.broadcast_to(given.sum(axis=1, keepdims=True), given.shape))
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("name", SCATTERS)
+def test_a_scattered_sum_leaves_every_rank_its_own_row(name, axes):
+    ranks = {"both axes": 8, "data": 2, "expert": 4}[axes]
+    x = np.arange(8 * ranks * 3, dtype=np.int32).reshape(8, ranks, 3) ** 2
+
+    def body(x_1Pm):
+        return SCATTERS[name](x_1Pm[0], AXES[axes])[None]
+
+    own = np.asarray(on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x))
+    given = groups_of(AXES[axes], x.reshape(8, -1)).reshape(-1, ranks, ranks, 3)
+    np.testing.assert_array_equal(groups_of(AXES[axes], own), given.sum(axis=1))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

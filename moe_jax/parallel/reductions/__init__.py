@@ -1,6 +1,7 @@
 """Ways to sum a flat vector over the ranks of mesh axes: one file each, one signature.
 
-Each leaves the same bits on every rank; from one way to another they differ by round-off.
+Each leaves the same bits on every rank; from one way to another they differ by round-off. The `SCATTERS` of the same
+names take a vector for each rank, and leave a rank the sum of its own.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,13 @@ class Way(NamedTuple):
     finish: Callable[[tuple[Any, ...]], jax.Array]
     only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
 
-    def __call__(self, x_n: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+    def __call__(self, x: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
         """Both halves."""
-        return self.finish(self.start(x_n, axes))
+        return self.finish(self.start(x, axes))
 
 
 def _in_one_go(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Way:
-    return Way(lambda x_n, axes: (reduce(x_n, axes),), lambda under_way: under_way[0])
+    return Way(lambda x, axes: (reduce(x, axes),), lambda under_way: under_way[0])
 
 
 REDUCTIONS = {
@@ -33,4 +34,10 @@ REDUCTIONS = {
     "scatter_gather": _in_one_go(scatter_gather.reduce),
     "ring": _in_one_go(ring.reduce),
     "background": Way(background.start, background.finish, only_starts=True),
+}
+SCATTERS = {
+    "all_reduce": _in_one_go(scatter_gather.scatter),
+    "scatter_gather": _in_one_go(scatter_gather.scatter),
+    "ring": _in_one_go(ring.scatter),
+    "background": Way(background.start_scatter, background.finish, only_starts=True),
 }

@@ -1,4 +1,7 @@
-"""Beside the program, on a CPU cluster: see `parallel.background`."""
+"""Beside the program, on a CPU cluster: see `parallel.background`.
+
+P ranks, m numbers of each.
+"""
 
 from typing import Any
 
@@ -14,7 +17,12 @@ def start(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
     return jax.ShapeDtypeStruct(x_n.shape, x_n.dtype), background.start(x_n, "sum", axes)
 
 
+def start_scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+    """Sum `x_Pm` over all ranks of `axes`, for row r to be on rank r; as `start`."""
+    return jax.ShapeDtypeStruct(x_Pm.shape[1:], x_Pm.dtype), background.start(x_Pm, "scatter", axes)
+
+
 def finish(under_way: tuple[Any, ...]) -> Num[Array, " n"]:
-    """The sum, on each rank."""
+    """The sum, or this rank's row of it."""
     shape, ticket = under_way
     return background.finish(ticket, shape)

@@ -17,18 +17,33 @@ def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
 
     P - 1 hops sum each chunk on its way around; P - 1 more bring the sums to all. A hop carries n / P numbers.
     """
-    ranks, rank = math.prod(jax.lax.axis_size(axis) for axis in axes), jax.lax.axis_index(axes)
-    to_next = [(source, (source + 1) % ranks) for source in range(ranks)]
-    chunks_Pm = jnp.pad(x_n, (0, -len(x_n) % ranks)).reshape(ranks, -1)
-
-    sum_1m = jax.lax.dynamic_index_in_dim(chunks_Pm, rank)
-    for hop in range(1, ranks):
-        own_1m = jax.lax.dynamic_index_in_dim(chunks_Pm, (rank - hop) % ranks)
-        sum_1m = jax.lax.ppermute(sum_1m, axes, to_next) + own_1m
-
-    total_Pm = jnp.zeros_like(chunks_Pm)
+    ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
+    sum_m = scatter(jnp.pad(x_n, (0, -len(x_n) % ranks)).reshape(ranks, -1), axes)
+    total_Pm = jnp.zeros((ranks, len(sum_m)), sum_m.dtype)
     for hop in range(ranks):
         if hop:
-            sum_1m = jax.lax.ppermute(sum_1m, axes, to_next)
-        total_Pm = jax.lax.dynamic_update_index_in_dim(total_Pm, sum_1m, (rank + 1 - hop) % ranks, axis=0)
+            sum_m = _passed_on(sum_m, axes)
+        total_Pm = jax.lax.dynamic_update_index_in_dim(total_Pm, sum_m, (rank - hop) % ranks, axis=0)
     return total_Pm.reshape(-1)[: len(x_n)]
+
+
+def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
+    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
+
+    def own_m(hop: int) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x_Pm, (rank - 1 - hop) % ranks, keepdims=False)
+
+    sum_m = own_m(0)
+    for hop in range(1, ranks):
+        sum_m = _passed_on(sum_m, axes) + own_m(hop)
+    return sum_m
+
+
+def _ranks(axes: tuple[Axis, ...]) -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
+def _passed_on(x_m: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+    ranks = _ranks(axes)
+    return jax.lax.ppermute(x_m, axes, [(source, (source + 1) % ranks) for source in range(ranks)])

@@ -18,3 +18,8 @@ def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
     padded = jnp.pad(x_n, (0, -len(x_n) % ranks))
     sum_m = jax.lax.psum_scatter(padded, axes, tiled=True)
     return jax.lax.all_gather(sum_m, axes, tiled=True)[: len(x_n)]
+
+
+def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
+    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r: the first half alone."""
+    return jax.lax.psum_scatter(x_Pm, axes)
