@@ -269,7 +269,9 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; vectors are not decayed
     clip_norm: float | None = 1.0  # null: no clipping
-    sharded: bool = False  # moments cut over the devices that hold the same parameters (ZeRO, stage 1)
+    # what is cut over the devices that hold the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too: with
+    # train.grad_accumulation those of each part of a batch are summed by themselves
+    zero: Literal[0, 1, 2] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

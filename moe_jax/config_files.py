@@ -168,11 +168,12 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         return tuple(_value(name, item, typing.get_args(hint)[0]) for item in items)
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
-        if value not in allowed:
+        if not any(value == each and type(value) is type(each) for each in allowed):  # true is no 1
             _refuse_auto(name, value)
-            near = difflib.get_close_matches(str(value), allowed, n=1)
+            words = list(map(str, allowed))
+            near = difflib.get_close_matches(str(value), words, n=1)
             cure = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name}={value} must be {' or '.join(allowed)}{cure}")
+            raise ConfigError(f"{name}={value} must be {' or '.join(words)}{cure}")
         return value
     options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:

@@ -14,7 +14,7 @@ PLANNED = frozenset(
         *("schedule.policy", "schedule.microbatches", "schedule.backward_microbatches", "schedule.expert_chunks"),
         *("schedule.weight_grad", "schedule.grad_reduce", "schedule.chunk_mb", "schedule.remat"),
         *("exchange.tensor_form", "exchange.tensor_chunks", "exchange.context_form"),
-        *("optimizer.sharded", "train.grad_accumulation"),
+        *("optimizer.zero", "train.grad_accumulation"),
     }
 )
 

@@ -88,7 +88,7 @@ def candidates(name: str) -> Iterator[Any]:
         section = typing.get_type_hints(section)[part]
     hint = typing.get_type_hints(section)[key]
     kinds = typing.get_args(hint) or (hint,)
-    if isinstance(kinds[0], str):
+    if isinstance(kinds[0], str | int):  # the values of a Literal
         yield from kinds
     value = setting(Config(), name)
     others: dict[type, list[Any]] = {bool: [not value], str: ["other", "package.module:name"], float: [0.75, 12.0]}

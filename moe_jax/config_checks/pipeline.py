@@ -76,5 +76,7 @@ def _check_collectives(config: "Config") -> None:
         raise ConfigError(
             f"exchange.reduction={exchange.reduction} is not for {ticks}: use exchange.reduction=all_reduce"
         )
+    if config.optimizer.zero == 2:
+        raise ConfigError(f"optimizer.zero=2 sums each part of a batch, which is not for {ticks}: use optimizer.zero=1")
     if grad_reduce != "end":
         raise ConfigError(f"schedule.grad_reduce={grad_reduce} is not for {ticks}: use schedule.grad_reduce=end")

@@ -10,10 +10,13 @@ from jaxtyping import Array, Float
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
+from moe_jax.parallel.zero import Cut
 
 
-def sync_gradients(grads: Any, specs: Any) -> Any:
+def sync_gradients(grads: Any, specs: Any, cuts: Any) -> Any:
     """Sum each gradient over the axes that cut tokens or blocks and that its parameter is replicated on.
+
+    Of what is cut over some of them, a device gets the sum of its own part.
 
     A device's gradient covers its own tokens. An expert's parameters live on one expert rank, whose gradient
     already covers the tokens of every rank that sent it some: they are summed over the data axis only. Heads and
@@ -21,16 +24,18 @@ def sync_gradients(grads: Any, specs: Any) -> Any:
     one pipeline stage, or two, and the others' gradient is 0.
     """
 
-    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-        axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded_axes(spec))
+    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, cut: Cut) -> jax.Array:
+        taken = sharded_axes(spec) | {*cut.axes}
+        axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in taken)
         with jax.named_scope("grad_reduce"):
-            return jax.lax.psum(grad, axes) if axes else grad
+            own = cut.summed(grad)
+            return jax.lax.psum(own, axes) if axes else own
 
-    return jax.tree.map(sync, grads, specs)
+    return jax.tree.map(sync, grads, specs, cuts)
 
 
 def global_norm(grads: Any, specs: Any, platform: str) -> Float[Array, ""]:
-    """The L2 norm of synchronised gradients, each parameter counted once however it is sharded.
+    """The L2 norm of synchronised gradients, each parameter counted once however it, or its gradient, is cut.
 
     On CPU what is left to sum over devices waits for all gradients: it would keep the thread that computes.
     """

@@ -140,10 +140,10 @@ def _measured(config: Config) -> Measured:
 
 
 def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
-    """Of the optimiser; where its moments are cut, each device updates its part, and the parts are gathered."""
+    """Of the optimiser; with ZeRO each device updates its own part of parameters, and the parts are gathered."""
     updated, gathered_s = 0.0, 0.0
     for group, count in parameters_by_group(config):
-        cut = group.ranks if config.optimizer.sharded else 1
+        cut = group.ranks if config.optimizer.zero else 1
         updated += count / cut
         gathered_s += fabric.ring(count * (1 - 1 / cut) * _PARAMETER_BYTES, group)
     return _UPDATE_BYTES * updated / cluster.device.memory_bytes_per_s + gathered_s

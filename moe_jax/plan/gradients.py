@@ -5,28 +5,35 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.plan.fabric import Group, group_over
+from moe_jax.plan.fabric import Fabric, Group, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_chunks import cut
 
-_ITEM_BYTES = 4
+ITEM_BYTES = 4
 
 
 class Sum(NamedTuple):
-    """One reduction: a chunk of an owner's gradients."""
+    """One reduction: a chunk of an owner's gradients. Scattered, each device gets the sum of its own part only."""
 
     group: Group
-    held_bytes: int
+    held_bytes: float
+    scattered: bool
 
     @property
     def sent_bytes(self) -> float:
-        """That leave a device: twice its share, as each sum goes around once and comes back."""
-        return 2 * (1 - 1 / self.group.ranks) * self.held_bytes
+        """That leave a device: its share goes around once, and comes back unless it is scattered."""
+        return (1 if self.scattered else 2) * (1 - 1 / self.group.ranks) * self.held_bytes
+
+    def seconds(self, fabric: Fabric) -> float:
+        """On a cluster's links."""
+        return fabric.ring(self.sent_bytes, self.group, "reduce_scatter" if self.scattered else "all_reduce")
 
 
 def sums_of(config: Config, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
     """Of the embedding, each block, and the head; without a limit an owner's gradients of one group are one chunk."""
-    return tuple(_of_owner(held_by(owned, config, mesh), chunk_mb) for owned in owned_parameters(config.model))
+    scattered = config.optimizer.zero > 0
+    held = (held_by(owned, config, mesh) for owned in owned_parameters(config.model))
+    return tuple(_of_owner(each, chunk_mb, scattered) for each in held)
 
 
 def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
@@ -40,17 +47,20 @@ def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Gr
     return of_group
 
 
-def with_moments(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
-    """Parameters whose moments a device has; cut over devices that hold the same ones, if they are sharded."""
-    sharded, total = config.optimizer.sharded, 0.0
+def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
+    """Parameters whose moments a device has; ZeRO cuts them over the devices that hold the same ones."""
+    cut, total = config.optimizer.zero > 0, 0.0
     for each, owners in Counter(owned).items():  # most blocks are alike
         held = held_by(each, config, mesh).items()
-        total += owners * sum(count / (group.ranks if sharded else 1) for group, count in held)
+        total += owners * sum(count / (group.ranks if cut else 1) for group, count in held)
     return total
 
 
-def _of_owner(held: Counter[Group], chunk_mb: float | None) -> tuple[Sum, ...]:
+def _of_owner(held: Counter[Group], chunk_mb: float | None, scattered: bool) -> tuple[Sum, ...]:
     shared = {group: count for group, count in held.items() if group.ranks > 1 and count}
-    chunks = cut(tuple(shared.values()), chunk_mb)
-    groups = tuple(shared)
-    return tuple(Sum(groups[chunk.group], (chunk.stop - chunk.start) * _ITEM_BYTES) for chunk in chunks)
+    groups, ranks = tuple(shared), [group.ranks if scattered else 1 for group in shared]
+    parts = [count // each for count, each in zip(shared.values(), ranks, strict=True)]
+    chunks = cut(parts, chunk_mb, [ITEM_BYTES * each for each in ranks])
+    return tuple(
+        Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, scattered) for group, start, stop in chunks
+    )

@@ -6,6 +6,8 @@ over the old one. What else is needed differs between the moments of a step, and
   gradient;
 - backward: the same, all gradients but the embedding's, which comes last, and what one block works on;
 - update: all gradients.
+ZeRO (Rajbhandari et al. 2020, section 5) cuts moments over the devices that hold the same parameters, gradients where a
+schedule sums those of one turn while it computes the next, and with stage 2 those of earlier parts of a batch.
 
 XLA's `memory_analysis()` says argument + temporary + result − aliased bytes for the sum of it. What a compiler keeps of
 its own accord is not derived: `plan/compilers.py` says what was seen. Pipelines are in `plan/pipelined_memory.py`.
@@ -18,7 +20,7 @@ from collections.abc import Mapping
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import with_moments
+from moe_jax.plan.gradients import own_parameters
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, state_bytes_per_device
@@ -43,7 +45,11 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     mode = mode_of(config, platform)
     kept = _kept(config, sizes, mode, in_blocks(config, mesh))
     compiler = COMPILERS[platform]
-    earlier = 4 * count if config.train.grad_accumulation > 1 else 0  # sums over the parts of the batch before
+    own = own_parameters(owned_parameters(model), config, mesh)
+    earlier = 0.0  # sums over the parts of the batch before
+    if config.train.grad_accumulation > 1:
+        earlier = 4 * (own if config.optimizer.zero == 2 else count)
+    at_once = config.is_plain or config.schedule.grad_reduce == "end"  # all gradients are there before any is summed
     flat = 0 if config.is_plain or math.prod(mesh.values()) == 1 else compiler.flat_copies
     moments: dict[Moment, dict[str, float]] = {
         "head": {
@@ -53,10 +59,10 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         },
         "backward": {
             "activations": kept,
-            "gradients": earlier + 4 * (count - (0 if model.tie_embeddings else matrix)),
+            "gradients": earlier + 4 * (count - (0 if model.tie_embeddings else matrix) if at_once else own),
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
-        "update": {"gradients": earlier + 4 * count},
+        "update": {"gradients": earlier + 4 * (count if at_once else own)},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.gaps if config.is_plain else compiler.scheduled_gaps
@@ -64,7 +70,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * with_moments(owned_parameters(model), config, mesh)),
+        optimizer=int(8 * own),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,

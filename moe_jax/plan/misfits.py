@@ -15,7 +15,7 @@ from moe_jax.plan.search import Search
 _LARGER = tuple(2**n for n in range(1, 13))  # times the devices
 _NODE = 8  # devices of most nodes
 _STATE_BYTES = 16  # of a parameter at least: itself, its gradient and both moments
-_SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.sharded")
+_SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.zero")
 _ALWAYS_TOLD = ("data", "expert", "tensor")
 _SHORTER = (2, 4, 8)  # times, sequences
 

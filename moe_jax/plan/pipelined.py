@@ -6,7 +6,6 @@ passes at once hides neither (`train/pipeline/stage.py`). Gradients are summed b
 """
 
 import functools
-import math
 from collections.abc import Iterable
 
 from moe_jax.config import Config
@@ -16,14 +15,12 @@ from moe_jax.plan.gradients import held_by
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.pass_times import Chunk, PassTimes
 from moe_jax.plan.simulate import Timeline
-from moe_jax.plan.stage_parameters import on_stage
+from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 from moe_jax.stages import Stages
-
-_GRADIENT_BYTES = 4
 
 
 class PipelinedStep:
@@ -122,12 +119,7 @@ class PipelinedStep:
 
     def _sums_s(self) -> float:
         """Of gradients: a stage's own over its devices, those of the model's ends over all."""
-        held, mesh = on_stage(self.step.config), self.step.mesh
-        everyone = Group(math.prod(mesh.values()), 1)
-        counts = [*held_by(held.blocks, self.step.config, mesh).items(), (everyone, held.ends.whole)]
-        fabric = self.step.fabric
-        sent = ((group, 2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES) for group, count in counts)
-        return sum(fabric.ring(num_bytes, group, "all_reduce") for group, num_bytes in sent)
+        return sum(each.seconds(self.step.fabric) for each in sums_on_stage(self.step.config, self.step.mesh))
 
 
 def parameters_by_group(config: Config) -> Iterable[tuple[Group, float]]:

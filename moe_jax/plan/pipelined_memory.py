@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from moe_jax.config import Config
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import held_by, with_moments
+from moe_jax.plan.gradients import held_by, own_parameters
 from moe_jax.plan.kept import held_bytes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.stage_parameters import on_stage
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
@@ -64,7 +64,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * with_moments(held, config, mesh)),
+        optimizer=int(8 * own_parameters(held, config, mesh)),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,

@@ -142,7 +142,7 @@ def _schedule(candidate: Candidate) -> str:
     words += [f"chunks {settings.chunk_mb:g} MB"] if settings.chunk_mb else []
     words += [f"remat {settings.remat}"] if settings.remat != "none" else []
     words += [f"batch in {parts}"] if parts > 1 else []
-    words += ["sharded moments"] if candidate.config.optimizer.sharded else []
+    words += [f"ZeRO {zero}"] if (zero := candidate.config.optimizer.zero) else []
     return ", ".join(words)
 
 

@@ -30,6 +30,7 @@ from moe_jax.plan.memory import StepMemory, step_memory
 _MEMORY_LEFT = 0.06  # of a device's, for the runtime and what estimates miss
 _PARTS = 4  # numbers of parts of the batch that pipeline stages are tried with
 _REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
+_ZEROS = (0, 1, 2)
 _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
 
@@ -87,7 +88,7 @@ class Search:
             yield from self._fitting_stages(base)
             return
         seen = set()
-        for saving in itertools.product((False, True), _REMATS):
+        for saving in itertools.product(_ZEROS, _REMATS):
             if not self._fits_somehow(base, *saving):
                 continue
             firsts: dict[bool, Config] = {}  # a scheduled step keeps more, and so may need a batch in more parts
@@ -110,10 +111,10 @@ class Search:
 
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
         """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
-        for remat, sharded in itertools.product(_REMATS, (False, True)):
-            if not self._fits_somehow(base, sharded, remat):
+        for remat, zero in itertools.product(_REMATS, _ZEROS):
+            if not self._fits_somehow(base, zero, remat):
                 continue
-            fitting = (each for each in self._saving(base, sharded, remat) if self.fits(self.memory(each)))
+            fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
             firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
             if firsts:
                 yield from map(self._candidate, firsts.values())
@@ -143,9 +144,9 @@ class Search:
         """Other ways to save memory, with as many parts of the batch, and one step fewer or more."""
         possible = accumulations(config)
         place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
-        for sharded, remat, parts in itertools.product((False, True), _REMATS, possible[max(place - 1, 0) : place + 2]):
+        for zero, remat, parts in itertools.product(_ZEROS, _REMATS, possible[max(place - 1, 0) : place + 2]):
             yield {
-                "optimizer": {"sharded": sharded},
+                "optimizer": {"zero": zero},
                 "schedule": {"remat": remat},
                 "train": {"grad_accumulation": parts},
             }
@@ -160,14 +161,16 @@ class Search:
         more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
-    def _saving(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
+    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """Ever smaller parts of the batch."""
         for parts in accumulations(base):
-            yield from self._in_parts(base, sharded, remat, parts)
+            yield from self._in_parts(base, zero, remat, parts)
 
-    def _in_parts(self, base: Config, sharded: bool, remat: str, parts: int) -> Iterator[Config]:
+    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> Iterator[Config]:
         """With each guess."""
-        saving: Way = {"optimizer": {"sharded": sharded}, "train": {"grad_accumulation": parts}}
+        if zero == 2 and parts == 1 and "optimizer.zero" in self.draft.open:
+            return  # as ZeRO 1
+        saving: Way = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
         yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
 
     def _best_of(self, known: Candidate, ways: Iterable[Way]) -> Candidate:
@@ -176,7 +179,7 @@ class Search:
 
     def _candidate(self, config: Config) -> Candidate:
         saves = {
-            "optimizer.sharded": config.optimizer.sharded,
+            "optimizer.zero": config.optimizer.zero > 0,
             "schedule.remat": config.schedule.remat != "none",
             # stages need several parts anyway
             "train.grad_accumulation": config.mesh.pipeline == 1
@@ -196,17 +199,18 @@ class Search:
 
     def least(self, base: Config) -> StepMemory:
         """With all ways to save memory."""
-        return min(map(self.memory, self._least(base, True, "full")), key=lambda memory: memory.total)
+        ways = dict.fromkeys(each for zero in _ZEROS for each in self._least(base, zero, "full"))
+        return min(map(self.memory, ways), key=lambda memory: memory.total)
 
-    def _fits_somehow(self, base: Config, sharded: bool, remat: str) -> bool:
-        return any(self.fits(self.memory(each)) for each in self._least(base, sharded, remat))
+    def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
+        return any(self.fits(self.memory(each)) for each in self._least(base, zero, remat))
 
-    def _least(self, base: Config, sharded: bool, remat: str) -> Iterator[Config]:
+    def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """What takes least: more parts are smaller, but their gradients add up in a copy."""
         parts = accumulations(base)
-        by_parts = (list(self._in_parts(base, sharded, remat, count)) for count in reversed(parts))
+        by_parts = (list(self._in_parts(base, zero, remat, count)) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
-        yield from self._in_parts(base, sharded, remat, parts[0])
+        yield from self._in_parts(base, zero, remat, parts[0])
 
 
 def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:

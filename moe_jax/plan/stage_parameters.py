@@ -1,11 +1,13 @@
 """Parameters that a device of a pipeline stage has."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.plan.gradients import held_by
+from moe_jax.plan.fabric import Group
+from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 from moe_jax.stages import Stages, segments
 
@@ -24,6 +26,21 @@ class OnStage(NamedTuple):
 def on_stage(config: Config) -> OnStage:
     """Of a config. Raises ConfigError if it has too few blocks."""
     return _on_stage(Stages.of(config))
+
+
+def sums_on_stage(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
+    """Of gradients, without chunks: a stage's own over its devices, those of the model's ends over all stages, too.
+
+    Scattered ends are summed over stages part by part.
+    """
+    held, scattered = on_stage(config), config.optimizer.zero > 0
+    blocks = [Sum(group, count * ITEM_BYTES, scattered) for group, count in held_by(held.blocks, config, mesh).items()]
+    if not scattered:
+        return [*blocks, Sum(Group(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES, scattered)]
+    ends = [(group, count * ITEM_BYTES) for group, count in held_by(held.ends, config, mesh).items() if count]
+    stages = Group(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"])
+    over_stages = [Sum(stages, num_bytes / group.ranks, False) for group, num_bytes in ends]
+    return [*blocks, *(Sum(group, num_bytes, scattered) for group, num_bytes in ends), *over_stages]
 
 
 @functools.lru_cache(maxsize=64)

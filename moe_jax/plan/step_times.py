@@ -12,7 +12,7 @@ from moe_jax.config import Config, Model
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.fabric import Choice, Collective, Fabric, Group
-from moe_jax.plan.gradients import Sum, sums_of
+from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.handling import handled
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.over_tensor import Stages, form_seconds
@@ -79,22 +79,29 @@ class Step:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of the whole step and its parts; earlier parts of a batch that is cut have no sums."""
+        """Of the whole step and its parts; earlier parts of a batch that is cut have no sums before ZeRO 2."""
         line, accumulation = self.timeline, self.config.train.grad_accumulation
         sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
         exchange = line.busy_s[Stream.COMMUNICATION] - sums
-        alone = line.exposed_s if accumulation == 1 else self._exposed_without_sums()
+        each_summed = accumulation == 1 or self.config.optimizer.zero == 2
+        alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
-        held = state_bytes_per_device(self.config.model, self.experts.ranks, self.tensor) // 12
-        adding = (accumulation - 1) * self.adding_s(held)
+        adding = (accumulation - 1) * self.adding_s(self._added)
         exposed = line.exposed_s + (accumulation - 1) * alone
         return {
             "step": accumulation * compute + adding + exposed,
             "compute": accumulation * compute + adding,
             "exchange": accumulation * exchange,
-            "sums": sums,
+            "sums": accumulation * sums if each_summed else sums,
             "exposed": exposed,
         }
+
+    @property
+    def _added(self) -> float:
+        """Gradients of a part that are added to those of the parts before."""
+        if self.config.optimizer.zero == 2:
+            return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
+        return state_bytes_per_device(self.config.model, self.experts.ranks, self.tensor) // 12
 
     def adding_s(self, parameters: float) -> float:
         """To add a part's gradients to those of the parts before: both are read, and their sum is written."""
@@ -122,7 +129,7 @@ class Step:
     @cached_property
     def _sums_s(self) -> tuple[tuple[float, ...], ...]:
         different = {each for owner in self.sums for each in owner}
-        seconds = {each: self.fabric.ring(each.sent_bytes, each.group, "all_reduce") for each in different}
+        seconds = {each: each.seconds(self.fabric) for each in different}
         return tuple(tuple(seconds[each] for each in owner) for owner in self.sums)
 
     @property

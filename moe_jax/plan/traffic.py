@@ -1,17 +1,12 @@
 """Bytes that leave a device in a step, by the axis of the mesh that they travel along."""
 
-import math
-
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import Group
 from moe_jax.plan.gradients import held_by
-from moe_jax.plan.stage_parameters import on_stage
+from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step, gathers, passed_on
 from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
 from moe_jax.stages import Stages
-
-_GRADIENT_BYTES = 4
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
@@ -19,7 +14,8 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
 
     `expert` are rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
     attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
-    gradients; `gradients` the sums of those over all devices that hold the same parameters.
+    gradients; `gradients` the sums of those over all devices that hold the same parameters, `parameters` what these
+    gather of each other's parts (`optimizer.zero`).
     """
     step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
@@ -46,7 +42,9 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     found = max(of_stages, key=lambda sent: sum(sent.values()))
     found["pipeline"] = 2 * stages.chunks * step.tokens * model.d_model * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
-    held, everyone = on_stage(config), Group(math.prod(step.mesh.values()), 1)
-    counts = [*held_by(held.blocks, config, step.mesh).items(), (everyone, held.ends.whole)]
-    found["gradients"] = sum(2 * (1 - 1 / group.ranks) * count * _GRADIENT_BYTES for group, count in counts)
+    zero = config.optimizer.zero
+    summed = parts if zero == 2 else 1  # else parts of a batch are added before
+    found["gradients"] = summed * sum(each.sent_bytes for each in sums_on_stage(config, step.mesh))
+    held = [each for owned in on_stage(config) for each in held_by(owned, config, step.mesh).items()]
+    found["parameters"] = sum((1 - 1 / group.ranks) * count * ITEM_BYTES["float32"] for group, count in held if zero)
     return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}

@@ -136,7 +136,7 @@ def _key(config: Config, mesh: Mesh) -> dict[str, Any]:
     train = {name: plain["train"][name] for name in ("batch_size", "grad_accumulation", "compute_dtype")}
     return {name: plain[name] for name in ("model", "schedule", "exchange")} | {
         "over": list(config.tune.over),
-        "train": train | {"seq_len": config.data.seq_len, "sharded": config.optimizer.sharded},
+        "train": train | {"seq_len": config.data.seq_len, "zero": config.optimizer.zero},
         "mesh": {str(axis): size for axis, size in mesh.shape.items()},
         "expert_axes": list(config.mesh.expert_axes),
         "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)",

@@ -20,6 +20,7 @@ from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import partitions
+from moe_jax.parallel.zero import no_cuts
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.step_shape import step_shape
@@ -32,6 +33,7 @@ from moe_jax.schedule.turns import Looped, Turns, make_looped
 from moe_jax.stages import segments
 from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts, parts_of
+from moe_jax.train.optimizer import state_cuts
 from moe_jax.train.processes import read_alike
 from moe_jax.train.reduction import Reduction
 from moe_jax.train.sums import Sums
@@ -47,6 +49,7 @@ class Plan:
 
     schedule: Schedule
     reductions: tuple[Reduction, ...]  # of each owner: embed, the blocks, head
+    cuts: Tree  # of gradients: what the reductions leave of them is cut over devices
     looped: Looped | None  # the same tasks, where turns of blocks run in loops
 
     def without_reductions(self) -> "Plan":
@@ -56,6 +59,7 @@ class Plan:
         return Plan(
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
+            no_cuts(self.cuts),
             self.looped and self.looped.without_reductions(),
         )
 
@@ -74,13 +78,13 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return Plan(schedule, reductions, looped)
+    return Plan(schedule, reductions, state_cuts(config, mesh), looped)
 
 
 def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[Reduction, ...]:
     """How the gradients of each owner are summed: embed, the blocks, head."""
     model = config.model
-    specs = partitions(param_dims(model), expert_axis(config.mesh))
+    specs, cuts = partitions(param_dims(model), expert_axis(config.mesh)), state_cuts(config, mesh)
 
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
@@ -90,6 +94,7 @@ def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[R
         Reduction.of(
             _owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),
             _owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
+            _owned(cuts, model, owner, lambda cut, _: cut.unstacked()),
             mesh.shape,
             chunk_mb,
         )
@@ -157,8 +162,9 @@ def scheduled_gradients(
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts.
 
-    `earlier` are gradients of this device that are to be added before the sums; `when` as there. The same
-    as `jax.grad` of `local_objective` and `sync_gradients`, to round-off.
+    `earlier` are gradients of this device that are to be added before the sums; `when` as there. Of what `plan.cuts`
+    cut a device gets the sum of its own part. The same as `jax.grad` of `local_objective` and `sync_gradients`, to
+    round-off.
     """
     shape, model, looped = plan.schedule.shape, config.model, plan.looped
     tokens = own_tokens(token_BN1)
@@ -180,6 +186,7 @@ def scheduled_gradients(
         segments(model)[number],
         sums,
         params["segments"][number],
+        plan.cuts["segments"][number],
         None if earlier is None else earlier["segments"][number],
         seen,
     )
@@ -192,8 +199,8 @@ def scheduled_gradients(
     run(looped.rest, tasks, sums)
     for block in range(looped.turns.last, model.num_layers):
         if _places(model)[block][0] == number:
-            loops.put(0, block, sums.total(block + 1))
-    return _gathered(sums.total, model, {number: loops.buffer}), _parts(sums, global_tokens)
+            loops.gradients.put_sum(0, block, sums.total(block + 1))
+    return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, global_tokens)
 
 
 def _gathered(total: Callable[[int], Tree], model: Model, stacked: dict[int, Tree]) -> Tree:

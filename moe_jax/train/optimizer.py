@@ -4,9 +4,13 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from moe_jax.config import Config
-from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims
+from moe_jax.models.parameters import param_dims, param_shapes
+from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
+from moe_jax.parallel.zero import cuts_of, no_cuts
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -49,6 +53,12 @@ def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs
     return optax.tree_utils.tree_map_params(
         optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: REPLICATED
     )
+
+
+def state_cuts(config: Config, mesh: Mesh) -> Any:
+    """How each parameter's moments, and the gradient that they are made of, are cut over devices."""
+    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
+    return cuts_of(param_shapes(config.model), specs, mesh.shape) if config.optimizer.zero else no_cuts(specs)
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:

@@ -1,4 +1,7 @@
-"""Gradients of one owner (embedding, a block, the head) as flat vectors, summed over devices chunk by chunk."""
+"""Gradients of one owner (embedding, a block, the head) as flat vectors, summed over devices chunk by chunk.
+
+A sum goes to all devices as [n], or each of P ranks gets its own part, [n], of a vector [P, n].
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,19 +10,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
+from moe_jax.parallel.zero import Cut
 from moe_jax.schedule.grad_chunks import Chunk, cut
 
 _SMALL = 2**20  # elements: smaller gradients travel together
 _ITEM_BYTES = 4
 
 
-class Vector(NamedTuple):
-    """Gradients that are flattened into one vector and summed over the same axes."""
+class Over(NamedTuple):
+    """Mesh axes of a sum: those whose ranks get a part each, and the others, whose ranks get the same."""
 
-    axes: tuple[Axis, ...]
+    scattered: tuple[Axis, ...]
+    others: tuple[Axis, ...]
+
+
+class Vector(NamedTuple):
+    """Gradients that are flattened into one vector, or one for each rank's part, and summed over the same axes."""
+
+    over: Over
+    ranks: int  # P; 1 if nothing is scattered
     leaves: tuple[int, ...]  # of the owner's tree
 
 
@@ -28,59 +41,72 @@ class Reduction:
     """How an owner's gradients are summed: its vectors, and chunks of them in order of issue."""
 
     vectors: tuple[Vector, ...]
-    chunks: tuple[Chunk, ...]
+    cuts: tuple[Cut, ...]  # of each leaf
+    chunks: tuple[Chunk, ...]  # of n
 
     @classmethod
-    def of(cls, shapes: Any, specs: Any, mesh_shape: Mapping[str, int], chunk_mb: float | None) -> "Reduction":
+    def of(
+        cls, shapes: Any, specs: Any, cuts: Any, mesh_shape: Mapping[str, int], chunk_mb: float | None
+    ) -> "Reduction":
         """For gradients of these shapes (per device) and sharding; chunks of at most `chunk_mb` MB (None: no limit).
 
-        Gradients that no other device shares need no sum.
+        Of what `cuts` cut, each device gets the sum of its own part only. Gradients that no other device shares need no
+        sum.
         """
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
-        groups: dict[tuple[Axis, ...], list[int]] = {}
-        for number, spec in enumerate(jax.tree.leaves(specs)):
+        cut_of = tuple(jax.tree.leaves(cuts))
+        groups: dict[Over, list[int]] = {}
+        for number, (spec, own) in enumerate(zip(jax.tree.leaves(specs), cut_of, strict=True)):
             axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)
             if axes:
-                groups.setdefault(axes, []).append(number)
+                over = Over(own.axes, tuple(axis for axis in axes if axis not in own.axes))
+                groups.setdefault(over, []).append(number)
         vectors: list[Vector] = []
-        for axes, numbers in groups.items():
+        for over, numbers in groups.items():
+            ranks = math.prod(mesh_shape[axis] for axis in over.scattered)
             small = tuple(number for number in numbers if sizes[number] < _SMALL)
-            vectors += [Vector(axes, small)] if small else []
-            vectors += [Vector(axes, (number,)) for number in numbers if number not in small]
-        totals = [sum(sizes[number] for number in vector.leaves) for vector in vectors]
-        return cls(tuple(vectors), cut(totals, chunk_mb))
+            vectors += [Vector(over, ranks, small)] if small else []
+            vectors += [Vector(over, ranks, (number,)) for number in numbers if number not in small]
+        totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
+        item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
+        return cls(tuple(vectors), cut_of, cut(totals, chunk_mb, item_bytes))
 
-    def axes(self, chunk: int) -> tuple[Axis, ...]:
+    def over(self, chunk: int) -> Over:
         """The mesh axes that a chunk is summed over."""
-        return self.vectors[self.chunks[chunk].group].axes
+        return self.vectors[self.chunks[chunk].group].over
 
     def sent_bytes(self, mesh_shape: Mapping[str, int]) -> list[float]:
-        """What leaves a device for each chunk: twice its share, as each sum goes around once and comes back."""
-        ranks = [math.prod(mesh_shape[axis] for axis in vector.axes) for vector in self.vectors]
-        return [
-            2 * (ranks[group] - 1) / ranks[group] * (stop - start) * _ITEM_BYTES for group, start, stop in self.chunks
-        ]
+        """What leaves a device for each chunk: its share goes around once to be scattered, and otherwise comes back."""
+        return [self._sent(self.vectors[group], stop - start, mesh_shape) for group, start, stop in self.chunks]
 
-    def flatten(self, grads: Any) -> list[jax.Array]:
-        """The owner's gradients as vectors [n]; those that are in none may be None."""
+    def _sent(self, vector: Vector, size: int, mesh_shape: Mapping[str, int]) -> float:
+        others = math.prod(mesh_shape[axis] for axis in vector.over.others)
+        return ((vector.ranks - 1) + 2 * (others - 1) / others) * size * _ITEM_BYTES
+
+    def flatten(self, grads: Any) -> list[Num[Array, "*P n"]]:
+        """The owner's gradients as vectors; those that are in none may be None."""
         leaves = jax.tree.leaves(grads, is_leaf=lambda leaf: leaf is None)
-        parts = [[leaves[number].ravel() for number in vector.leaves] for vector in self.vectors]
-        return [part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts]
+        parts = [
+            [self.cuts[number].by_rank(leaves[number], vector.ranks) for number in vector.leaves]
+            for vector in self.vectors
+        ]
+        return [part[0] if len(part) == 1 else jnp.concatenate(part, axis=-1) for part in parts]
 
-    def take(self, vectors: Sequence[jax.Array], chunk: int) -> jax.Array:
-        """One chunk [n] of the vectors."""
+    def take(self, vectors: Sequence[jax.Array], chunk: int) -> Num[Array, "*P n"]:
+        """One chunk of the vectors."""
         group, start, stop = self.chunks[chunk]
-        whole = stop - start == vectors[group].size
-        return vectors[group] if whole else jax.lax.slice(vectors[group], (start,), (stop,))
+        whole = stop - start == vectors[group].shape[-1]
+        return vectors[group] if whole else jax.lax.slice_in_dim(vectors[group], start, stop, axis=-1)
 
-    def restore(self, grads: Any, sums: Sequence[jax.Array]) -> Any:
-        """The owner's gradients with every chunk replaced by its sum."""
+    def restore(self, grads: Any, sums: Sequence[Num[Array, " n"]]) -> Any:
+        """The owner's gradients with every chunk replaced by its sum, or by this device's part of it."""
         leaves, structure = jax.tree.flatten(grads)
         for group, vector in enumerate(self.vectors):
             parts = [total for chunk, total in zip(self.chunks, sums, strict=True) if chunk.group == group]
             flat, start = parts[0] if len(parts) == 1 else jnp.concatenate(parts), 0
             for number in vector.leaves:
-                stop = start + leaves[number].size
-                leaves[number] = flat[start:stop].reshape(leaves[number].shape)
+                shape = self.cuts[number].shape(leaves[number].shape, vector.ranks)
+                stop = start + math.prod(shape)
+                leaves[number] = flat[start:stop].reshape(shape)
                 start = stop
         return jax.tree.unflatten(structure, leaves)

@@ -6,6 +6,7 @@ E experts.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from moe_jax.models.gates.seen import When
 from moe_jax.models.parameters import init_params, param_dims
 from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel import background
+from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import after
@@ -28,10 +29,9 @@ from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.stages import Stages
-from moe_jax.train import zero
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
-from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_partitions
+from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_cuts, state_partitions
 from moe_jax.train.pipeline import plan as pipeline
 from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
 
@@ -71,8 +71,9 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     stages = Stages.of(config)
     dims, shapes = param_dims(config.model), stored_shapes(stages)
     optimizer, specs = make_optimizer(config, dims), partitions(dims, expert_axis(config.mesh))
-    cuts = zero.cuts_of(shapes, specs, mesh.shape if config.optimizer.sharded else dict.fromkeys(mesh.shape, 1))
-    moments = state_partitions(optimizer, shapes, zero.part_specs(cuts, specs))
+    cuts = state_cuts(config, mesh)
+    own_specs = zero.part_specs(cuts, specs)
+    moments = state_partitions(optimizer, shapes, own_specs)
     layout = {"step": REPLICATED, "params": specs, "optimizer": moments}
     placed = shardings(mesh, layout)
 
@@ -90,13 +91,15 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         background.new_program()
-        grads, parts = gradients_of(state["params"], token_BN1, config, how, global_tokens, specs, plan, state["step"])
-        norm = global_norm(grads, specs, how.platform)
+        grads, parts = gradients_of(
+            state["params"], token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"]
+        )
+        norm = global_norm(grads, own_specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
         factor = clip_factor(norm, config.optimizer.clip_norm)
         params = zero.own_parts(cuts, state["params"])
-        scaled = jax.tree.map(lambda g: g * factor, zero.own_parts(cuts, grads))
+        scaled = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = optimizer.update(scaled, state["optimizer"], params)
         new_state = {
             "step": state["step"] + 1,
@@ -155,40 +158,60 @@ def gradients_of(
     how: Computation,
     global_tokens: int,
     specs: Any,
+    cuts: Any,
     plan: Plan | pipeline.Plan | None,
     step: jax.Array | None = None,
 ) -> tuple[Any, Parts]:
     """Gradients summed over devices, and this device's parts, of `train.grad_accumulation` parts of the batch.
 
-    Parts run one after another, if not in a pipeline, and devices are summed with the last. The load-balance loss looks
-    at one part's tokens at a time, and the parts' losses are averaged. Gates draw at random in a `step` only.
+    Of what `cuts` cut a device gets the sum of its own part. Parts of the batch run one after another, if not in a
+    pipeline, and devices are summed with the last, or with each (`optimizer.zero=2`). The load-balance loss looks at
+    one part's tokens at a time, and the parts' losses are averaged. Gates draw at random in a `step` only.
     """
     count = config.train.grad_accumulation
     if isinstance(plan, pipeline.Plan):
-        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, plan, When(step))
-    plain = jax.grad(local_objective, has_aux=True)
+        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, cuts, plan, When(step))
+    scheduled = functools.partial(scheduled_gradients, params, config=config, how=how, global_tokens=global_tokens)
 
-    def gradients(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
+    def own(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
+        """Of this device."""
         when = When(step, part, count)
-        if plan is None:
-            return plain(params, token_bN1, config.model, how, global_tokens, when)
-        alone = plan.without_reductions()
-        return scheduled_gradients(params, token_bN1, config, how, global_tokens, alone, when=when)
+        if plan is not None:
+            return scheduled(token_bN1, plan=plan.without_reductions(), when=when)
+        return jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, global_tokens, when)
 
-    def add(total: Any, part: tuple[jax.Array, jax.Array | int]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradients(*part)), None
+    def summed(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
+        """Over devices."""
+        if plan is not None:
+            return scheduled(token_bN1, plan=plan, when=When(step, part, count))
+        grads, parts = own(token_bN1, part)
+        return sync_gradients(grads, specs, cuts), parts
 
-    *first, last = _in_parts(token_BN1, config)
-    earlier = None
-    if first:
-        zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(gradients, last, 0))
-        earlier = jax.lax.scan(add, zeros, (jnp.stack(first), jnp.arange(count - 1)))[0]
+    part_AbN1 = _in_parts(token_BN1, config)
+    if count == 1:
+        return summed(part_AbN1[0], 0)
+    if config.optimizer.zero == 2:
+        return _total(summed, part_AbN1)
     if plan is None:
-        grads, parts = gradients(last, count - 1) if earlier is None else add(earlier, (last, count - 1))[0]
-        return sync_gradients(grads, specs), parts
-    when = When(step, count - 1, count)
-    grads, parts = scheduled_gradients(params, last, config, how, global_tokens, plan, earlier and earlier[0], when)
-    return grads, parts if earlier is None else jax.tree.map(jnp.add, earlier[1], parts)
+        grads, parts = _total(own, part_AbN1)
+        return sync_gradients(grads, specs, cuts), parts
+    earlier, parts_before = _total(own, part_AbN1[:-1])
+    grads, parts = scheduled(part_AbN1[-1], plan=plan, earlier=earlier, when=When(step, count - 1, count))
+    return grads, _added(parts_before, parts)
+
+
+def _total(of_part: Callable[[jax.Array, jax.Array | int], Any], part_AbN1: jax.Array) -> Any:
+    """Of all parts, one after another."""
+    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(of_part, part_AbN1[0], 0))
+
+    def add(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        return _added(total, of_part(*part)), None
+
+    return jax.lax.scan(add, zeros, (part_AbN1, jnp.arange(len(part_AbN1))))[0]
+
+
+def _added(some: Any, others: Any) -> Any:
+    return jax.tree.map(jnp.add, some, others)
 
 
 def _metrics(parts: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> dict[str, jax.Array]:

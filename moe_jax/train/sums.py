@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, Way
+from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, Way
 from moe_jax.schedule.actions import NO_BLOCK, Action
-from moe_jax.train.reduction import Reduction
+from moe_jax.train.reduction import Over, Reduction
 from moe_jax.train.tasks import Tasks
 
 Tree = Any
@@ -40,7 +40,8 @@ class Sums:
         self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        self.way = REDUCTIONS[tasks.facts.config.exchange.reduction]
+        name = tasks.facts.config.exchange.reduction
+        self.way, self.scatter = REDUCTIONS[name], SCATTERS[name]
         self.under_way: dict[int, list[Started]] = {}
         self.counts: Started | None = None  # of all routers, under way
 
@@ -54,7 +55,15 @@ class Sums:
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
         chunk = reduction.take(self.vectors[owner], action.part)
-        self.under_way.setdefault(owner, []).append(self._started(self.way, chunk, reduction.axes(action.part)))
+        self.under_way.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
+
+    def _chunk(self, x: jax.Array, over: Over) -> Started:
+        if not over.scattered:
+            return self._started(self.way, x, over.others)
+        scattered = self._started(self.scatter, x, over.scattered)
+        if not over.others:
+            return scattered
+        return self._started(self.way, self.scatter.finish(scattered.under_way), over.others)
 
     def _count(self) -> None:
         stats = self.stats()
@@ -123,17 +132,17 @@ class Sums:
         return block | {"moe": block["moe"] | {"experts": experts}}
 
     def total(self, owner: int) -> Tree:
-        """An owner's gradients, summed over devices as far as reductions were run."""
+        """An owner's gradients, summed over devices as far as reductions were run; own parts of what is cut."""
         chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _started(self, way: Way, x_n: jax.Array, axes: tuple[Axis, ...]) -> Started:
+    def _started(self, way: Way, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
         """A sum in the order of the schedule."""
         if self.tasks.facts.how.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
             # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
-            return Started(way, way.start(x_n, axes))
-        under_way = way.start(self.tasks.ties.in_order(x_n, way.only_starts), axes)
+            return Started(way, way.start(x, axes))
+        under_way = way.start(self.tasks.ties.in_order(x, way.only_starts), axes)
         self.tasks.ties.issued(under_way[-1], way.only_starts)
         return Started(way, under_way)
 

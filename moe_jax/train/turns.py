@@ -1,8 +1,7 @@
 """Loops over equal groups of blocks: `lax.scan` runs the turns of a schedule, forward and backward.
 
 A forward turn hands the settled residual stream on and stacks what its pullbacks keep. A backward turn makes its
-pullbacks again, runs its tasks, and sums the gradients of the turn above. Gradients of all turns lie in one buffer,
-stacked like the parameters, that every turn changes in place.
+pullbacks again, runs its tasks, and sums the gradients of the turn above.
 """
 
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from moe_jax.stages import Segment
 from moe_jax.train.residuals import Given, Turn
 from moe_jax.train.sums import Sums
 from moe_jax.train.tasks import Tasks
+from moe_jax.train.turn_gradients import Layout, TurnGradients
 
 Tree = Any
 
@@ -34,18 +34,26 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
 class Loops:
     """The loops of a step. `sums` and its tasks run what lies outside.
 
-    `params` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is what gates look
-    at, below the blocks.
+    `params`, their `cuts` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is
+    what gates look at, below the blocks.
     """
 
-    def __init__(self, looped: Looped, segment: Segment, sums: Sums, params: Tree, earlier: Tree, seen: Seen | None):
+    def __init__(
+        self,
+        looped: Looped,
+        segment: Segment,
+        sums: Sums,
+        params: Tree,
+        cuts: Tree,
+        earlier: Tree,
+        seen: Seen | None,
+    ):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.earlier, self.seen = params, earlier, seen
-        self.period = len(segment.kinds)
-        self.unroll = self.turns.size // self.period
+        self.params, self.cuts, self.earlier, self.seen = params, cuts, earlier, seen
+        self.layout = Layout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
-        self.buffer: Tree = None  # gradients, laid out like the parameters
+        self.gradients: TurnGradients
         self.moe = [b for b in self._blocks if self.tasks.facts.shape.kinds[b] == "moe"]
 
     @property
@@ -53,27 +61,8 @@ class Loops:
         """Those of turn 0, whose names all turns have inside a loop."""
         return range(self.turns.first, self.turns.first + self.turns.size)
 
-    def block(self, tree: Tree, turn: int | jax.Array, block: int) -> Tree:
-        """The share of one block of a stacked tree; `block` is counted from turn 0."""
-        period, place = self._index(turn, block)
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, period, keepdims=False), tree[place])
-
-    def put(self, turn: int | jax.Array, block: int, gradient: Tree, before: Tree = None) -> None:
-        """Set the gradient of one block; leaves that are those of `before` are in the buffer already."""
-        period, place = self._index(turn, block)
-
-        def changed(leaf: jax.Array, new: jax.Array, old: Any = None) -> jax.Array:
-            return leaf if new is old else jax.lax.dynamic_update_index_in_dim(leaf, new, period, axis=0)
-
-        trees = (gradient,) if before is None else (gradient, before)
-        self.buffer = self.buffer | {place: jax.tree.map(changed, self.buffer[place], *trees)}
-
-    def _index(self, turn: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
-        period, place = divmod(block - self.turns.first, self.period)
-        return turn * self.unroll + period, place
-
     def _given(self, turn: int | jax.Array) -> Given:
-        weights = {block: self.block(self.params, turn, block) for block in self._blocks}
+        weights = {block: self.layout.take(self.params, turn, block) for block in self._blocks}
         return Given(weights, self.seen and self.seen.above(turn * self.turns.size))
 
     def up(self) -> None:
@@ -121,14 +110,14 @@ class Loops:
     def down(self) -> None:
         """Run the backward turns below the highest, whose backward pass has been run."""
         highest = self.turns.count - 1
-        self.buffer = jax.tree.map(jnp.zeros_like, self.params)
+        self.gradients = TurnGradients(self.layout, self.cuts, self.params, self.turns.count if self.looped.sums else 1)
         for block in self._blocks:
-            self.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
+            self.gradients.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
         late = any(map(is_reduction, self.looped.down))
         share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], None]:
-            dx, self.buffer = carry
+            dx, self.gradients.state = carry
             given = self._given(number)
             tasks = Tasks(self.tasks.facts, None, given.blocks, None)
             self._restore(tasks, number, given)
@@ -143,11 +132,12 @@ class Loops:
             if late:
                 self._put_totals(sums, number + 1, self.turns.size)
             for block in self._blocks:
-                self.put(number, block, sums.own(block + 1))
-            return ([tasks.dx[r] for r in self.microbatches], self.buffer), None
+                self.gradients.put(number, block, sums.own(block + 1))
+            return ([tasks.dx[r] for r in self.microbatches], self.gradients.state), None
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
-        (dx, self.buffer), _ = jax.lax.scan(step, (dx, self.buffer), jnp.arange(highest), reverse=True)
+        carry, _ = jax.lax.scan(step, (dx, self.gradients.state), jnp.arange(highest), reverse=True)
+        dx, self.gradients.state = carry
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):
             self.tasks.settle_back(r, self.turns.first)
@@ -159,30 +149,31 @@ class Loops:
             self._put_totals(self.sums, 0)
             return
 
-        def step(buffer: Tree, number: jax.Array) -> tuple[Tree, None]:
-            self.buffer = buffer
+        def step(state: Tree, number: jax.Array) -> tuple[Tree, None]:
+            self.gradients.state = state
             sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, {}, None), None)
             self._take(sums, number)
             run(self.looped.sums, sums.tasks, sums)
             self._put_totals(sums, number)
-            return self.buffer, None
+            return self.gradients.state, None
 
-        self.buffer, _ = jax.lax.scan(step, self.buffer, jnp.arange(self.turns.count), reverse=True)
+        state, _ = jax.lax.scan(step, self.gradients.state, jnp.arange(self.turns.count), reverse=True)
+        self.gradients.state = state
 
     def _take(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
         """Hand gradients of a turn to the sums."""
         for block in self._blocks:
-            sums.from_turns[block + shift + 1] = self.block(self.buffer, turn, block)
+            sums.from_turns[block + shift + 1] = self.gradients.take(turn, block)
 
     def _put_totals(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
         for block in self._blocks:
             owner = block + shift + 1
-            self.put(turn, block, sums.total(owner), sums.from_turns[owner])
+            self.gradients.put_sum(turn, block, sums.total(owner), sums.from_turns[owner])
 
     def _earlier(self, turn: jax.Array) -> Any:
         if self.earlier is None:
             return None
-        return lambda owner: self.block(self.earlier, turn, owner - 1)
+        return lambda owner: self.layout.take(self.earlier, turn, owner - 1)
 
     def _share(self, share_ME: Any, turn: jax.Array, block: int) -> jax.Array:
         """Of a block of a turn."""

@@ -19,6 +19,7 @@ from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
+from moe_jax.parallel.zero import no_cuts
 from moe_jax.train.emit import make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from tests import references
@@ -52,7 +53,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     def body(params: Any, token_bN1: jax.Array) -> Result:
         if plan is None:
             grads, parts = jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, tokens, when)
-            grads = sync_gradients(grads, specs)
+            grads = sync_gradients(grads, specs, no_cuts(specs))
         else:
             grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan, when=when)
         total, moe = sum_over_batch(parts), config.model.moe

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Optimizer
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
@@ -71,11 +71,12 @@ def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: P
     assert told == [0]
 
 
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)], ids=str)
-def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, int]) -> None:
+def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, int], zero: int) -> None:
     data, expert, tensor = sizes
     config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model={"num_kv_heads": 4, "num_heads": 4})
-    mesh = mesh_of(config)
+    config, mesh = dataclasses.replace(config, optimizer=Optimizer(zero=zero)), mesh_of(config)
     summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config, mesh, None)]
     planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config, config.mesh.sizes, None)]
     assert planned == pytest.approx(summed)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.zero import no_cuts
 from moe_jax.train.reduction import Reduction
 
 # Per device. Two large matrices, one of them an expert's; small gradients of both kinds.
@@ -35,7 +36,8 @@ def is_shape(leaf: object) -> bool:
 
 def reduction_of(mesh: dict[str, int], chunk_mb: float | None) -> Reduction:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape)
-    return Reduction.of(shapes, SPECS, {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh, chunk_mb)
+    sizes = {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh
+    return Reduction.of(shapes, SPECS, no_cuts(SPECS), sizes, chunk_mb)
 
 
 def gradients() -> dict:
@@ -76,12 +78,12 @@ def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, chunk_mb):
 def test_every_chunk_is_summed_over_the_axes_that_its_gradients_are_whole_on(mesh):
     reduction, grads = reduction_of(mesh, 1.0), gradients()
     numbered = dict(enumerate(jax.tree.leaves(SPECS)))
-    axes_of = {number: vector.axes for vector in reduction.vectors for number in vector.leaves}
+    axes_of = {number: vector.over.others for vector in reduction.vectors for number in vector.leaves}
     for number, spec in numbered.items():
         whole_on = {axis for axis in (Axis.DATA, Axis.EXPERT) if axis not in spec and mesh[axis] > 1}
         assert set(axes_of.get(number, ())) == whole_on, jax.tree.leaves(grads)[number].shape
     for number, chunk in enumerate(reduction.chunks):
-        assert reduction.axes(number) == reduction.vectors[chunk.group].axes
+        assert reduction.over(number) == reduction.vectors[chunk.group].over
 
 
 def test_a_single_device_sums_nothing():

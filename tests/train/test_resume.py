@@ -162,7 +162,7 @@ def test_resumed_on_another_mesh_goes_on_to_round_off(uninterrupted, restored, t
 
 
 def test_heads_and_hidden_widths_are_cut_and_joined_again_between_two_starts(uninterrupted, restored, tmp_path):
-    cut = ["mesh.expert=2", "mesh.tensor=4", "optimizer.sharded=true"]
+    cut = ["mesh.expert=2", "mesh.tensor=4", "optimizer.zero=1"]
     train(config_in(tmp_path, "train.steps=50", *cut))
     train(config_in(tmp_path, "train.steps=75"))
     train(config_in(tmp_path, *cut))

@@ -1,42 +1,67 @@
-"""Moments cut over devices: the same training, less memory of each device."""
+"""State cut over devices: the same training, less memory of each device, and gradients that travel once."""
 
 import dataclasses
 
 import chex
 import jax
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from moe_jax.config import Optimizer
+from moe_jax.config import Config, Optimizer
+from moe_jax.measure.hlo import parse
+from moe_jax.measure.traffic import bytes_sent
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.traffic import traffic
+from moe_jax.train.emit import reductions_of
 from moe_jax.train.step import make_trainer
-from moe_jax.train.zero import Cut, cuts_of
-from tests.small import small_config
+from tests.small import small_config, tokens_of
 from tests.train.gradients import mesh_of
 from tests.train.test_step import run_steps
 from tests.train.test_tensor_axis import UNIFIED, tensor_config
 
-CONFIGS = {
-    "data": small_config(8, 1),
-    "data and experts": small_config(2, 4, schedule=UNIFIED, batch_size=16),
-    "tensor ranks": tensor_config(2, 2, 2),
-    "experts over context": small_config(
-        *(2, 2), context=2, experts_over_context=True, seq_len=8, every=1, model={"num_layers": 1}
+CHUNKED = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+AT_END = {"policy": "expert_pipeline", "microbatches": 2}
+LOOPED = {"model": {"num_layers": 4}, "every": 1}
+CASES = {
+    "autodiff": (1, small_config(8, 1)),
+    "autodiff, each part summed": (2, small_config(2, 4, grad_accumulation=2, batch_size=16)),
+    "loops of blocks": (1, small_config(2, 4, schedule={**UNIFIED, **CHUNKED}, batch_size=16, **LOOPED)),
+    "each part in loops": (
+        2,
+        small_config(4, 2, schedule={**AT_END, **CHUNKED}, batch_size=32, grad_accumulation=2, **LOOPED),
     ),
+    "sums at the end": (1, small_config(4, 2, schedule=AT_END, batch_size=32, grad_accumulation=2, **LOOPED)),
+    "a width that data does not divide": (
+        1,
+        small_config(3, 2, schedule=CHUNKED, exchange={"reduction": "ring"}, batch_size=6),
+    ),
+    "in the background": (1, small_config(2, 2, schedule=CHUNKED, exchange={"reduction": "background"})),
+    "tensor ranks": (1, tensor_config(2, 2, 2)),
+    "experts over context": (
+        1,
+        small_config(*(2, 2), context=2, experts_over_context=True, seq_len=8, every=1, model={"num_layers": 1}),
+    ),
+    "pipeline stages": (1, small_config(2, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_sharded_moments_train_to_the_same_parameters(name):
-    whole = CONFIGS[name]
-    cut = dataclasses.replace(whole, optimizer=Optimizer(sharded=True))
+def with_zero(config: Config, stage: int) -> Config:
+    return dataclasses.replace(config, optimizer=Optimizer(zero=stage))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_state_trains_to_the_same_parameters(name):
+    stage, whole = CASES[name]
     expected, records = run_steps(whole)
-    state, cut_records = run_steps(cut)
-    assert [r["loss"] for r in cut_records] == [r["loss"] for r in records]
-    chex.assert_trees_all_equal(state, expected)
+    state, cut_records = run_steps(with_zero(whole, stage))
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in cut_records], [r[key] for r in records], rtol=1e-5)
+    chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)
+    chex.assert_trees_all_close(state["params"], expected["params"], rtol=1e-4, atol=1e-5)
 
 
 def test_each_device_has_its_part_of_the_moments():
-    config = dataclasses.replace(CONFIGS["data"], optimizer=Optimizer(sharded=True))
+    config = with_zero(CASES["autodiff"][1], 1)
     trainer = make_trainer(config, mesh_of(config))
     for name, parts in (("params", 1), ("optimizer", 8)):
         for leaf in jax.tree.leaves(trainer.state_shapes[name]):
@@ -46,17 +71,19 @@ def test_each_device_has_its_part_of_the_moments():
                 assert size * parts == leaf.size
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec", "expected"),
-    [
-        ((6, 16), (None, None), Cut(1, ("data", "expert"))),
-        ((6, 16), ("expert", None), Cut(1, ("data",))),
-        ((8, 6), ("expert", None), Cut(1, ("data",))),
-        ((8, 16), (("context", "expert"), None), Cut(1, ("data",))),
-        ((6, 3), (None, None), Cut(0, ("data",))),
-        ((3, 5), (None, None), Cut()),
-    ],
-)
-def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec, expected):
-    mesh = {"data": 2, "expert": 4, "tensor": 1, "context": 1}
-    assert cuts_of(jax.ShapeDtypeStruct(shape, "float32"), PartitionSpec(*spec), mesh) == expected
+@pytest.mark.parametrize(("name", "times"), [("autodiff, each part summed", 2), ("loops of blocks", 1)])
+def test_a_compiled_step_scatters_sums_and_gathers_parameters(name, times):
+    """Whole gradients go nowhere: what is left to all-reduce are counts, losses and norms."""
+    stage, whole = CASES[name]
+    config = with_zero(whole, stage)
+    mesh = mesh_of(config)
+    trainer = make_trainer(config, mesh)
+    program = parse(trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile().as_text())
+    sent = {kind: bytes_sent(program, kind, 8) for kind in ("reduce-scatter", "all-reduce", "all-gather")}
+    once = sum(sum(owner.sent_bytes(mesh.shape)) for owner in reductions_of(config, mesh, None))
+    assert sent["reduce-scatter"] == pytest.approx(times * once)
+    assert sent["all-gather"] == pytest.approx(once)
+    assert sent["all-reduce"] < 0.02 * once
+    planned = traffic(config, find_cluster("cpu-8"))
+    assert planned["gradients"] == pytest.approx(times * once)
+    assert planned["parameters"] == pytest.approx(once)

@@ -198,5 +198,5 @@ class Chunk:
         return Tasks(self.facts, None, given.blocks, None, seen=given.seen)
 
     def _sums(self, tasks: Tasks) -> Sums:
-        nothing = Reduction(vectors=(), chunks=())
+        nothing = Reduction(vectors=(), cuts=(), chunks=())
         return Sums((nothing,) * (self._num_blocks + 2), tasks, None)

@@ -26,16 +26,18 @@ def pipelined_gradients(
     how: Computation,
     global_tokens: int,
     specs: Tree,
+    cuts: Tree,
     plan: Plan,
     when: When = EVALUATION,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts, summed over stages.
 
-    The parts of `train.grad_accumulation` are the pipeline's microbatches: each fills slots and is balanced by itself.
+    Of what `cuts` cut a device gets the sum of its own part. The parts of `train.grad_accumulation` are the pipeline's
+    microbatches: each fills slots and is balanced by itself.
     """
     own = Stage(params, token_BN1, config, how, global_tokens, plan, when)
     state = _walk(own.tick, own.first_state(), plan.rows)
-    return sync_gradients(like_parameters(state.grads), specs), sum_over_stages(state.parts)
+    return sync_gradients(like_parameters(state.grads), specs, cuts), sum_over_stages(state.parts)
 
 
 def pipelined_loss(

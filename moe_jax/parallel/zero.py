@@ -1,0 +1,120 @@
+"""State cut over the devices that hold the same parameters (ZeRO: Rajbhandari et al. 2020, section 5).
+
+Each device has the moments of its own part of such a parameter, gets the sum of that part's gradient alone, updates the
+part, and gathers the others'.
+
+P ranks that cut an array, n numbers of each rank's part.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Num
+
+from moe_jax.parallel.mesh import TOKEN_AXES, Axis
+from moe_jax.parallel.sharding import sharded_axes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Over which mesh axes one dimension of an array is cut; no axes: the array stays whole."""
+
+    dim: int = 0
+    axes: tuple[Axis, ...] = ()
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """This device's part."""
+        if not self.axes:
+            return x
+        size = x.shape[self.dim] // ranks_of(self.axes)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, self.dim)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """The parts of all devices."""
+        if not self.axes:
+            return x
+        with jax.named_scope("gather_parameters"):
+            return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        """This device's part of the sum over them."""
+        return jax.lax.psum_scatter(x, self.axes, scatter_dimension=self.dim, tiled=True) if self.axes else x
+
+    def by_rank(self, x: jax.Array, ranks: int) -> Num[Array, "*P n"]:
+        """The parts of all ranks, each flattened; an array that stays whole flattened."""
+        if not self.axes:
+            return x.ravel()
+        shape = (*x.shape[: self.dim], ranks, x.shape[self.dim] // ranks, *x.shape[self.dim + 1 :])
+        return jnp.moveaxis(x.reshape(shape), self.dim, 0).reshape(ranks, -1)
+
+    def shape(self, whole: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Of a part."""
+        if not self.axes:
+            return whole
+        return (*whole[: self.dim], whole[self.dim] // ranks, *whole[self.dim + 1 :])
+
+    def unstacked(self) -> "Cut":
+        """Of one array, for a stack of them."""
+        return replace(self, dim=self.dim - 1) if self.axes else self
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """The sharding of the parts, for a parameter that is sharded like this."""
+        entries: list[Any] = [*spec]
+        if self.axes:
+            entries[self.dim] = self.axes if len(self.axes) > 1 else self.axes[0]
+        return PartitionSpec(*entries)
+
+
+def ranks_of(axes: tuple[Axis, ...]) -> int:
+    """P; inside `shard_map`."""
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
+def cuts_of(shapes: Any, specs: Any, mesh_shape: Mapping[str, int]) -> Any:
+    """A cut of each parameter: a dimension that no mesh axis cuts, over as many devices as divide it.
+
+    The stacked dimension of blocks is the pipeline's: each block is cut for itself.
+    """
+    return jax.tree.map(lambda shape, spec: _cut_of(shape.shape, spec, mesh_shape), shapes, specs)
+
+
+def no_cuts(specs: Any) -> Any:
+    """Of parameters that stay whole."""
+    return jax.tree.map(lambda _: Cut(), specs)
+
+
+def own_parts(cuts: Any, tree: Any) -> Any:
+    """This device's parts of a tree of whole arrays."""
+    return jax.tree.map(lambda cut, x: cut.own(x), cuts, tree)
+
+
+def gathered(cuts: Any, tree: Any) -> Any:
+    """Whole arrays of a tree of parts."""
+    return jax.tree.map(lambda cut, x: cut.whole(x), cuts, tree)
+
+
+def part_specs(cuts: Any, specs: Any) -> Any:
+    """The shardings of a tree of parts."""
+    return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
+
+
+def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> Cut:
+    free = [axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1]
+    whole = [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
+    choices = [
+        (math.prod(mesh_shape[axis] for axis in axes), -dim, axes)  # parts of the first dimension lie in one piece
+        for count in range(1, len(free) + 1)
+        for axes in itertools.combinations(free, count)
+        for dim in whole
+    ]
+    fitting = [(ranks, place, axes) for ranks, place, axes in choices if shape[-place] % ranks == 0]
+    if not fitting:
+        return Cut()
+    _, place, axes = max(fitting)
+    return Cut(-place, axes)
