@@ -30,6 +30,13 @@ CONFIG = [
         "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
         "batch_prioritised, expert_choice or softmoe, or package.module:name",
     ),
+    ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2"),
+    (
+        "sums of each part behind all ticks",
+        "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "which gradients are summed: use optimizer.zero=1",
+    ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
     (
         "a choice that nothing makes",

@@ -16,6 +16,7 @@ from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.plan_text import facts, refusals, table
 from moe_jax.plan.planner import Candidate, PlanError, Plans, plan
+from moe_jax.plan.traffic import traffic
 
 H100S = find_cluster("h100x16")
 
@@ -128,6 +129,22 @@ def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: s
         found = estimate(load_config("configs/models/arctic.yaml", settings), find_cluster("v5p-512"))
         assert found.step_s >= found.busy.compute
         assert found.busy.exposed >= 0
+
+
+def test_each_stage_of_zero_is_smaller_and_sends_what_it_says() -> None:
+    """Sums go around once, and parameters behind them; stage 2 sums each of four parts."""
+    parts = ["train.grad_accumulation=4", "schedule.policy=unified", "schedule.grad_reduce=chunked"]
+    settings = ["mesh.data=2", "mesh.expert=8", "train.batch_size=64", *parts]
+    memory, sent = {}, {}
+    for stage in (0, 1, 2):
+        config = load_config("configs/models/mixtral_8x7b.yaml", [*settings, f"optimizer.zero={stage}"])
+        memory[stage] = step_memory(config, "gpu").total
+        sent[stage] = traffic(config, H100S)
+    assert memory[0] > memory[1] > memory[2]
+    whole = sent[0]["gradients"]
+    assert "parameters" not in sent[0]
+    assert [sent[stage]["gradients"] / whole for stage in (1, 2)] == pytest.approx([1 / 2, 4 / 2])
+    assert [sent[stage]["parameters"] / whole for stage in (1, 2)] == pytest.approx([1 / 2, 1 / 2])
 
 
 def test_faster_links_and_more_devices_make_no_step_slower() -> None:

@@ -23,7 +23,6 @@ CHUNKED = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
 AT_END = {"policy": "expert_pipeline", "microbatches": 2}
 LOOPED = {"model": {"num_layers": 4}, "every": 1}
 CASES = {
-    "autodiff": (1, small_config(8, 1)),
     "autodiff, each part summed": (2, small_config(2, 4, grad_accumulation=2, batch_size=16)),
     "loops of blocks": (1, small_config(2, 4, schedule={**UNIFIED, **CHUNKED}, batch_size=16, **LOOPED)),
     "each part in loops": (
@@ -61,7 +60,7 @@ def test_cut_state_trains_to_the_same_parameters(name):
 
 
 def test_each_device_has_its_part_of_the_moments():
-    config = with_zero(CASES["autodiff"][1], 1)
+    config = with_zero(small_config(8, 1), 1)
     trainer = make_trainer(config, mesh_of(config))
     for name, parts in (("params", 1), ("optimizer", 8)):
         for leaf in jax.tree.leaves(trainer.state_shapes[name]):
