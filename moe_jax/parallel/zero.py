@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
+from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
 
 
@@ -94,9 +95,14 @@ def own_parts(cuts: Any, tree: Any) -> Any:
     return jax.tree.map(lambda cut, x: cut.own(x), cuts, tree)
 
 
-def gathered(cuts: Any, tree: Any) -> Any:
-    """Whole arrays of a tree of parts."""
-    return jax.tree.map(lambda cut, x: cut.whole(x), cuts, tree)
+def gathered(cuts: Any, tree: Any, platform: str) -> Any:
+    """Whole arrays of a tree of parts, one after another: compilers put together elsewhere what comes in pieces."""
+    leaves, structure = jax.tree.flatten(tree)
+    before: jax.Array | None = None
+    for i, cut in enumerate(jax.tree.leaves(cuts)):
+        if cut.axes:
+            leaves[i] = before = cut.whole(leaves[i] if before is None else after(leaves[i], before, platform))
+    return jax.tree.unflatten(structure, leaves)
 
 
 def part_specs(cuts: Any, specs: Any) -> Any:

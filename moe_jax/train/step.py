@@ -103,7 +103,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         updates, moments = optimizer.update(scaled, state["optimizer"], params)
         new_state = {
             "step": state["step"] + 1,
-            "params": zero.gathered(cuts, optax.apply_updates(params, updates)),
+            "params": zero.gathered(cuts, optax.apply_updates(params, updates), how.platform),
             "optimizer": moments,
         }
         return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
