@@ -102,6 +102,8 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     if periods > count:
         apart = 1 if _last_ones_alike(steps) else len(steps) - 1
         slope = {name: (whole[name] - value) / apart for name, value in steps[-1 - apart].seconds.items()}
+        # one that hid more than the one before is not followed by others that hide ever more
+        slope |= {"exposed": max(slope["exposed"], 0.0), "step": max(slope["step"], slope["compute"])}
         whole = {name: value + (periods - count) * slope[name] for name, value in whole.items()}
     return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
 
