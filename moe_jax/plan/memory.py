@@ -5,9 +5,7 @@ over the old one. What else is needed differs between the moments of a step, and
 - head: all that blocks keep for their backward pass (`plan/kept.py`), logits and their gradient, the head's cast and
   gradient;
 - backward: the same, all gradients but the embedding's, which comes last, and what one block works on;
-- update: all gradients.
-ZeRO (Rajbhandari et al. 2020, section 5) cuts moments over the devices that hold the same parameters, gradients where a
-schedule sums those of one turn while it computes the next, and with stage 2 those of earlier parts of a batch.
+- update: all gradients (`plan/gradient_memory.py`).
 
 XLA's `memory_analysis()` says argument + temporary + result − aliased bytes for the sum of it. What a compiler keeps of
 its own accord is not derived: `plan/compilers.py` says what was seen. Pipelines are in `plan/pipelined_memory.py`.
@@ -20,6 +18,7 @@ from collections.abc import Mapping
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.plan.compilers import COMPILERS
+from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
@@ -45,24 +44,20 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     mode = mode_of(config, platform)
     kept = _kept(config, sizes, mode, in_blocks(config, mesh))
     compiler = COMPILERS[platform]
-    own = own_parameters(owned_parameters(model), config, mesh)
-    earlier = 0.0  # sums over the parts of the batch before
-    if config.train.grad_accumulation > 1:
-        earlier = 4 * (own if config.optimizer.zero == 2 else count)
-    at_once = config.is_plain or config.schedule.grad_reduce == "end"  # all gradients are there before any is summed
+    gradients = gradient_memory(config, mesh, count)
     flat = 0 if config.is_plain or math.prod(mesh.values()) == 1 else compiler.flat_copies
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": kept,
-            "gradients": earlier + 4 * matrix * (1 + flat),
+            "gradients": gradients.earlier + 4 * matrix * (1 + flat),
             "head": head_bytes(config, sizes, compiler, mode),
         },
         "backward": {
             "activations": kept,
-            "gradients": earlier + 4 * (count - (0 if model.tie_embeddings else matrix) if at_once else own),
+            "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
-        "update": {"gradients": earlier + 4 * (count if at_once else own)},
+        "update": {"gradients": gradients.update},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.gaps if config.is_plain else compiler.scheduled_gaps
@@ -70,7 +65,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * own),
+        optimizer=int(8 * own_parameters(owned_parameters(model), config, mesh)),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
