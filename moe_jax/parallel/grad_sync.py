@@ -13,7 +13,7 @@ from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.zero import Cut
 
 
-def sync_gradients(grads: Any, specs: Any, cuts: Any) -> Any:
+def sync_gradients(grads: Any, specs: Any, cuts: Any, platform: str) -> Any:
     """Sum each gradient over the axes that cut tokens or blocks and that its parameter is replicated on.
 
     Of what is cut over some of them, a device gets the sum of its own part.
@@ -28,7 +28,7 @@ def sync_gradients(grads: Any, specs: Any, cuts: Any) -> Any:
         taken = sharded_axes(spec) | {*cut.axes}
         axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in taken)
         with jax.named_scope("grad_reduce"):
-            own = cut.summed(grad)
+            own = cut.summed(grad, platform)
             return jax.lax.psum(own, axes) if axes else own
 
     return jax.tree.map(sync, grads, specs, cuts)

@@ -43,9 +43,11 @@ class Cut:
         with jax.named_scope("gather_parameters"):
             return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)
 
-    def summed(self, x: jax.Array) -> jax.Array:
-        """This device's part of the sum over them."""
-        return jax.lax.psum_scatter(x, self.axes, scatter_dimension=self.dim, tiled=True) if self.axes else x
+    def summed(self, x: jax.Array, platform: str) -> jax.Array:
+        """This device's part of the sum over them; XLA:TPU makes an all-reduce of one over several axes at once."""
+        for axes in self.axes if platform == "tpu" else filter(None, [self.axes]):
+            x = jax.lax.psum_scatter(x, axes, scatter_dimension=self.dim, tiled=True)
+        return x
 
     def by_rank(self, x: jax.Array, ranks: int) -> Num[Array, "*P n"]:
         """The parts of all ranks, each flattened; an array that stays whole flattened."""

@@ -28,6 +28,11 @@ _TPU = (
         "an all-reduce is synchronous on the TensorCore; on the SparseCore (v5p, v6e; tpu7x does it by itself, v5e has "
         "none) 9 of 10 chunks run beside compute",
     ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        "true",
+        "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks run beside compute",
+    ),
 )
 _GPU = (
     Flag("xla_gpu_dot_merger_threshold_mb", 0, "microbatches' products are merged into one otherwise"),

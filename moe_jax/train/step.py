@@ -185,7 +185,7 @@ def gradients_of(
         if plan is not None:
             return scheduled(token_bN1, plan=plan, when=When(step, part, count))
         grads, parts = own(token_bN1, part)
-        return sync_gradients(grads, specs, cuts), parts
+        return sync_gradients(grads, specs, cuts, how.platform), parts
 
     part_AbN1 = _in_parts(token_BN1, config)
     if count == 1:
@@ -194,7 +194,7 @@ def gradients_of(
         return _total(summed, part_AbN1)
     if plan is None:
         grads, parts = _total(own, part_AbN1)
-        return sync_gradients(grads, specs, cuts), parts
+        return sync_gradients(grads, specs, cuts, how.platform), parts
     earlier, parts_before = _total(own, part_AbN1[:-1])
     grads, parts = scheduled(part_AbN1[-1], plan=plan, earlier=earlier, when=When(step, count - 1, count))
     return grads, _added(parts_before, parts)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, Way
+from moe_jax.parallel.reductions import REDUCTIONS, Way, scatter_of
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.train.reduction import Over, Reduction
 from moe_jax.train.tasks import Tasks
@@ -41,7 +41,7 @@ class Sums:
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
         name = tasks.facts.config.exchange.reduction
-        self.way, self.scatter = REDUCTIONS[name], SCATTERS[name]
+        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.how.platform)
         self.under_way: dict[int, list[Started]] = {}
         self.counts: Started | None = None  # of all routers, under way
 

@@ -58,7 +58,7 @@ def test_replicated_gradients_are_summed_everywhere_and_expert_gradients_over_da
         rank = 1.0 + jax.lax.axis_index(BATCH_AXES)  # 1..8, expert ranks within data ranks
         grads = {"replicated": rank[None], "expert": rank[None]}
         specs = {"replicated": P(), "expert": partition(("experts",))}
-        synced = sync_gradients(grads, specs, no_cuts(specs))
+        synced = sync_gradients(grads, specs, no_cuts(specs), "cpu")
         return synced["replicated"], synced["expert"], global_norm(synced, specs, "cpu")
 
     replicated, expert, norm = per_device(body, (P(), P(Axis.EXPERT), P()))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS
+from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
 from moe_jax.parallel.sharding import BATCH_SPEC
 from tests.parallel.per_device import on_mesh
 
@@ -38,13 +38,13 @@ def test_every_rank_gets_the_sum_over_the_named_axes_only(name, axes, length):
 
 
 @pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("name", SCATTERS)
-def test_a_scattered_sum_leaves_every_rank_its_own_row(name, axes):
+@pytest.mark.parametrize(("name", "platform"), [*((name, "cpu") for name in SCATTERS), ("all_reduce", "tpu")])
+def test_a_scattered_sum_leaves_every_rank_its_own_row(name, platform, axes):
     ranks = {"both axes": 8, "data": 2, "expert": 4}[axes]
     x = np.arange(8 * ranks * 3, dtype=np.int32).reshape(8, ranks, 3) ** 2
 
     def body(x_1Pm):
-        return SCATTERS[name](x_1Pm[0], AXES[axes])[None]
+        return scatter_of(name, platform)(x_1Pm[0], AXES[axes])[None]
 
     own = np.asarray(on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x))
     given = groups_of(AXES[axes], x.reshape(8, -1)).reshape(-1, ranks, ranks, 3)

@@ -31,8 +31,9 @@ def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec,
     assert cuts_of(jax.ShapeDtypeStruct(shape, "float32"), PartitionSpec(*spec), mesh) == expected
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("cut", [Cut(0, BATCH_AXES), Cut(1, (Axis.EXPERT,)), Cut(2, DATA), Cut()], ids=str)
-def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut):
+def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
     x = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
     ranks = {(): 1, DATA: 2, (Axis.EXPERT,): 4, BATCH_AXES: 8}[cut.axes]
 
@@ -44,7 +45,7 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut):
         return (
             jnp.array_equal(row, own.ravel())[None],
             cut.whole(own)[None],
-            cut.whole(cut.summed(jnp.asarray(x)))[None],
+            cut.whole(cut.summed(jnp.asarray(x), platform))[None],
         )
 
     same, whole, total = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(

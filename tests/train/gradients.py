@@ -53,7 +53,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     def body(params: Any, token_bN1: jax.Array) -> Result:
         if plan is None:
             grads, parts = jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, tokens, when)
-            grads = sync_gradients(grads, specs, no_cuts(specs))
+            grads = sync_gradients(grads, specs, no_cuts(specs), "cpu")
         else:
             grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan, when=when)
         total, moe = sum_over_batch(parts), config.model.moe

@@ -19,6 +19,7 @@ from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
+from moe_jax.parallel.zero import no_cuts
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.objective import Parts
@@ -96,7 +97,7 @@ def result_of(config: Config) -> Result:
 
     def body(params: Any, token_BN1: jax.Array) -> tuple[Any, Parts]:
         background.new_program()
-        grads, parts = gradients_of(params, token_BN1, config, how, tokens, specs, plan)
+        grads, parts = gradients_of(params, token_BN1, config, how, tokens, specs, no_cuts(specs), plan)
         return grads, sum_over_batch(parts)
 
     on_mesh = jax.shard_map(

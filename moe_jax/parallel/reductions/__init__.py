@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.reductions import all_reduce, background, ring, scatter_gather
+from moe_jax.parallel.reductions import all_reduce, background, ring, scatter_gather, tiles
 
 
 class Way(NamedTuple):
@@ -41,3 +41,9 @@ SCATTERS = {
     "ring": _in_one_go(ring.scatter),
     "background": Way(background.start_scatter, background.finish, only_starts=True),
 }
+_ON_TPU = _in_one_go(tiles.scatter)
+
+
+def scatter_of(name: str, platform: str) -> Way:
+    """The way of `SCATTERS` that stays a reduce-scatter on a platform."""
+    return _ON_TPU if platform == "tpu" and name in ("all_reduce", "scatter_gather") else SCATTERS[name]

@@ -37,7 +37,7 @@ def pipelined_gradients(
     """
     own = Stage(params, token_BN1, config, how, global_tokens, plan, when)
     state = _walk(own.tick, own.first_state(), plan.rows)
-    return sync_gradients(like_parameters(state.grads), specs, cuts), sum_over_stages(state.parts)
+    return sync_gradients(like_parameters(state.grads), specs, cuts, how.platform), sum_over_stages(state.parts)
 
 
 def pipelined_loss(
