@@ -46,7 +46,7 @@ _MODELS = {
 _PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end chunk_mb=null unroll=1 "
 _UNIFIED = "policy=unified weight_grad=greedy grad_reduce=chunked chunk_mb=9 unroll=1 "
 _PIPELINE = "policy=expert_pipeline weight_grad=inline grad_reduce=end chunk_mb=null unroll=1 microbatches=2"
-# model, data × expert × tensor, sequences of a device, their length, schedule
+# model, data × expert × tensor, sequences of a device, their length, schedule, and other settings
 _CASES = [
     ("coarse", (1, 8, 1), 2, 1024, _PLAIN),
     ("coarse", (1, 8, 1), 2, 1024, _UNIFIED + "microbatches=2"),
@@ -72,18 +72,28 @@ _CASES = [
     ("mixed", (1, 8, 1), 4, 1024, _PLAIN + "remat=full"),
     ("wide", (1, 4, 2), 2, 2048, _PLAIN + "remat=full"),
     ("dropless", (1, 8, 1), 4, 1024, _PLAIN + "remat=full"),
+    ("deep", (2, 4, 1), 4, 512, _PLAIN, "optimizer.zero=1"),
+    ("deep", (2, 4, 1), 4, 512, _PLAIN + "remat=full", "optimizer.zero=1"),
+    ("deep", (2, 4, 1), 4, 512, _UNIFIED + "microbatches=2", "optimizer.zero=1"),
+    ("deep", (2, 4, 1), 8, 512, _PLAIN, "optimizer.zero=1 train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=1 train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, _PLAIN, "optimizer.zero=2 train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=2 train.grad_accumulation=2"),
 ]
 
 
-def case_of(case: tuple[str, tuple[int, int, int], int, int, str]) -> tuple[str, list[str], int]:
+def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
     """Name, settings and devices."""
-    model, (data, expert, tensor), sequences, length, schedule = case
+    model, (data, expert, tensor), sequences, length, schedule, *others = case
+    more = " ".join(others).split()
     settings = [f"model.{setting}" for setting in _MODELS[model].split()]
     settings += [f"mesh.data={data}", f"mesh.expert={expert}", f"mesh.tensor={tensor}"]
     settings += [f"train.batch_size={sequences * data * expert}", f"data.seq_len={length}"]
-    settings += [f"schedule.{setting}" for setting in schedule.split()]
+    settings += [*(f"schedule.{setting}" for setting in schedule.split()), *more]
     policy = schedule.split()[0].removeprefix("policy=").replace("vanilla", "plain")
     told = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
+    told += [setting.partition(".")[-1] for setting in more]
     words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *told]
     return " ".join(word for word in words if word != "microbatches=1"), settings, data * expert * tensor
 

@@ -16,6 +16,10 @@ class Compiler(NamedTuple):
     gaps: float  # temporaries over what is in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled one
     reserved_bytes: int  # counted with temporaries
+    casts_of_parts: bool  # of all blocks' weights lie outside of a loop over parts of a batch
+    sums_behind_parts: bool  # autodiff's sums of each part are moved behind that loop (ZeRO 2)
+    scatters_rows: bool  # an array is laid out rank by rank before its sum is scattered
+    parts_apart: bool  # whole gradients of parts before lie apart from the last one's own parts (ZeRO 1)
     slots_at_work: int  # of what forward passes of a pipeline keep, beside their buffers
     slots_at_work_of_pairs: int  # the same where ticks have two passes beside each other
 
@@ -31,6 +35,10 @@ _GPU = Compiler(
     gaps=1.0,
     scheduled_gaps=1.0,
     reserved_bytes=0,
+    casts_of_parts=False,
+    sums_behind_parts=False,
+    scatters_rows=True,
+    parts_apart=True,
     slots_at_work=1,
     slots_at_work_of_pairs=1,
 )
@@ -45,6 +53,10 @@ _TPU = Compiler(
     gaps=1.14,
     scheduled_gaps=1.3,
     reserved_bytes=2**27,  # its vector memory
+    casts_of_parts=True,
+    sums_behind_parts=True,
+    scatters_rows=False,
+    parts_apart=False,
     slots_at_work=0,
     slots_at_work_of_pairs=3,
 )

@@ -13,6 +13,7 @@ from itertools import pairwise
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Fabric
+from moe_jax.plan.gradients import parts_of
 from moe_jax.plan.measured import Measured, read_times
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import train_flops_per_token
@@ -143,9 +144,8 @@ def _measured(config: Config) -> Measured:
 
 def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
     """Of the optimiser; with ZeRO each device updates its own part of parameters, and the parts are gathered."""
-    updated, gathered_s = 0.0, 0.0
+    parts, updated, gathered_s = parts_of(config, config.mesh.sizes), 0.0, 0.0
     for group, count in parameters_by_group(config):
-        cut = group.ranks if config.optimizer.zero else 1
-        updated += count / cut
-        gathered_s += fabric.ring(count * (1 - 1 / cut) * _PARAMETER_BYTES, group)
+        updated += count / parts[group]
+        gathered_s += fabric.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
     return _UPDATE_BYTES * updated / cluster.device.memory_bytes_per_s + gathered_s

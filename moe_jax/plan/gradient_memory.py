@@ -1,14 +1,15 @@
 """Gradients that a step without pipeline stages has in memory, and what its update needs beside them.
 
 With ZeRO (Rajbhandari et al. 2020, section 5) a device has its own part of them as soon as they are summed: behind the
-backward pass, or turn by turn where a schedule sums inside it. Arrays are laid out rank by rank before they are
-scattered, and parameters that were updated in parts are gathered one array after another.
+backward pass, or turn by turn where a schedule sums inside it. Parameters that were updated in parts are gathered one
+array after another.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
+from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.resources import count_parameters, owned_parameters
 
@@ -23,19 +24,19 @@ class GradientMemory(NamedTuple):
     update: float
 
 
-def gradient_memory(config: Config, mesh: Mapping[str, int], count: int) -> GradientMemory:
+def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int], count: int) -> GradientMemory:
     """Of a device with `count` parameters."""
     model, stage, in_parts = config.model, config.optimizer.zero, config.train.grad_accumulation > 1
     own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.d_model
-    earlier = (own if stage == 2 else count) if in_parts else 0.0
+    each_summed = stage == 2 and not (config.is_plain and compiler.sums_behind_parts)
+    earlier = (own if each_summed else count) if in_parts else 0.0
     behind = stage == 0 or config.is_plain or config.schedule.grad_reduce == "end"  # the backward pass
-    # with stage 1 those of a part before are whole, and the last part's own ones take no place of these
-    summed = float(count) if behind else own + (count if in_parts and stage == 1 else 0)
+    summed = float(count) if behind else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
     backward = summed - (matrix if behind and not model.tie_embeddings else 0)  # the embedding's comes last
     update = earlier + summed
     if stage:
         largest = max(matrix, _expert_matrices(config, mesh))
-        scattered = count + own + largest if behind else summed
+        scattered = count + own + (largest if compiler.scatters_rows else 0) if behind else summed
         update = max(scattered, 2 * own + _GATHERED * largest)
     return GradientMemory(ITEM_BYTES * earlier, ITEM_BYTES * (earlier + backward), ITEM_BYTES * update)
 

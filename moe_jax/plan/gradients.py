@@ -1,5 +1,8 @@
 """Which gradients are summed over which devices, and into how many chunks they are cut."""
 
+import functools
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,54 +16,77 @@ ITEM_BYTES = 4
 
 
 class Sum(NamedTuple):
-    """One reduction: a chunk of an owner's gradients. Scattered, each device gets the sum of its own part only."""
+    """One reduction: a chunk of an owner's gradients, of which each of so many `parts` goes to other devices."""
 
     group: Group
     held_bytes: float
-    scattered: bool
+    parts: int = 1
 
     @property
     def sent_bytes(self) -> float:
-        """That leave a device: its share goes around once, and comes back unless it is scattered."""
-        return (1 if self.scattered else 2) * (1 - 1 / self.group.ranks) * self.held_bytes
+        """That leave a device: to scatter it a share goes around once, and its own part comes back from the others."""
+        back = 2 * (1 - self.parts / self.group.ranks) / self.parts
+        return (1 - 1 / self.parts + back) * self.held_bytes
 
     def seconds(self, fabric: Fabric) -> float:
         """On a cluster's links."""
-        return fabric.ring(self.sent_bytes, self.group, "reduce_scatter" if self.scattered else "all_reduce")
+        return fabric.ring(self.sent_bytes, self.group, "all_reduce" if self.parts == 1 else "reduce_scatter")
 
 
 def sums_of(config: Config, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
     """Of the embedding, each block, and the head; without a limit an owner's gradients of one group are one chunk."""
-    scattered = config.optimizer.zero > 0
+    parts = parts_of(config, mesh)
     held = (held_by(owned, config, mesh) for owned in owned_parameters(config.model))
-    return tuple(_of_owner(each, chunk_mb, scattered) for each in held)
+    return tuple(_of_owner(each, chunk_mb, parts) for each in held)
 
 
 def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
     """Parameters of one device, by the devices of its pipeline stage that hold the same ones."""
     expert, tensor = config.mesh.expert_ranks(mesh), mesh["tensor"]
-    copies = [axis for axis in ("context", "expert") if axis not in config.mesh.expert_axes]
+    everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in _axes_of_copies(config))
     of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
-    of_group[group_over(("context", "expert", "tensor"), mesh)] += owned.whole
-    of_group[group_over(("context", "expert"), mesh)] += owned.heads_and_hidden // tensor
-    of_group[group_over(copies, mesh)] += owned.expert // (expert * tensor) + owned.expert_whole // expert
+    of_group[everyone] += owned.whole
+    of_group[tensor_apart] += owned.heads_and_hidden // tensor
+    of_group[copies] += owned.expert // (expert * tensor) + owned.expert_whole // expert
     return of_group
+
+
+def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[Group, int]:
+    """Parts that ZeRO cuts what a group holds into: over as many devices as divide the model's width, by whole axes.
+
+    Nearly every array has that dimension; few have one that more devices divide.
+    """
+    width = config.model.d_model if config.optimizer.zero else 1
+    held = (([mesh[axis] for axis in ("data", *axes)], group_over(axes, mesh)) for axes in _axes_of_copies(config))
+    return {group: _most_dividing(width, tuple(sizes)) for sizes, group in held}
+
+
+@functools.lru_cache(maxsize=1024)
+def _most_dividing(width: int, sizes: tuple[int, ...]) -> int:
+    ways = (math.prod(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count))
+    return max(ranks for ranks in ways if width % ranks == 0)
+
+
+def _axes_of_copies(config: Config) -> tuple[tuple[str, ...], ...]:
+    """Axes of a stage, beside data, whose ranks hold the same: of what all hold, what tensor ranks cut, and experts."""
+    copies = tuple(axis for axis in ("context", "expert") if axis not in config.mesh.expert_axes)
+    return ("context", "expert", "tensor"), ("context", "expert"), copies
 
 
 def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters whose moments a device has; ZeRO cuts them over the devices that hold the same ones."""
-    cut, total = config.optimizer.zero > 0, 0.0
+    parts, total = parts_of(config, mesh), 0.0
     for each, owners in Counter(owned).items():  # most blocks are alike
         held = held_by(each, config, mesh).items()
-        total += owners * sum(count / (group.ranks if cut else 1) for group, count in held)
+        total += owners * sum(count / parts[group] for group, count in held)
     return total
 
 
-def _of_owner(held: Counter[Group], chunk_mb: float | None, scattered: bool) -> tuple[Sum, ...]:
+def _of_owner(held: Counter[Group], chunk_mb: float | None, parts: Mapping[Group, int]) -> tuple[Sum, ...]:
     shared = {group: count for group, count in held.items() if group.ranks > 1 and count}
-    groups, ranks = tuple(shared), [group.ranks if scattered else 1 for group in shared]
-    parts = [count // each for count, each in zip(shared.values(), ranks, strict=True)]
-    chunks = cut(parts, chunk_mb, [ITEM_BYTES * each for each in ranks])
+    groups, ranks = tuple(shared), [parts[group] for group in shared]
+    sizes = [count // each for count, each in zip(shared.values(), ranks, strict=True)]
+    chunks = cut(sizes, chunk_mb, [ITEM_BYTES * each for each in ranks])
     return tuple(
-        Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, scattered) for group, start, stop in chunks
+        Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, ranks[group]) for group, start, stop in chunks
     )

@@ -42,9 +42,11 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     count = state_bytes_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"]) // 12
     matrix = model.vocab_size * model.d_model
     mode = mode_of(config, platform)
-    kept = _kept(config, sizes, mode, in_blocks(config, mesh))
-    compiler = COMPILERS[platform]
-    gradients = gradient_memory(config, mesh, count)
+    compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
+    kept = _kept(config, sizes, mode, in_products)
+    if config.train.grad_accumulation > 1 and compiler.casts_of_parts:
+        kept += sizes.item * in_products
+    gradients = gradient_memory(config, compiler, mesh, count)
     flat = 0 if config.is_plain or math.prod(mesh.values()) == 1 else compiler.flat_copies
     moments: dict[Moment, dict[str, float]] = {
         "head": {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.plan.fabric import Group
-from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by
+from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by, parts_of
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 from moe_jax.stages import Stages, segments
 
@@ -33,14 +33,16 @@ def sums_on_stage(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
 
     Scattered ends are summed over stages part by part.
     """
-    held, scattered = on_stage(config), config.optimizer.zero > 0
-    blocks = [Sum(group, count * ITEM_BYTES, scattered) for group, count in held_by(held.blocks, config, mesh).items()]
-    if not scattered:
-        return [*blocks, Sum(Group(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES, scattered)]
-    ends = [(group, count * ITEM_BYTES) for group, count in held_by(held.ends, config, mesh).items() if count]
-    stages = Group(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"])
-    over_stages = [Sum(stages, num_bytes / group.ranks, False) for group, num_bytes in ends]
-    return [*blocks, *(Sum(group, num_bytes, scattered) for group, num_bytes in ends), *over_stages]
+    held, parts = on_stage(config), parts_of(config, mesh)
+
+    def of_devices(owned: Owned) -> list[Sum]:
+        return [Sum(group, count * ITEM_BYTES, parts[group]) for group, count in held_by(owned, config, mesh).items()]
+
+    blocks = of_devices(held.blocks)
+    if config.optimizer.zero == 0:
+        return [*blocks, Sum(Group(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES)]
+    ends, stages = of_devices(held.ends), Group(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"])
+    return [*blocks, *ends, *(Sum(stages, each.held_bytes / each.parts) for each in ends)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.gradients import held_by
+from moe_jax.plan.gradients import held_by, parts_of
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step, gathers, passed_on
 from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
@@ -42,9 +42,9 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     found = max(of_stages, key=lambda sent: sum(sent.values()))
     found["pipeline"] = 2 * stages.chunks * step.tokens * model.d_model * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
-    zero = config.optimizer.zero
-    summed = parts if zero == 2 else 1  # else parts of a batch are added before
+    summed = parts if config.optimizer.zero == 2 else 1  # else parts of a batch are added before
     found["gradients"] = summed * sum(each.sent_bytes for each in sums_on_stage(config, step.mesh))
     held = [each for owned in on_stage(config) for each in held_by(owned, config, step.mesh).items()]
-    found["parameters"] = sum((1 - 1 / group.ranks) * count * ITEM_BYTES["float32"] for group, count in held if zero)
+    cut = parts_of(config, step.mesh)
+    found["parameters"] = sum((1 - 1 / cut[group]) * count * ITEM_BYTES["float32"] for group, count in held)
     return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}

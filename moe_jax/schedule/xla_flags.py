@@ -31,7 +31,7 @@ _TPU = (
     Flag(
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
         "true",
-        "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks run beside compute",
+        "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks have a start and a done",
     ),
 )
 _GPU = (

@@ -72,7 +72,9 @@ def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: P
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4), (3, 2, 1)], ids=str
+)
 def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, int], zero: int) -> None:
     data, expert, tensor = sizes
     config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model={"num_kv_heads": 4, "num_heads": 4})
