@@ -215,10 +215,11 @@ class Step:
 
     def _gathered(self, model: Model, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
-        parts = gathers(model, kind)
-        leaving = (self.tensor - 1) * self.tokens * model.d_model * self._item
-        group = Group(self.tensor, 1)
-        return parts * (self.fabric.ring(leaving, group) + self.fabric.ring(leaving, group, "reduce_scatter"))
+        group, seconds = Group(self.tensor, 1), 0.0
+        for width in gathered_widths(model, kind):
+            gathered, summed = ((self.tensor - 1) * self.tokens * each * self._item for each in (width, model.d_model))
+            seconds += self.fabric.ring(gathered, group) + self.fabric.ring(summed, group, "reduce_scatter")
+        return seconds
 
     def _from_others(self, model: Model) -> tuple[float, float]:
         """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
@@ -272,10 +273,17 @@ class _Exchange:
         return self.step.exchange_seconds(amount / parts) if amount else 0.0
 
 
-def gathers(model: Model, kind: str) -> int:
-    """How often tensor ranks gather the tokens of a block: for attention, and for an MLP that they cut."""
-    moe = model.moe
-    return 1 + (kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual)
+def gathered_widths(model: Model, kind: str) -> list[int]:
+    """Numbers of a token that tensor ranks gather in a block: for attention, and for an MLP that they cut.
+
+    What they sum behind each has the model's width.
+    """
+    moe, latent = model.moe, model.latent
+    has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
+    for_attention = model.d_model
+    if latent.kv_lora_rank is not None:
+        for_attention = (latent.q_lora_rank or model.d_model) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return [for_attention, *([model.d_model] if has_mlp else [])]
 
 
 def passed_on(model: Model, tensor: int) -> float:

@@ -4,7 +4,7 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import held_by, parts_of
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
-from moe_jax.plan.step_times import Step, gathers, passed_on
+from moe_jax.plan.step_times import Step, gathered_widths, passed_on
 from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
 from moe_jax.stages import Stages
 
@@ -24,14 +24,18 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     exchanged = 3 if config.is_plain and config.schedule.remat != "none" else 2  # with what is not kept once more
     copies = step.tensor if config.exchange.tensor_form == "replicated" else 1
     passed = (step.context - 1) * step.tokens * passed_on(model, step.tensor)
-    gathered = (step.tensor - 1) * step.tokens * model.d_model * item
+    width_bytes = (step.tensor - 1) * step.tokens * item
+
+    def crossing(kind: str) -> int:
+        """Numbers of a token that tensor ranks gather and sum in a block, forward."""
+        return sum(width + model.d_model for width in gathered_widths(model, kind))
 
     def of_blocks(kinds: list[str]) -> dict[str, float]:
         with_experts = kinds.count("moe")
         own_rows = 2 * exchanged * with_experts * rows
         return {
             "expert": own_rows * copies * (1 - 1 / ranks),
-            "tensor": 4 * gathered * sum(gathers(model, kind) for kind in kinds) + own_rows * (step.tensor - 1),
+            "tensor": 2 * width_bytes * sum(map(crossing, kinds)) + own_rows * (step.tensor - 1),
             "context": len(kinds) * passed * (2 * item + (ITEM_BYTES["float32"] if has_ring(config) else 0)),
         }
 

@@ -22,6 +22,9 @@ SMALL = [
     *("model.moe.num_experts=8", "model.moe.hidden_dim=48", "data.seq_len=64", "train.batch_size=16"),
     *("train.compute_dtype=float32", "schedule.policy=unified", "exchange.algorithm=flat"),
 ]
+LATENT = "model.latent.kv_lora_rank=24 model.latent.q_lora_rank=40 model.latent.qk_rope_head_dim=8 " + (
+    "model.latent.qk_nope_head_dim=16 model.latent.v_head_dim=16"
+)
 # of the bytes that a device holds: what leaves it, with n ranks
 LEAVING = {
     "all_to_all": lambda n: 1 - 1 / n,
@@ -72,7 +75,10 @@ def traced(config: Config) -> Counter[str]:
         "mesh.data=2 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2 model.moe.every=2",
         "mesh.data=4 mesh.expert=1 mesh.tensor=2 model.moe.num_shared_experts=1",
+        f"mesh.data=2 mesh.expert=2 mesh.tensor=2 {LATENT}",
+        f"mesh.data=2 mesh.expert=2 mesh.tensor=2 {LATENT} model.latent.q_lora_rank=null",
         "mesh.data=1 mesh.expert=2 mesh.context=4",
+        f"mesh.data=1 mesh.expert=2 mesh.context=4 {LATENT}",
         "mesh.data=1 mesh.expert=2 mesh.context=4 mesh.experts_over_context=true",
         "mesh.data=1 mesh.expert=2 mesh.context=4 exchange.context_form=all_gather",
     ],
