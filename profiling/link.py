@@ -12,14 +12,13 @@ import box
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from predicted_cases import LinkTimes
 from stand import Profile, Stand, seconds_per_step
 
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.plan.clusters import Cluster, Device, Level
 from moe_jax.plan.curves import fit_linear
-from moe_jax.plan.handling import Handling
 from moe_jax.plan.task_times import Linear
 
 _SIZES = (2**18, 2**20, 2**22)  # bytes that a process holds for both
@@ -28,18 +27,6 @@ _IN_A_ROW = 5  # collectives that are handed over by one program
 _ARRIVED_S = 0.02  # of patience, more than an exchange takes
 _SLOWED = 5  # steps beside transfers
 _LONGER = 2  # the transfers, than compute alone
-# Its tasks are measured, so its rates are never used.
-_CORE = Device(
-    name="CPU core",
-    platform="cpu",
-    memory_bytes=None,
-    matrix_flops_per_s=50e9,
-    memory_bytes_per_s=10e9,
-    matrix_efficiency=1.0,
-    watts=None,
-    dollars_per_hour=None,
-)
-
 Wait = Callable[[], None]
 
 
@@ -49,21 +36,19 @@ class Link:
     def __init__(self, stand: Stand):
         self._axes = (Axis.DATA, Axis.EXPERT)
         self._on_mesh = functools.partial(jax.shard_map, mesh=stand.mesh, out_specs=REPLICATED, check_vma=False)
-        self.handling = self._handling()
+        self._start_times, self._finish_times = self._handling()
 
-    def cluster(self, rate: float, profile: Profile) -> Cluster:
-        """Both processes, with links of so many bits per second: the same on both."""
+    def times(self, rate: float, profile: Profile) -> LinkTimes:
+        """At so many bits per second: the same on both processes."""
         box.set_data_rate(rate)
         fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(profile))
         line = Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
-        slowdown = same(self._slowdown(profile, line))
-        return Cluster(
-            name=f"box at {rate / 1e6:.0f} Mbit/s",
-            device=_CORE,
-            devices=2,
-            levels=(Level(name="link", devices=2, alpha_s=line.alpha_s, bytes_per_s=1 / line.beta_s),),
-            compute_slowdown=max(slowdown, 1.0),
-            handling=self.handling,
+        return LinkTimes(
+            alpha_s=line.alpha_s,
+            bytes_per_s=1 / line.beta_s,
+            slowdown=same(self._slowdown(profile, line)),
+            start=self._start_times,
+            finish=self._finish_times,
         )
 
     def _transfers_s(self, profile: Profile) -> list[float]:
@@ -103,11 +88,11 @@ class Link:
                 finish()
         return statistics.median(found)
 
-    def _handling(self) -> Handling:
+    def _handling(self) -> list[tuple[float, float]]:
         """By what several in a row take longer than one; the link is as fast as it can be."""
         times = [self._handled_s(size) for size in _SIZES]
-        start, finish = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
-        return Handling(start=_shared(start), finish=_shared(finish))
+        lines = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
+        return [(same(line.alpha_s), same(line.beta_s)) for line in lines]
 
     def _handled_s(self, num_bytes: int) -> tuple[float, float]:
         found = []
@@ -159,7 +144,3 @@ def same(value: float) -> float:
 def slowest(value: float) -> float:
     """That of the slower process, on both."""
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))
-
-
-def _shared(line: Linear) -> Linear:
-    return Linear(same(line.alpha_s), same(line.beta_s))

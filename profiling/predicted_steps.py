@@ -23,42 +23,13 @@ from typing import Any
 
 import box
 from link import Link, slowest
+from predicted_cases import MESHES, MODELS, WAYS, TaskTimes, config_of, predicted_step_s, ways_on
 from predicted_summary import summary, table, write_picture
 from results_file import RESULTS, write_result
 from stand import Profile, Stand, Step, profiled, seconds_per_step, tell
 
-from moe_jax.config_files import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.plan.estimate import estimate
-from moe_jax.plan.measured import Seconds, write_times
 
-_CONFIG = "configs/bench/box.yaml"
-_LINK_GB_PER_S = 0.04  # that tasks are ordered by, in the middle of the rates: one program for all of them
-_SMALLER = ["train.batch_size=8", "model.num_layers=2", f"schedule.link_gb_per_s={_LINK_GB_PER_S}"]
-MODELS = {
-    "wide experts": _SMALLER,
-    "dense between": [*_SMALLER, "model.d_model=384", "model.moe.every=2", "data.seq_len=256"],
-    "large vocabulary": [
-        *_SMALLER,
-        "model.vocab_size=4096",
-        "model.moe.num_experts=8",
-        "model.moe.hidden_dim=512",
-        "model.moe.capacity_factor=4",
-    ],
-}
-MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "mesh.expert=1"]}
-_GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=chunked"]
-_UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
-_PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
-WAYS = {
-    "vanilla": [],
-    "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.chunk_mb=4"],
-    "expert_pipeline, R=2": _PIPELINE,
-    "unified, R=2": _UNIFIED,
-    "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.chunk_mb=1"],
-    "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.chunk_mb=4"],
-}
-_WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # what is worth a try where each device has all experts
 _PARTS = (1, 4)
 
 
@@ -79,43 +50,28 @@ def of_mesh(
     model: str, mesh: str, rates: list[float], arguments: argparse.Namespace, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """What was predicted and measured there."""
-    settings = [*MODELS[model], *MESHES[mesh], *arguments.overrides]
-    stand, times = Stand(load_config(_CONFIG, settings)), folder / "times.json"
+    path = folder / "times.json"
+    stand = Stand(config_of(model, mesh, *arguments.overrides))
     profile = profiled(stand, stand.config, _PARTS)
-    write_times(times, profile.tasks, profile.rest_s)
+    times = TaskTimes(profile.tasks, profile.rest_s)
+    times.write(path)
     tell(f"{model}, {mesh} axis: profiled")
     link = Link(stand)
-    clusters = {rate: link.cluster(rate, profile) for rate in rates}
-    settings.append(f"schedule.task_times={times}")
-    configs = {way: load_config(_CONFIG, [*settings, *WAYS[way]]) for way in ways_on(mesh)}
+    links = {rate: link.times(rate, profile) for rate in rates}
+    settings = [*arguments.overrides, f"schedule.task_times={path}"]
+    configs = {way: config_of(model, mesh, *settings, *WAYS[way]) for way in ways_on(mesh)}
     steps = {way: stand.step_of(stand.compiled(config)) for way, config in configs.items()}
     tell(f"{model}, {mesh} axis: compiled")
     seconds = rounds(steps, profile, rates, arguments.rounds)
-    for (rate, cluster), (way, config) in itertools.product(clusters.items(), configs.items()):
+    for (rate, link_times), (way, config) in itertools.product(links.items(), configs.items()):
         # The machine's pace changes from minute to minute: what is predicted is a step at the pace beside it.
         pace = statistics.median(alone_s for alone_s, _ in seconds[rate, way]) / profile.step_s
-        write_times(times, at_pace(profile.tasks, pace), pace * profile.rest_s)
-        # slower links beside slower compute, so that tasks come in the order that was compiled
-        schedule = dataclasses.replace(config.schedule, link_gb_per_s=_LINK_GB_PER_S / pace)
-        predicted_s = estimate(dataclasses.replace(config, schedule=schedule), cluster).step_s
-        yield (
-            {"model": model, "mesh": mesh, "way": way, "rate_mbit": rate / 1e6, "pace": pace}
-            | {"predicted_s": predicted_s, "measured_s": [step_s for _, step_s in seconds[rate, way]]}
-            | {"alpha_s": cluster.levels[0].alpha_s, "bytes_per_s": cluster.levels[0].bytes_per_s}
-            | {"slowdown": cluster.compute_slowdown, "tasks": profile.tasks, "rest_s": profile.rest_s}
-        )
-
-
-def at_pace(tasks: Seconds, pace: float) -> Seconds:
-    """So many times as long."""
-    return {
-        op: {parts: {way: pace * each_s for way, each_s in times.items()} for parts, times in at.items()}
-        for op, at in tasks.items()
-    }
-
-
-def ways_on(mesh: str) -> tuple[str, ...]:
-    return tuple(WAYS) if mesh == "expert" else _WITHOUT_EXCHANGE
+        yield {
+            **{"model": model, "mesh": mesh, "way": way, "rate_mbit": rate / 1e6, "pace": pace},
+            "predicted_s": predicted_step_s(config, times, pace, link_times, path),
+            "measured_s": [step_s for _, step_s in seconds[rate, way]],
+            **{"times": dataclasses.asdict(times), "link": dataclasses.asdict(link_times)},
+        }
 
 
 def rounds(

@@ -39,17 +39,23 @@ def summary(measured: Sequence[Row]) -> Row:
         ),
         "cases": first,
         "rows": found,
-        "links": {
-            f"{row['rate_mbit']:.0f}": {name: rounded(row[name]) for name in ("alpha_s", "bytes_per_s", "slowdown")}
-            for row in measured
-        },
+        "known": _known(measured),
     }
+
+
+def _known(measured: Sequence[Row]) -> Row:
+    """What predictions were made from: of each model on each mesh its tasks, and the link at each rate."""
+    known: Row = {}
+    for row in measured:
+        own = known.setdefault(f"{row['model']}, {row['mesh']}", {**row["times"], "links": {}})
+        own["links"][f"{row['rate_mbit']:.0f}"] = row["link"]
+    return known
 
 
 def _row(row: Row) -> Row:
     predicted_s, measured_s = row["predicted_s"], statistics.median(row["measured_s"])
     values = {"predicted_s": predicted_s, "measured_s": measured_s, "error": predicted_s / measured_s - 1}
-    known = {name: row[name] for name in ("model", "mesh", "way", "rate_mbit")}
+    known = {name: row[name] for name in ("model", "mesh", "way", "rate_mbit", "pace")}
     return known | {name: rounded(value) for name, value in values.items()}
 
 

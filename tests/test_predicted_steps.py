@@ -11,9 +11,9 @@ from predicted_summary import summary, table
 
 
 def row(mesh: str, rate: float, predicted_s: float, *measured_s: float) -> dict:
-    known = {"model": "small", "mesh": mesh, "way": "vanilla", "rate_mbit": rate}
-    link = {"alpha_s": 1e-3, "bytes_per_s": rate * 1e6 / 8, "slowdown": 1.1}
-    return known | link | {"predicted_s": predicted_s, "measured_s": list(measured_s)}
+    known = {"model": "small", "mesh": mesh, "way": "vanilla", "rate_mbit": rate, "pace": 1.0}
+    measured = {"times": {"tasks": {}, "rest_s": 0.1}, "link": {"alpha_s": 1e-3, "bytes_per_s": rate * 1e6 / 8}}
+    return known | measured | {"predicted_s": predicted_s, "measured_s": list(measured_s)}
 
 
 def test_predictions_are_held_against_medians_and_the_first_against_the_fastest() -> None:
@@ -30,4 +30,5 @@ def test_predictions_are_held_against_medians_and_the_first_against_the_fastest(
         "small, 800 Mbit/s": pytest.approx(0.25),
     }
     assert found["ranked_first_within_3_percent"] == 0.5
+    assert found["known"]["small, data"]["links"].keys() == {"100", "800"}
     assert table(found).splitlines()[-1].startswith("4 configurations: median error 15.0%, nine in ten up to 23.5%")

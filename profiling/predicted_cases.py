@@ -1,0 +1,114 @@
+"""The steps whose times are predicted and measured, and the prediction from plain values that were measured apart."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.plan.clusters import Cluster, Device, Level
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.handling import Handling
+from moe_jax.plan.measured import Seconds, write_times
+from moe_jax.plan.task_times import Linear
+
+_CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "box.yaml"
+_LINK_GB_PER_S = 0.04  # that tasks are ordered by, in the middle of the rates: one program for all of them
+_SMALLER = ["train.batch_size=8", "model.num_layers=2", f"schedule.link_gb_per_s={_LINK_GB_PER_S}"]
+MODELS = {
+    "wide experts": _SMALLER,
+    "dense between": [*_SMALLER, "model.d_model=384", "model.moe.every=2", "data.seq_len=256"],
+    "large vocabulary": [
+        *_SMALLER,
+        "model.vocab_size=4096",
+        "model.moe.num_experts=8",
+        "model.moe.hidden_dim=512",
+        "model.moe.capacity_factor=4",
+    ],
+}
+MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "mesh.expert=1"]}
+_GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=chunked"]
+_UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
+_PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
+WAYS = {
+    "vanilla": [],
+    "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.chunk_mb=4"],
+    "expert_pipeline, R=2": _PIPELINE,
+    "unified, R=2": _UNIFIED,
+    "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.chunk_mb=1"],
+    "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.chunk_mb=4"],
+}
+_WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # what is worth a try where each device has all experts
+# Its tasks are measured, so its rates are never used.
+_CORE = Device(
+    name="CPU core",
+    platform="cpu",
+    memory_bytes=None,
+    matrix_flops_per_s=50e9,
+    memory_bytes_per_s=10e9,
+    matrix_efficiency=1.0,
+    watts=None,
+    dollars_per_hour=None,
+)
+
+
+def ways_on(mesh: str) -> tuple[str, ...]:
+    """What is tried there."""
+    return tuple(WAYS) if mesh == "expert" else _WITHOUT_EXCHANGE
+
+
+def config_of(model: str, mesh: str, *more: str) -> Config:
+    """Of one step."""
+    return load_config(str(_CONFIG), [*MODELS[model], *MESHES[mesh], *more])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkTimes:
+    """How long exchanges over a link take, what they take of compute, and how much it slows down beside them."""
+
+    alpha_s: float
+    bytes_per_s: float
+    slowdown: float
+    start: tuple[float, float]  # seconds, and seconds per byte, of compute that one exchange takes
+    finish: tuple[float, float]
+
+    def cluster(self) -> Cluster:
+        """Two processes joined by it."""
+        return Cluster(
+            name="box",
+            device=_CORE,
+            devices=2,
+            levels=(Level(name="link", devices=2, alpha_s=self.alpha_s, bytes_per_s=self.bytes_per_s),),
+            compute_slowdown=max(self.slowdown, 1.0),
+            handling=Handling(start=Linear(*self.start), finish=Linear(*self.finish)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskTimes:
+    """Of a model on a mesh, without communication."""
+
+    tasks: Seconds
+    rest_s: float
+
+    def write(self, path: Path, pace: float = 1.0) -> None:
+        """All of it so many times as long."""
+        tasks = {
+            op: {parts: {way: pace * each_s for way, each_s in times.items()} for parts, times in at.items()}
+            for op, at in self.tasks.items()
+        }
+        write_times(path, tasks, pace * self.rest_s)
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> "TaskTimes":
+        """Of values from a result file, where numbers of parts are text."""
+        tasks = {op: {int(parts): times for parts, times in at.items()} for op, at in plain["tasks"].items()}
+        return TaskTimes(tasks, plain["rest_s"])
+
+
+def predicted_step_s(config: Config, times: TaskTimes, pace: float, link: LinkTimes, path: Path) -> float:
+    """Of a machine that computes at that pace now; `path` is for the file that the config is to name."""
+    times.write(path, pace)
+    # slower links beside slower compute, so that tasks come in the order that was compiled
+    schedule = dataclasses.replace(config.schedule, link_gb_per_s=_LINK_GB_PER_S / pace, task_times=str(path))
+    return estimate(dataclasses.replace(config, schedule=schedule), link.cluster()).step_s
