@@ -220,7 +220,7 @@ class Schedule:
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
     # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
-    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled"] = "1f1b"
+    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled", "coscheduled_split"] = "1f1b"
     virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
     head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer
 

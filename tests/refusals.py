@@ -66,7 +66,7 @@ REFUSED = {
     ),
     "mesh.pipeline=2 schedule.virtual_stages=2": (
         "schedule.virtual_stages=2 is not for schedule.pipeline=1f1b, whose stages hold one group of blocks: "
-        "use schedule.pipeline=interleaved or coscheduled, or schedule.virtual_stages=1"
+        "use schedule.pipeline=interleaved or coscheduled or coscheduled_split, or schedule.virtual_stages=1"
     ),
     "mesh.pipeline=2 schedule.pipeline=interleaved": (
         "schedule.virtual_stages=1 leaves nothing to interleave with schedule.pipeline=interleaved: "

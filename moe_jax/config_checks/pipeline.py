@@ -8,7 +8,7 @@ from moe_jax.errors import ConfigError
 if TYPE_CHECKING:
     from moe_jax.config import Config
 
-_SEVERAL_CHUNKS = ("interleaved", "coscheduled")
+_SEVERAL_CHUNKS = ("interleaved", "coscheduled", "coscheduled_split")
 # Made of collective-permutes, which wait for the devices of all stages.
 _PERMUTES = ("ring", "hier_1d", "halo")
 

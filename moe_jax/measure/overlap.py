@@ -78,6 +78,7 @@ class Replay:
     step_s: float
     unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
     idle_s: float = 0.0  # behind other stages
+    stage: int = 0  # the one that it is seen from
 
     @cached_property
     def compute_s(self) -> float:
@@ -120,7 +121,14 @@ def replay(program: Program, target: Target, num_devices: int, passes: Passes | 
     """Run a program's schedule on a target; `passes` of a pipeline."""
     walk = _Walk(program, target, num_devices, passes=passes or {})
     _run(walk, program.computations[program.entry])
-    return Replay(tuple(walk.compute), tuple(walk.collectives), walk.now_s, tuple(walk.unknown_loops), walk.idle_s)
+    return Replay(
+        tuple(walk.compute),
+        tuple(walk.collectives),
+        walk.now_s,
+        tuple(walk.unknown_loops),
+        walk.idle_s,
+        walk.stage,
+    )
 
 
 def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:

@@ -23,7 +23,16 @@ MOST_MICROBATCHES = 8
 _PIECE = 512  # tokens of a sequence that a context rank has at least two of: a tile of its attention
 _CUT = ("context", "tensor", "expert", "pipeline")
 # schedules of pipeline stages, and how many model chunks each stage holds
-PIPELINES = (("1f1b", 1), ("zero_bubble", 1), ("coscheduled", 1), ("coscheduled", 2), ("interleaved", 2), ("gpipe", 1))
+PIPELINES = (
+    ("1f1b", 1),
+    ("zero_bubble", 1),
+    ("coscheduled", 1),
+    ("coscheduled", 2),
+    ("coscheduled_split", 1),
+    ("coscheduled_split", 2),
+    ("interleaved", 2),
+    ("gpipe", 1),
+)
 CONTEXT_FORMS = ("ring", "all_gather")
 
 Settings = Mapping[str, object]  # of a section

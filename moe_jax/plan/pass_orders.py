@@ -52,8 +52,13 @@ def orders_of(
     actions = list(filter(_in_chunk, schedule.actions))
     together: list[tuple[str, Action]] = []
     if pairs:
-        tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * _in_chunk(action), two_streams)
-        together = [(side, action) for side, action in tick if _in_chunk(action)]
+        apart = {"W"} if split else set()
+
+        def in_tick(action: Action) -> bool:
+            return _in_chunk(action) and action.direction not in apart
+
+        tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * in_tick(action), two_streams)
+        together = [(side, action) for side, action in tick if in_tick(action)]
     return Orders(
         shape=shape,
         forward=[action for action in actions if side_of(action) == "F"],

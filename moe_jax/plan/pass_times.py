@@ -76,7 +76,7 @@ class PassTimes:
         """What a stage does with a part: two passes beside each other, where ticks have both, else one by one."""
         repeats = _repeats(group)
         orders = self._orders(self._kinds(tuple((number, min(count, _PERIODS)) for number, count in repeats)))
-        actions = [action for _, action in orders.together]
+        actions = [*(action for _, action in orders.together), *orders.weight]
         needs = needs_inside(actions, orders.shape)
         if not self._pairs:
             actions = [*orders.forward, *orders.backward, *orders.weight]

@@ -2,7 +2,8 @@
 
 Stages wait for each other behind every tick, so that the slowest one counts. In a tick gradients travel to the stage
 before, beside the forward pass, and then activations to the next one, beside the backward pass; a tick with both
-passes at once hides neither (`train/pipeline/stage.py`). Gradients are summed behind the last tick.
+passes at once hides neither, unless weight gradients follow, beside which both travel (`train/pipeline/stage.py`).
+Gradients are summed behind the last tick.
 """
 
 import functools
@@ -31,6 +32,7 @@ class PipelinedStep:
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
         self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
         split = PIPELINES[settings.pipeline].split_weight_grad
+        self._sends_behind = split and self.outline.has_pairs
         self._times = PassTimes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_slot)
         self._top = len(self.stages.groups) - 1
@@ -85,11 +87,14 @@ class PipelinedStep:
         after_s = ends.embedding_back if self._group(stage, passes.backward) == 0 else 0.0
         if passes.weight is not None:
             weight_s = self._times.chunk(self.stages.groups[self.stages.group(stage, passes.weight)]).weight.seconds
-        if ahead and behind and self._alike(stage, passes):
-            return max(before_s, send_s) + head_s + ahead.together.seconds + max(after_s, send_s)
-        forward_s = before_s + (ahead.forward.seconds if ahead else 0.0)
-        backward_s = head_s + (behind.backward.seconds if behind else 0.0) + after_s
-        return max(forward_s, send_s) + max(backward_s + weight_s, send_s)
+        together_s = ahead.together.seconds if ahead and behind and self._alike(stage, passes) else None
+        ahead_s, behind_s = (ahead.forward.seconds if ahead else 0.0), (behind.backward.seconds if behind else 0.0)
+        if self._sends_behind:
+            of_blocks = ahead_s + behind_s if together_s is None else together_s
+            return before_s + head_s + of_blocks + max(after_s + weight_s, send_s)
+        if together_s is not None:
+            return max(before_s, send_s) + head_s + together_s + max(after_s, send_s)
+        return max(before_s + ahead_s, send_s) + max(head_s + behind_s + after_s + weight_s, send_s)
 
     def _chunk(self, stage: int, chunk: int | None) -> Chunk | None:
         group = self._group(stage, chunk)

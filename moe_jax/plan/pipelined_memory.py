@@ -35,8 +35,6 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         lambda kind: kept_bytes(sizes, model, kind, mode, scheduled=True),
     )
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
-    if outline.has_pairs:
-        activations += slot  # taken from its slot for a pass that also fills one
     split = PIPELINES[settings.pipeline].split_weight_grad
     if split:
         left = _largest(

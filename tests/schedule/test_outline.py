@@ -8,7 +8,15 @@ from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slots_of
 from moe_jax.schedule.pipelines.outline import outline_of
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("coscheduled", 1), ("coscheduled", 2), ("interleaved", 2)]
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zero_bubble", 1),
+    ("coscheduled", 1),
+    ("coscheduled", 2),
+    ("interleaved", 2),
+    ("coscheduled_split", 2),
+]
 
 
 @pytest.mark.parametrize(("name", "chunks"), CASES)

@@ -19,7 +19,7 @@ IN_GROUPS = [(stages, stages * groups, chunks) for stages in range(1, 9) for gro
 DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 EVERY = [
     *((name, *size, 1) for name in PIPELINES if name != "interleaved" for size in SIZES),
-    *((name, *size) for name in ("interleaved", "coscheduled") for size in IN_GROUPS),
+    *((name, *size) for name in ("interleaved", "coscheduled", "coscheduled_split") for size in IN_GROUPS),
 ]
 COSTS = [(1.0, 1.0), (1.0, 2.0), (0.7, 1.1)]  # seconds of F and of the whole backward pass
 
@@ -204,7 +204,10 @@ def test_a_text_that_is_no_table_is_answered(old, new, message):
         (("1f1b", 0, 2), "stages=0 of a pipeline: use at least 1"),
         (("gpipe", 2, 0), "microbatches=0 of a pipeline: use at least 1"),
         (("coscheduled", 2, 2, 0), "chunks=0 of a pipeline: use at least 1"),
-        (("1f1b", 2, 2, 2), "chunks=2 needs .*: use pipeline=interleaved or coscheduled, or chunks=1"),
+        (
+            ("1f1b", 2, 2, 2),
+            "chunks=2 needs .*: use pipeline=interleaved or coscheduled or coscheduled_split, or chunks=1",
+        ),
         (("interleaved", 2, 2), "chunks=1 is too few for pipeline=interleaved: use at least 2, or pipeline=1f1b"),
         (("interleaved", 4, 6, 2), "microbatches=6 cannot go around 4 stages .*: use 4 or 8, or chunks=1"),
         (("coscheduled", 4, 3, 2), "microbatches=3 cannot go around 4 stages .*: use 4, or chunks=1"),

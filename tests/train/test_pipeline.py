@@ -37,6 +37,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "zero_bubble": {"pipeline": "zero_bubble"},
     "coscheduled": {"pipeline": "coscheduled"},
     "coscheduled-chunks": {"pipeline": "coscheduled", "virtual_stages": 2},
+    "coscheduled_split": {"pipeline": "coscheduled_split"},
+    "coscheduled_split-chunks": {"pipeline": "coscheduled_split", "virtual_stages": 2},
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -57,6 +59,8 @@ CASES = [
     ("1f1b", (4, 1, 2), "even", "unified", 4),
     ("zero_bubble", (4, 1, 2), "even", "vanilla", 4),
     ("coscheduled", (4, 1, 2), "even", "expert_pipeline", 4),
+    ("coscheduled_split", (4, 1, 2), "even", "unified", 4),
+    ("coscheduled_split-chunks", (2, 1, 4), "tied", "greedy", 4),
     ("1f1b", (2, 2, 2), "dense below", "greedy", 2),
     ("gpipe", (2, 2, 2), "dense below", "vanilla", 2),
     ("zero_bubble", (2, 2, 2), "dense below", "expert_pipeline", 2),
@@ -119,7 +123,8 @@ def test_a_pipelined_step_computes_what_a_step_without_stages_computes(pipeline,
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "mesh"), [("1f1b", (4, 1, 2)), ("coscheduled", (4, 1, 2)), ("interleaved", (2, 1, 4))]
+    ("pipeline", "mesh"),
+    [("1f1b", (4, 1, 2)), ("coscheduled", (4, 1, 2)), ("coscheduled_split", (4, 1, 2)), ("interleaved", (2, 1, 4))],
 )
 def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
     result = result_of(config_of(mesh, "tied", 4, PIPELINES[pipeline], "background"))
@@ -236,4 +241,4 @@ def test_every_pass_of_the_table_runs_once(name):
     assert count["pass_forward"] + pairs == count["pass_backward"] + pairs == 4 * 2 * chunks
     assert [int(turns[f"pass_{end}"].sum()) for end in ("embed", "head", "embed_back")] == [4, 4, 4]
     assert (pairs > 0) == plan.has_pairs
-    assert count.get("pass_weight", 0) == (4 * 2 if plan.table.split_weight_grad else 0)
+    assert count.get("pass_weight", 0) == (4 * 2 * chunks if plan.table.split_weight_grad else 0)

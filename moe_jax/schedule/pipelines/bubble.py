@@ -66,7 +66,7 @@ def _played_s(table: Table, slot_s: _SlotSeconds, send_s: float = 0.0) -> float:
     for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick
         for stage, slot in enumerate(slots):
             tasks = [Task(direction, stage, work) for direction, work in slot.tasks()]
-            needs = [need for task in tasks for need in inputs(task, table.stages, table.chunks)]
+            needs = [need for task in tasks for need in inputs(task, table.stages, table.chunks) if need not in tasks]
             ready_s = [end_s[need] + (send_s if need.stage != stage else 0.0) for need in needs]
             free_s[stage] = max([free_s[stage], *ready_s]) + seconds[stage]
             end_s |= dict.fromkeys(tasks, free_s[stage])

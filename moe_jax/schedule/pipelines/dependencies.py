@@ -23,7 +23,7 @@ def gradient_from(task: Task, stages: int, chunks: int) -> Task | None:
 
 
 def inputs(task: Task, stages: int, chunks: int) -> tuple[Task, ...]:
-    """The tasks that must end in a tick before.
+    """The tasks that must end in a tick before; a W may also lie behind its B in the same tick.
 
     F: the activations. B: what its own F saved, and the gradient. W: its B, which saw the gradient.
     """
@@ -64,8 +64,9 @@ def check(table: Table) -> None:
 
 
 def _check_inputs(task: Task, ran: Mapping[Task, int], table: Table) -> None:
+    last = ran[task] - (task.direction != "W")
     for need in inputs(task, table.stages, table.chunks):
-        if ran.get(need, ran[task]) >= ran[task]:
+        if need not in ran or ran[need] > last:
             where = f"runs in tick {ran[need]}" if need in ran else "is missing"
             raise ScheduleError(
                 f"{task} runs in tick {ran[task]} and needs {need}, which {where}: move it to an earlier tick"

@@ -20,8 +20,13 @@ def lay_out(orders: Sequence[Sequence[Slot]], chunks: int) -> tuple[tuple[Slot, 
     def tasks(stage: int) -> list[Task]:
         return [Task(direction, stage, work) for direction, work in orders[stage][places[stage]].tasks()]
 
+    def is_ready(stage: int) -> bool:
+        slot = tasks(stage)
+        own = {task for task in slot if task.direction == "B"}  # whose W may be in the same slot
+        return all((done | own).issuperset(inputs(task, stages, chunks)) for task in slot)
+
     while left := [stage for stage in range(stages) if places[stage] < len(orders[stage])]:
-        ready = {stage for stage in left if all(done.issuperset(inputs(task, stages, chunks)) for task in tasks(stage))}
+        ready = set(filter(is_ready, left))
         if not ready:
             stuck = tasks(left[0])[0]
             raise ScheduleError(f"{stuck} waits for what never runs: check the order of each stage")

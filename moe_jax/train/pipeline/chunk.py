@@ -106,8 +106,10 @@ class Chunk:
         dx_bND: jax.Array,
         behind_given: Given,
         kept: Sequence[jax.Array],
-    ) -> tuple[Forward, Backward]:
-        """The forward pass of one microbatch beside the backward pass of another."""
+    ) -> tuple[Forward, Backward | InputGradient]:
+        """The forward pass of one microbatch beside the backward pass of another, without its weight gradients if these
+        are apart.
+        """
         ahead, behind = (
             self._start_forward(x_bND, ahead_given),
             self._start_backward(dx_bND, behind_given, kept),
@@ -118,19 +120,15 @@ class Chunk:
         for side, action in self._orders.together:
             run([action], *sides[side])
         x_bND, parts, saved = self._end_forward(*sides["F"])
-        return (
-            Forward(x_bND, parts, self._turn.stacked_of(saved)),
-            Backward(self._joined(behind.dx), self._gradients(behind)),
-        )
+        forward = Forward(x_bND, parts, self._turn.stacked_of(saved))
+        if not self._orders.weight:
+            return forward, Backward(self._joined(behind.dx), self._gradients(behind))
+        return forward, self._left(self._joined(behind.dx), self._turn_back.stacked_of(_waiting(behind)))
 
     def input_gradient(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> InputGradient:
         """The gradient of the chunk's input, and what `weight_gradients` needs beside what is left as it was."""
         dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), given)
-        return InputGradient(
-            dx_bND,
-            moved=[stacked[i] for i in self._moved],
-            held=[stacked[i] for i in self._held],
-        )
+        return self._left(dx_bND, stacked)
 
     def weight_gradients(
         self, given: Given, kept: Sequence[jax.Array], moved: Sequence[jax.Array], held: Sequence[jax.Array]
@@ -156,8 +154,14 @@ class Chunk:
     ) -> tuple[jax.Array, None, Any]:
         tasks = self._traced = self._start_backward(behind[0], given, behind[1])
         run(self._orders.backward, tasks, self._sums(tasks))
-        held = {key: pullback.held() for key, pullback in tasks.waiting.items()}
-        return self._joined(tasks.dx), None, (held, tasks.rare.held())
+        return self._joined(tasks.dx), None, _waiting(tasks)
+
+    def _left(self, dx_bND: jax.Array, stacked: list[jax.Array]) -> InputGradient:
+        return InputGradient(
+            dx_bND,
+            moved=[stacked[i] for i in self._moved],
+            held=[stacked[i] for i in self._held],
+        )
 
     def _start_forward(self, x_bND: jax.Array, given: Given) -> Tasks:
         tasks = self._tasks(given)
@@ -200,3 +204,8 @@ class Chunk:
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), cuts=(), chunks=())
         return Sums((nothing,) * (self._num_blocks + 2), tasks, None)
+
+
+def _waiting(tasks: Tasks) -> Any:
+    """What weight gradients wait for."""
+    return {key: pullback.held() for key, pullback in tasks.waiting.items()}, tasks.rare.held()

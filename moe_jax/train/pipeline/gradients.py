@@ -36,7 +36,7 @@ def pipelined_gradients(
     microbatches: each fills slots and is balanced by itself.
     """
     own = Stage(params, token_BN1, config, how, global_tokens, plan, when)
-    state = _walk(own.tick, own.first_state(), plan.rows)
+    state = _walk(own.tick, own.first_state(), own.rows)
     return sync_gradients(like_parameters(state.grads), specs, cuts, how.platform), sum_over_stages(state.parts)
 
 

@@ -34,12 +34,14 @@ class Row(NamedTuple):
     weight: Pass
     activation_to: Any  # the slot for what the stage before computes in this tick, received at its end
     activation_part: Any  # [ticks, stages, 2]: whether this stage sends what it computes in this tick, and receives
-    gradient_to: Any  # for what the stage behind computed in the tick before
+    gradient_to: Any  # for what the stage behind computed in the tick before, or in this one
     gradient_part: Any  # whether this stage sends what it computes in this tick, and receives what comes in the next
 
 
-def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int]) -> Row:
+def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int], gradients_at_end: bool = False) -> Row:
     """The table's arrays. `structure_of(stage, chunk)` numbers the structures of model chunks.
+
+    With `gradients_at_end` a tick also receives gradients of its own at its end, else in the next one.
 
     The slot behind the last one of received activations, and of gradients, takes what nobody waits for, and what a
     stage at either end of the model receives from itself.
@@ -69,9 +71,11 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int])
         if direction == "F" and (sender := activation_from(task, table.stages)):
             activation_to[tick_of[sender], stage] = slots.activations.slot[key]
         if direction == "B" and (sender := gradient_from(task, table.stages, chunks)):
-            gradient_to[tick_of[sender] + 1, stage] = slots.gradients.slot[key]
+            gradient_to[tick_of[sender] + (not gradients_at_end), stage] = slots.gradients.slot[key]
     activations = activation_to != nothing_x
-    gradients = np.roll(gradient_to != nothing_dx, -1, axis=0)  # nobody receives any in the first tick
+    gradients = gradient_to != nothing_dx
+    if not gradients_at_end:
+        gradients = np.roll(gradients, -1, axis=0)  # nobody receives any in the first tick
     return Row(
         passes["F"],
         passes["B"],

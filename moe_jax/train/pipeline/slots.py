@@ -1,6 +1,9 @@
 """Arrays [slots, …] that outlive a tick."""
 
+from collections.abc import Sequence
+
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def get(x: jax.Array, place: jax.Array | int) -> jax.Array:
@@ -11,3 +14,14 @@ def get(x: jax.Array, place: jax.Array | int) -> jax.Array:
 def put(x: jax.Array, value: jax.Array, place: jax.Array | int) -> jax.Array:
     """The same array with another element there."""
     return jax.lax.dynamic_update_index_in_dim(x, value, place, axis=0)
+
+
+def taken_out(values: Sequence[jax.Array], platform: str) -> list[jax.Array]:
+    """The same values, whose users have no say in how the arrays that they lay in are laid out.
+
+    Else compilers lay out all slots as who reads one wants it, and copy them in every tick. XLA:GPU minds a layout of
+    the values alone (0.77 × the step on 8 H100), XLA:TPU a barrier alone (0.76 × on 8 v5p, a layout 1.4 ×).
+    """
+    if platform == "gpu":
+        return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in values]
+    return list(jax.lax.optimization_barrier(list(values)))

@@ -24,11 +24,11 @@ from moe_jax.train.facts import Facts
 from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.blocks import added, no_sums, weights_of
 from moe_jax.train.pipeline.buffers import Buffers
-from moe_jax.train.pipeline.chunk import Chunk, Forward
+from moe_jax.train.pipeline.chunk import Chunk, Forward, InputGradient
 from moe_jax.train.pipeline.ends import embedded, embedding_gradient, share_of_loss, through_head
 from moe_jax.train.pipeline.plan import Plan
-from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row
-from moe_jax.train.pipeline.slots import get, put
+from moe_jax.train.pipeline.rows import PASS_SCOPE, Pass, Row, rows_of
+from moe_jax.train.pipeline.slots import get, put, taken_out
 from moe_jax.train.residuals import Given
 
 Tree = Any
@@ -44,7 +44,6 @@ class State(NamedTuple):
     gradients: jax.Array
     saved: list[jax.Array]  # buffers of what forward passes keep
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
-    taken: list[jax.Array]  # of `saved`, for a pass that also writes there
     grads: Tree  # sums of them, float32, see `no_sums`
     parts: Parts
 
@@ -77,7 +76,7 @@ class Stage:
             given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
             self.chunks.append(Chunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
-        self.saved, self.taken = Buffers(kept, plan.slots.saved.num_slots), Buffers(kept, 1)
+        self.saved = Buffers(kept, plan.slots.saved.num_slots)
         self.weight = Buffers(held, plan.slots.weight.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
@@ -95,7 +94,6 @@ class Stage:
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
             saved=self.saved.empty() if backward else [],
             weight=self.weight.empty() if backward else [],
-            taken=self.taken.empty() if backward and self.plan.has_pairs else [],
             grads=no_sums(self.params, self.plan) if backward else {},
             parts=Parts(nothing, nothing, nothing, counts_ME, nothing),
         )
@@ -103,9 +101,11 @@ class Stage:
     def tick(self, state: State, row: Row) -> State:
         """Run what the table says; what stages send arrives beside passes that do not wait for it.
 
-        Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass.
-        In the background gradients leave as soon as they are there.
+        Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass,
+        or both beside weight gradients at the end. In the background gradients leave as soon as they are there.
         """
+        if self._sends_behind:
+            return self._tick_that_sends_behind(state, row)
         ahead, behind, split = row.forward, row.backward, self.plan.table.split_weight_grad
         turns = self.plan.turns_of(row)
         run = functools.partial(_run, turns)
@@ -113,11 +113,10 @@ class Stage:
         state = run("embed", self._embed, state, ahead)
         state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, ahead)
         dx_bND = gradient(state.x_bND)
-        turns.update(self._once_arrived(turns, ("head", "take"), dx_bND))
+        turns.update(self._once_arrived(turns, ("head", "together"), dx_bND))
         state = state._replace(gradients=put(state.gradients, dx_bND, row.gradient_to))
         state = run("head", self._head, state, behind)
         if self.plan.has_pairs:
-            state = self._of_structures(run, "take", self._take, state, behind)
             state = self._of_structures(run, "together", self._together, state, behind, ahead)
         activation = self._to_next(state, row)
         state = self._of_structures(run, "backward", self._input_gradient if split else self._backward, state, behind)
@@ -125,13 +124,31 @@ class Stage:
             x_bND = activation(state.dx_bND)
             turns.update(self._once_arrived(turns, ("embed_back", "weight"), x_bND))
             state = _received(state, row, x_bND)
+        else:
+            state = state._replace(posted=post(state.dx_bND, "to_previous", row.gradient_part))
         state = run("embed_back", self._embed_back, state, behind)
         if split:
             state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
         if self._in_background:
-            state = state._replace(posted=post(state.dx_bND, "to_previous", row.gradient_part))
-            state = _received(state, row, activation(state.posted))
+            beside = min(jax.tree.leaves(state.grads), key=jnp.size)
+            state = _received(state, row, activation(beside))
         return state
+
+    def _tick_that_sends_behind(self, state: State, row: Row) -> State:
+        ahead, behind = row.forward, row.backward
+        turns = self.plan.turns_of(row)
+        run = functools.partial(_run, turns)
+        state = run("embed", self._embed, state, ahead)
+        state = run("head", self._head, state, behind)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, ahead)
+        state = self._of_structures(run, "together", self._together, state, behind, ahead)
+        state = self._of_structures(run, "backward", self._input_gradient, state, behind)
+        activation, gradient = to_next(state.x_bND), to_previous(state.dx_bND)
+        state = run("embed_back", self._embed_back, state, behind)
+        state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
+        beside = min(jax.tree.leaves(state.grads["segments"]), key=jnp.size)
+        state = _received(state, row, activation(beside))
+        return state._replace(gradients=put(state.gradients, gradient(beside), row.gradient_to))
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
@@ -172,14 +189,8 @@ class Stage:
         done = self.chunks[number].forward(get(state.activations, work.received), self._given(number, work))
         return self._with_forward(state, work, number, done, keep)
 
-    def _take(self, number: int, state: State, work: Pass) -> State:
-        # in a loop of its own: a pass that reads and writes the buffers would copy them
-        kept = self._kept(state, work, number)
-        return state._replace(taken=self.taken.write(state.taken, number, 0, kept))
-
     def _together(self, number: int, state: State, behind: Pass, ahead: Pass) -> State:
-        # no slot depends on the turn here, see `turn_if`
-        kept, _ = jax.lax.optimization_barrier((self.taken.read(state.taken, number, 0), behind.saved))
+        kept = self._kept(state, behind, number)
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
             self._given(number, ahead),
@@ -187,7 +198,11 @@ class Stage:
             self._given(number, behind),
             kept,
         )
-        state = self._with_forward(state, ahead, number, forward)
+        # read before they are written to, or they would be copied
+        forward_kept, _ = jax.lax.optimization_barrier((forward.kept, kept))
+        state = self._with_forward(state, ahead, number, forward._replace(kept=forward_kept))
+        if isinstance(backward, InputGradient):
+            return self._with_input_gradient(state, behind, number, backward, kept)
         return self._with_gradients(state._replace(dx_bND=backward.dx_bND), behind, number, backward.grads)
 
     def _lose(self, state: State, work: Pass) -> State:
@@ -211,6 +226,11 @@ class Stage:
     def _input_gradient(self, number: int, state: State, work: Pass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         done = self.chunks[number].input_gradient(dx_bND, self._given(number, work), kept)
+        return self._with_input_gradient(state, work, number, done, kept)
+
+    def _with_input_gradient(
+        self, state: State, work: Pass, number: int, done: InputGradient, kept: list[jax.Array]
+    ) -> State:
         # read before they are written to, or they would be copied
         moved, _ = jax.lax.optimization_barrier((done.moved, kept))
         rooms = self.chunks[number].rooms
@@ -231,6 +251,16 @@ class Stage:
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
     # what they read and write
+
+    @functools.cached_property
+    def rows(self) -> Row:
+        """What all stages do in each tick, as this program wants it."""
+        return rows_of(self.plan.table, self.plan.slots, self.plan.structure_of, self._sends_behind)
+
+    @property
+    def _sends_behind(self) -> bool:
+        """Whether ticks end with weight gradients, beside which all that they send travels."""
+        return self.plan.has_pairs and self.plan.table.split_weight_grad and not self._in_background
 
     @property
     def _in_background(self) -> bool:
@@ -258,7 +288,7 @@ class Stage:
         return Given(weights, self.seen._replace(id=id_bn, place=place_bn).above(below))
 
     def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
-        return self.saved.read(state.saved, number, work.saved)
+        return taken_out(self.saved.read(state.saved, number, work.saved), self.how.platform)
 
     def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Tree]) -> State:
         with jax.named_scope("add_gradients"):
