@@ -24,7 +24,8 @@ def train(config: Config) -> State:
 
     Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
     ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
-    checkpoints that do not fit each other, and CheckpointError for one that cannot be restored.
+    checkpoints that do not fit each other, CheckpointError for one that cannot be restored, and DivergedError for a
+    loss or a gradient that is not finite, at the next record or before a state made with it is saved.
     """
     with stop_on_signals() as stop:
         run = open_run(config)
@@ -56,8 +57,10 @@ def train(config: Config) -> State:
                     with meter.paused():
                         loss = _validate(programs.evaluate.result(), state, run)
                         log.write({"step": step, "validation_loss": loss})
+                        meter.check(validation_loss=loss)
                 if _is_due(step, config.checkpoint.every, last):
                     with meter.paused():
+                        meter.check()
                         checkpoints.save(step, state, run.batches.get_state())
             meter.finish(stopping=True)
             if step > run.first_step:

@@ -1,5 +1,6 @@
 """Turns the numbers that a step leaves on the devices into the records of a run."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
+from moe_jax.errors import UserError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
+
+_TELLING = ("loss", "grad_norm")  # metrics that must stay finite
+
+
+class DivergedError(UserError):
+    """A training state that is no use any more: its loss, or the norm of its gradient, is NaN or infinite."""
 
 
 class Meter:
@@ -25,6 +33,8 @@ class Meter:
         moe = config.model.moe
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._waiting: tuple[int, Metrics, bool] | None = None
+        self._first: int | None = None  # step handed over
+        self._last: tuple[int, Metrics] | None = None  # that has been waited for
         self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
         self._ended = self._since  # the step before, or a pause
         self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
@@ -32,24 +42,50 @@ class Meter:
     def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
         """Hand over the metrics of a step just started; records the step before, if it is due.
 
-        A step that ran while the meter was `paused` is not timed.
+        A step that ran while the meter was `paused` is not timed. Raises DivergedError, as `finish`.
         """
         self.finish()
         self._waiting = step, metrics, timed
+        self._first = self._first or step
         self._timed_steps += timed
 
     def finish(self, stopping: bool = False) -> None:
-        """Wait for the last step handed over and record it, if it is due or the run ends with it."""
+        """Wait for the last step handed over and record it, if it is due or the run ends with it.
+
+        Raises DivergedError for a recorded step whose loss or gradient is not finite.
+        """
         self.step_s = None
         if self._waiting is not None:
             step, metrics, timed = self._waiting
-            self._waiting = None
+            self._waiting, self._last = None, (step, metrics)
             jax.block_until_ready(metrics)
             now = time.perf_counter()
             self.step_s, self._ended = now - self._ended if timed else None, now
             self._warn_of_drops(step, metrics)
             if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
+                self.check()
+            elif step == self._first:
+                self.check()
+
+    def check(self, **also: float) -> None:
+        """Raise DivergedError if the last step read, or one of the numbers `also` made of its state, is not finite."""
+        if self._last is None:
+            return
+        step, metrics = self._last
+        values = {name: float(metrics[name]) for name in _TELLING if name in metrics} | also
+        wrong = ", ".join(f"{name}={value:g}" for name, value in values.items() if not math.isfinite(value))
+        if wrong and step == self._first and step > 1:
+            raise DivergedError(
+                f"step {step} has {wrong}, right after the checkpoint of step {step - 1} in "
+                f"log.dir={self._config.log.dir}, which must be damaged: delete it to go on from the one before"
+            )
+        if wrong:
+            rate = self._config.optimizer.learning_rate
+            raise DivergedError(
+                f"step {step} has {wrong}: training has diverged, and what came of it is not saved: "
+                f"use an optimizer.learning_rate below {rate:g}, or more optimizer.warmup_steps"
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

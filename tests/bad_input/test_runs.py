@@ -1,13 +1,19 @@
 """Runs that cannot be written, resumed or restored: their folders, checkpoints, configs and records."""
 
+import dataclasses
+import itertools
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from moe_jax.errors import run_command
+from moe_jax.train import loop
+from moe_jax.train.setup import Run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
 
@@ -167,3 +173,32 @@ def test_the_run_of_these_cases_can_be_resumed_and_reported(run: Path, monkeypat
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 4, 6]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["4", "6"]
+
+
+@pytest.mark.parametrize(
+    ("first_bad", "message"),
+    [
+        (4, "step 4 has loss=nan: training has diverged, and what came of it is not saved: use an optimizer."),
+        (3, "step 3 has loss=nan, right after the checkpoint of step 2 in log.dir=run, which must be damaged: delete"),
+    ],
+)
+def test_a_run_that_diverges_ends_before_what_came_of_it_is_saved(
+    first_bad: int, message: str, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove("checkpoints/4")(run)
+    compile_first = loop.compile_programs
+
+    def diverging(run: Run) -> Any:
+        programs, count = compile_first(run), itertools.count(3)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, metrics = programs.step(state, batch)
+            return state, metrics | ({"loss": jnp.float32("nan")} if next(count) >= first_bad else {})
+
+        return dataclasses.replace(programs, step=step)
+
+    monkeypatch.setattr(loop, "compile_programs", diverging)
+    code, errors = command("train --config tiny.yaml")
+    assert code == 2
+    assert errors.startswith(f"error: {message}")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]

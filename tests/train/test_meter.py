@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.config import Config, Data, Exchange, Log, Model, MoE, Train
 from moe_jax.plan.resources import train_flops_per_token
-from moe_jax.train.meter import Meter
+from moe_jax.train.meter import DivergedError, Meter
 
 BATCH, LENGTH = 4, 32
 MATRIX_RATE = 1e9  # FLOP/s
@@ -157,3 +157,28 @@ def test_a_capacity_that_drops_is_no_reason_for_a_warning(clock):
     reader.add(1, {"dropped_fraction": jnp.float32(0.5)})
     reader.finish()
     assert records.warnings == []
+
+
+@pytest.mark.parametrize("strange", ["nan", "inf"])
+def test_a_step_that_is_not_finite_is_recorded_and_ends_the_run_before_it_is_saved(strange, clock):
+    good, bad = jnp.float32(1), jnp.float32(strange)
+    reader, records = metered(every=5)
+    for step, loss in ((1, good), (2, bad), (3, bad)):
+        clock.now_s += 1
+        reader.add(step, {"loss": loss, "grad_norm": good})
+    with reader.paused(), pytest.raises(DivergedError, match=rf"^step 3 has loss={strange}: training has diverged"):
+        reader.check()
+    reader.add(4, {"loss": good, "grad_norm": bad})
+    reader.add(5, {"loss": good, "grad_norm": bad})
+    with pytest.raises(DivergedError, match=rf"^step 5 has grad_norm={strange}: .*learning_rate below 0.001"):
+        reader.finish()
+    assert [record["step"] for record in records] == [1, 5]
+
+
+def test_a_first_step_that_is_not_finite_blames_the_checkpoint_before(clock):
+    reader, _ = metered(every=5)
+    reader.add(8, {"loss": jnp.float32("nan")})
+    with pytest.raises(
+        DivergedError, match=r"^step 8 has loss=nan, right after the checkpoint of step 7 in .*: delete"
+    ):
+        reader.finish()
