@@ -46,6 +46,12 @@ def choose(draft: Draft) -> Chosen:
 
 
 def _cluster(draft: Draft) -> Cluster:
+    cluster = _named(draft)
+    simulated = jax.devices()[0].platform == cluster.device.platform == "cpu" and jax.local_device_count() > 1
+    return cluster.simulated() if simulated else cluster
+
+
+def _named(draft: Draft) -> Cluster:
     devices, name = jax.devices(), draft.plan.cluster
     if name is None:
         slices = len({getattr(device, "slice_index", 0) for device in devices})

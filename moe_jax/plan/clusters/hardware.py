@@ -3,6 +3,7 @@
 Rates are those of one jax device. Links are counted in one direction, out of one device.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,8 @@ from moe_jax.plan.handling import FREE, Handling
 from moe_jax.plan.task_times import Linear
 
 Platform = Literal["tpu", "gpu", "cpu"]
+
+_STANDSTILL = 1e6  # times longer: nothing is computed beside it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,12 @@ class Cluster:
     def level(self, ranks: int) -> Level:
         """The links that a group of so many neighbours has to use."""
         return next((level for level in self.levels if ranks <= level.devices), self.levels[-1])
+
+    def simulated(self) -> "Cluster":
+        """Of devices of one process: what one sends is copied by the cores that would compute, so nothing overlaps."""
+        return dataclasses.replace(
+            self, name=f"{self.name} (simulated devices, which overlap nothing)", compute_slowdown=_STANDSTILL
+        )
 
     @property
     def watts(self) -> float | None:
