@@ -21,6 +21,7 @@ _COLUMNS = (
     "why not first",
 )
 _SHOWN = 8
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plan_text(plans: Plans) -> str:
@@ -40,16 +41,16 @@ def table(plans: Plans) -> str:
 
 def refusals(plans: Plans, most: int = 4) -> str:
     """Meshes that cannot work, and why."""
-    lines = [f"not {each.mesh}: {each.reason}" for each in plans.refused[:most]]
+    lines = [f"refused: {each.mesh}: {each.reason}" for each in plans.refused[:most]]
     left = len(plans.refused) - most
-    return "\n".join([*lines, *([f"nor {left} more meshes"] if left > 0 else [])])
+    return "\n".join([*lines, *([f"refused: {left} more meshes"] if left > 0 else [])])
 
 
 def facts(plans: Plans) -> str:
     """What the best plan costs."""
     found, busy, memory = plans.best.estimate, plans.best.estimate.busy, plans.best.memory
     device = plans.cluster.device
-    parts = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
     lines = [
         f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}",
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
@@ -59,7 +60,7 @@ def facts(plans: Plans) -> str:
         f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
-        f"memory      {gigabytes(memory.total)} per device at its peak, {memory.moment}: {parts}"
+        f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
         + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
     if found.joules_per_token is not None:
@@ -85,7 +86,7 @@ def _placement(plans: Plans) -> list[str]:
 
 def _traffic(plans: Plans) -> str:
     sent = traffic(plans.config, plans.cluster)
-    return ", ".join(f"{axis} {gigabytes(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
+    return ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
 
 
 def _ranges(best: Candidate) -> list[str]:
@@ -118,7 +119,7 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
         f"{'' if candidate.refined else '≤ '}{seconds(found.step_s)}",
         f"{found.mfu:.1%}",
         f"{found.tokens_per_s:,.0f}",
-        gigabytes(candidate.memory.total),
+        size(candidate.memory.total),
         f"{share:.0%}",
         _schedule(candidate),
         _exchange(candidate),
@@ -182,5 +183,7 @@ def dollars(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+def size(num_bytes: float) -> str:
+    """In the largest unit that leaves a digit in front of the point."""
+    factor, unit = next((each for each in _UNITS if round(num_bytes / each[0], 1) >= 1), _UNITS[-1])
+    return f"{num_bytes / factor:.1f} {unit}"

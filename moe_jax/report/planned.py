@@ -11,7 +11,7 @@ from moe_jax.draft import Draft
 from moe_jax.measure.targets import Target, TargetError, check_compiler, find_target
 from moe_jax.plan.candidates import divisors
 from moe_jax.plan.clusters import PRESETS, Cluster
-from moe_jax.plan.plan_text import dollars, gigabytes, plan_text, seconds
+from moe_jax.plan.plan_text import dollars, plan_text, seconds, size
 from moe_jax.plan.planner import Plans, plan
 from moe_jax.report.compiled import Compiled, CompileError, Job, analyse, compile_job
 
@@ -111,18 +111,18 @@ def _wanted(refusal: str) -> float | None:
 def describe(checked: Checked) -> str:
     """Predicted, compiled, and the factors between them."""
     best, memory, limit = checked.plans.best, checked.memory_factor, checked.plans.cluster.device.memory_bytes
-    room = "" if limit is None else f", of {gigabytes(limit)}"
+    room = "" if limit is None else f", of {size(limit)}"
     if checked.compiled is None:
         return (
-            f"refused     for {checked.target.name}: memory predicted {gigabytes(best.memory.total)}, "
-            f"wanted {gigabytes(checked.allocated_bytes)}{room}: × {memory:.2f}"
+            f"refused     for {checked.target.name}: memory predicted {size(best.memory.total)}, "
+            f"wanted {size(checked.allocated_bytes)}{room}: × {memory:.2f}"
         )
     outcome, replay, busy = checked.compiled.outcome, checked.compiled.replay, best.estimate.busy
-    parts = f"arguments {gigabytes(outcome.argument_bytes)}, temporaries {gigabytes(outcome.temporary_bytes)}"
+    parts = f"arguments {size(outcome.argument_bytes)}, temporaries {size(outcome.temporary_bytes)}"
     lines = [
         f"compiled    for {checked.target.name} in {outcome.compile_s:.0f} s, "
         + ", ".join(f"{name} {version}" for name, version in outcome.versions.items()),
-        f"memory      predicted {gigabytes(best.memory.total)}, compiled {gigabytes(checked.allocated_bytes)} "
+        f"memory      predicted {size(best.memory.total)}, compiled {size(checked.allocated_bytes)} "
         f"({parts}){room}: × {memory:.2f}" + ("" if checked.fits else ", does not fit"),
         f"step        predicted {seconds(best.estimate.step_s)}, compiled {seconds(replay.step_s)} by the compiler's "
         f"instructions: × {checked.step_factor:.2f}",

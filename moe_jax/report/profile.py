@@ -18,10 +18,10 @@ def table(profile: ClusterProfile) -> str:
     lines = [f"{'':{width}}   alpha µs        1/beta          best     r²"]
     for curve in profile.curves:
         best = max(amount / s for amount, s in zip(curve.amounts, curve.median_s, strict=True))
-        rates = [1 / curve.beta_s / 1e9 if curve.beta_s else float("inf"), best / 1e9]
+        fitted = f"{1 / curve.beta_s / 1e9:9.3g}" if curve.beta_s else "        -"  # sizes too small to tell
         unit = _PER_SECOND[curve.unit]
         lines.append(
-            f"{curve.label:{width}}  {1e6 * curve.alpha_s:9.1f}  {rates[0]:9.3g}  {rates[1]:9.3g} {unit:7}"
+            f"{curve.label:{width}}  {1e6 * curve.alpha_s:9.1f}  {fitted}  {best / 1e9:9.3g} {unit:7}"
             f"  {curve.r_squared:5.3f}"
         )
     return "\n".join(lines)

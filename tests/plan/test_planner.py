@@ -304,7 +304,7 @@ def test_the_text_tells_all_of_it() -> None:
     assert all(" more " in line or line.endswith("as fast") for line in lines[2:9])
     assert "16 × H100 SXM" in facts(plans)
     assert "$ per billion tokens" in facts(plans)
-    assert refusals(plans).startswith("not ") or not plans.refused
+    assert refusals(plans).startswith("refused: ") or not plans.refused
 
 
 def test_divisors() -> None:
