@@ -222,7 +222,7 @@ class Schedule:
     # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
     pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled", "coscheduled_split"] = "1f1b"
     virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
-    head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer
+    head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
 
 
 @dataclass(frozen=True, kw_only=True)

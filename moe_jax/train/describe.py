@@ -7,15 +7,15 @@ from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import Computation
 from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.plan_text import size
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.schedule.pipelines.bubble import lock_step_bubble
 from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
+from moe_jax.stages import Stages
 from moe_jax.train.metrics import human_seconds
 from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.setup import Run, compile_programs, open_run
-
-_MIB = 2**20
 
 
 def describe(run: Run) -> dict[str, str]:
@@ -28,30 +28,31 @@ def describe(run: Run) -> dict[str, str]:
         {
             "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
             "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
-            "mesh": " × ".join(f"{axis}={size}" for axis, size in shape.items()),
-            "blocks": " ".join(config.model.block_kinds),
+            "mesh": " × ".join(f"{axis}={ranks}" for axis, ranks in shape.items()),
+            "blocks": blocks_text(config),
             "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
             "memory": _memory(_predicted(run)),
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
-        | ({"pipeline": _pipeline(table)} if table else {})
+        | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
         | _trace(run)
     )
 
 
 def dry_run(config: Config) -> dict[str, str]:
-    """`describe`, and the memory and least time of a step, which is compiled for it. Raises UserError."""
+    """`describe`, and the memory and a yardstick for the time of a step, which is compiled for it. Raises UserError."""
     run = open_run(config)
     memory = compile_programs(run).step.memory_analysis()
     assert memory is not None, "every supported platform's compiler reports its memory"
     tokens = config.train.batch_size * config.data.seq_len
     flops = tokens * train_flops_per_token(config.model, config.data.seq_len)
-    floor_s = flops / matrix_flops_per_s(config.train.compute_dtype)
+    rate = matrix_flops_per_s(config.train.compute_dtype)
     return describe(run) | {
-        "temporaries": f"{memory.temp_size_in_bytes / _MIB:,.1f} MiB per device, as compiled",
-        "step time": f"at least {floor_s:.3g} s: {flops:.3g} FLOP at the matrix rate measured here",
+        "temporaries": f"{size(memory.temp_size_in_bytes)} per device, as compiled",
+        "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
+        f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
     }
 
 
@@ -60,22 +61,35 @@ def _predicted(run: Run) -> StepMemory:
     return step_memory(run.config, Computation.of(run.config, run.trainer.mesh).platform, shape)
 
 
-def _pipeline(table: Table) -> str:
-    """If a backward pass takes as long as two forward passes."""
+def blocks_text(config: Config) -> str:
+    """The kinds of blocks, and how many each pipeline stage holds."""
+    stages, kinds = Stages.of(config), " ".join(config.model.block_kinds)
+    held = [0] * stages.stages
+    for group, blocks in enumerate(stages.groups):
+        held[group % stages.stages] += len(blocks)
+    return f"{kinds} ({' + '.join(map(str, held))} on the stages)" if len(held) > 1 else kinds
+
+
+def pipeline_text(table: Table) -> str:
+    """What the stages hold and wait for; the hint is for batches in too few parts."""
     idle = lock_step_bubble(table, forward_s=1, backward_s=1, weight_s=1)
     chunks = f" × {table.chunks} chunks" if table.chunks > 1 else ""
-    return (
-        f"{table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches, in flight "
-        f"{' '.join(map(str, in_flight(table)))}, idle {idle:.0%} of {len(table.ticks)} ticks"
+    told = (
+        f"{table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches; at once the stages keep "
+        f"activations of {', '.join(map(str, in_flight(table)))}; idle {idle:.0%} of the time, if backward takes two "
+        f"forward passes and stages wait for each other after each of {len(table.ticks)} ticks"
     )
+    if table.microbatches < table.stages:
+        told += f" (fewer microbatches than stages: train.grad_accumulation={table.stages} or more idles less)"
+    return told
 
 
 def _memory(memory: StepMemory) -> str:
     """The largest parts of what is predicted."""
     parts = {"state": memory.state, "kept activations": memory.activations, "gradients": memory.gradients}
     parts |= {"head": memory.head, "a block at work": memory.working}
-    told = ", ".join(f"{name} {num_bytes / _MIB:,.1f}" for name, num_bytes in parts.items() if num_bytes)
-    return f"about {memory.total / _MIB:,.1f} MiB per device in a step: {told}"
+    told = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    return f"about {size(memory.total)} per device in a step: {told}"
 
 
 def _trace(run: Run) -> dict[str, str]:

@@ -1,0 +1,18 @@
+"""What a run says of itself before it starts."""
+
+from moe_jax.schedule.pipelines.build import make_table
+from moe_jax.train.describe import blocks_text, pipeline_text
+from tests.small import small_config
+
+
+def test_a_pipeline_says_what_is_kept_and_idle_and_hints_at_more_microbatches() -> None:
+    few, enough = (pipeline_text(make_table("1f1b", 2, parts)) for parts in (1, 2))
+    assert "1 microbatches; at once the stages keep activations of 1, 1; idle 50% of the time" in few
+    assert few.endswith("(fewer microbatches than stages: train.grad_accumulation=2 or more idles less)")
+    assert enough.endswith("after each of 6 ticks")
+
+
+def test_blocks_are_told_for_each_stage() -> None:
+    config = small_config(1, 1, pipeline=2, every=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
+    assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
+    assert blocks_text(small_config(1, 1)) == "dense moe"
