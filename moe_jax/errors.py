@@ -6,9 +6,11 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 # What the system says of a path that a user got wrong.
 _BAD_NAME = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -37,7 +39,11 @@ class CheckpointError(UserError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reads a command line; what is wrong with it is told in one line."""
+    """Reads a command line; what is wrong with it is told in one line. An empty text is no Path."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         """End the command."""
@@ -45,7 +51,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and exit code 2."""
+    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and exit code 2.
+
+    Ctrl-C, where `main` does not handle it, becomes one line and exit code 130.
+    """
     for stream in (sys.stdout, sys.stderr):  # sampled text may hold characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -53,6 +62,8 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         _exit_with(str(error))
+    except KeyboardInterrupt:
+        _exit_with("interrupted", EXIT_INTERRUPTED, kind="stopped")
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -61,7 +72,13 @@ def run_command(main: Callable[[], None]) -> None:
         _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")
 
 
-def _exit_with(message: str) -> NoReturn:
-    sys.stderr.write(" ".join(["error:", *message.splitlines()]) + "\n")  # at once: other processes may write too
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file or folder")
+    return Path(text)
+
+
+def _exit_with(message: str, code: int = EXIT_BAD_INPUT, kind: str = "error") -> NoReturn:
+    sys.stderr.write(" ".join([f"{kind}:", *message.splitlines()]) + "\n")  # at once: other processes may write too
     sys.stderr.flush()
-    sys.exit(EXIT_BAD_INPUT)
+    sys.exit(code)

@@ -4,6 +4,7 @@ What is not a flag of the launcher goes to every process. Process 0 has the term
 is passed on behind their rank. When one fails, or the launcher is told to stop, none stays behind.
 """
 
+import importlib.util
 import os
 import queue
 import signal
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise LaunchError(f"--processes={arguments.processes} must be at least 1")
     if arguments.port is not None and not 0 < arguments.port < 2**16:
         raise LaunchError(f"--port={arguments.port} must be 1..65535")
+    if not arguments.grace >= 0:
+        raise LaunchError(f"--grace={arguments.grace:g} must be 0 seconds or more")
+    if not _exists(arguments.module):
+        raise LaunchError(f"--module={arguments.module} is not found: name what python -m can run, e.g. moe_jax.train")
     sys.exit(
         launch(
             arguments.module,
@@ -52,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.grace,
         )
     )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of the package that it should be in; an empty name
+        return False
 
 
 def free_port() -> int:

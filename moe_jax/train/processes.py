@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.config_checks import nearest_multiples
-from moe_jax.errors import EXIT_BAD_INPUT, ConfigError, UserError
+from moe_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -209,6 +209,8 @@ def _exit_code(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, UserError):
         return EXIT_BAD_INPUT
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     return 1
 
 

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.cases import ROOT, Refusal, cases, tree
+from tests.bad_input.cases import ROOT, Command, Refusal, Said, cases, tree
 
 LAUNCHED = [
     ("launch: no processes", "launch --processes 0", "--processes=0 must be at least 1"),
+    ("launch: less than no time", "launch --processes 2 --grace -1", "--grace=-1 must be 0 seconds or more"),
+    *(
+        (
+            f"launch: no such module: {name}",
+            f"launch --processes 2 --module {name}",
+            f"--module={name} is not found: name what python -m can run, e.g. moe_jax.train",
+        )
+        for name in ("nothere", "not.here", "moe_jax.nothere")
+    ),
     ("launch: no such port", "launch --processes 2 --port 70000", "--port=70000 must be 1..65535"),
 ]
 
@@ -128,6 +137,10 @@ def test_a_plan_that_could_not_be_written_is_not_made(
         ("generate", "the following arguments are required: --run"),
         ("generate --run full --tokens=x", "argument --tokens: invalid int value: 'x'"),
         ("launch", "the following arguments are required: --processes"),
+        ("train --config ''", "argument --config: '' names no file or folder"),
+        ("measure --out ''", "argument --out: '' names no file or folder"),
+        ("generate --run ''", "argument --run: '' names no file or folder"),
+        ("report run --save-hlo=", "argument --save-hlo: '' names no file or folder"),
         ("prepare_text text.txt", "give INPUT and OUTPUT, or --verify and a folder"),
     ],
 )
@@ -137,6 +150,14 @@ def test_a_wrong_flag_is_told_with_the_command_that_lists_them(
     name = line.split()[0]
     program = f"scripts/{name}.py" if name == "prepare_text" else f"-m moe_jax.{name}"
     assert_refused(line, f"{message}: see python {program} --help")
+
+
+def test_an_interrupted_command_says_so(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_jax.plan.__main__.plan", interrupt)
+    assert command("plan --model tiny.yaml --cluster h100x8") == Said(130, "stopped: interrupted\n")
 
 
 @pytest.mark.parametrize(
