@@ -40,15 +40,20 @@ def choose(draft: Draft) -> Chosen:
             f"{max(draft.open)}=auto became something else on other processes: give them the same config, "
             "plan.cluster and log.dir"
         )
-    source = f"as in {draft.log.dir}" if saved else f"planned for {cluster.name}"
+    alone = ", whose simulated devices overlap nothing" if _simulates(cluster) else ""
+    source = f"as in {draft.log.dir}" if saved else f"planned for {cluster.name}{alone}"
     told = " ".join(f"{name}={_text(setting(config, name))}" for name in sorted(draft.open))
     return Chosen(config, {"auto": f"{told}, {source}"})
 
 
 def _cluster(draft: Draft) -> Cluster:
     cluster = _named(draft)
-    simulated = jax.devices()[0].platform == cluster.device.platform == "cpu" and jax.local_device_count() > 1
-    return cluster.simulated() if simulated else cluster
+    return cluster.simulated() if _simulates(cluster) else cluster
+
+
+def _simulates(cluster: Cluster) -> bool:
+    """Whether devices of this run stand for those of the cluster, which are CPUs, too."""
+    return jax.devices()[0].platform == cluster.device.platform == "cpu" and jax.local_device_count() > 1
 
 
 def _named(draft: Draft) -> Cluster:

@@ -34,7 +34,7 @@ def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
     assert found == choose.choose(draft_in(tmp_path)), "every process finds the same"
     assert found.config.mesh.data * found.config.mesh.expert == 8
     assert f"mesh.expert={found.config.mesh.expert} schedule.chunk_mb=" in found.facts["auto"]
-    assert found.facts["auto"].endswith(", planned for cpux8 (simulated devices, which overlap nothing)")
+    assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
     assert found.config.schedule.microbatches == 1, "simulated devices share the cores: nothing can be hidden"
     assert open_run(found.config).first_step == 0
 
@@ -66,7 +66,7 @@ def test_a_run_on_another_mesh_is_planned_anew(
     pretend_run(tmp_path, draft_in(tmp_path).choose(mesh=saved), monkeypatch)
     found = choose.choose(draft_in(tmp_path, *overrides))
     assert found.config.mesh.data * found.config.mesh.expert == 8
-    assert found.facts["auto"].endswith(", planned for cpux8 (simulated devices, which overlap nothing)")
+    assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
 
 
 def test_processes_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

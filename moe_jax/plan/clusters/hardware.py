@@ -91,9 +91,7 @@ class Cluster:
 
     def simulated(self) -> "Cluster":
         """Of devices of one process: what one sends is copied by the cores that would compute, so nothing overlaps."""
-        return dataclasses.replace(
-            self, name=f"{self.name} (simulated devices, which overlap nothing)", compute_slowdown=_STANDSTILL
-        )
+        return dataclasses.replace(self, compute_slowdown=_STANDSTILL)
 
     @property
     def watts(self) -> float | None:
