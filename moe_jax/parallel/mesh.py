@@ -33,6 +33,11 @@ def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
     text = " × ".join(
         f"{axis}={size}" for axis, size in sizes.items() if size > 1 or (axis in BATCH_AXES and size == 1)
     )
+    if num_devices == 1 and fixed > 1:  # as on a laptop
+        raise MeshError(
+            f"mesh: {text} = {fixed}, but there is one device: use mesh.cpu_devices={fixed} to simulate as many on the "
+            f"CPU, or {_cure(sizes, 1).removeprefix('use ')}"
+        )
     free = [axis for axis, size in sizes.items() if size == -1]
     if free and num_devices % fixed:
         raise MeshError(

@@ -40,6 +40,14 @@ def test_wrong_products_name_a_cure_that_works(settings):
     assert mesh_sizes(Mesh(**cured), 8)
 
 
+def test_a_lone_device_may_be_simulated_as_many():
+    for settings in (Mesh(expert=4), Mesh(data=1, expert=4)):
+        with pytest.raises(MeshError, match=r"expert=4 = 4, but there is one device: use mesh.cpu_devices=4 to simul"):
+            mesh_sizes(settings, 1)
+    assert mesh_sizes(Mesh(expert=4), 4)
+    assert mesh_sizes(Mesh(), 1)
+
+
 def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
     mesh = make_mesh(Mesh(data=2, expert=4))
     ids = [device.id for device in mesh.devices.flatten()]
