@@ -45,7 +45,9 @@ def find_cluster(name: str) -> Cluster:
         cure = f"did you mean {near[0]}-{size or 64}?" if near else others
         raise ClusterError(f"cluster {name!r} is unknown: {cure}")
     if size is None:
-        raise ClusterError(f"cluster {name} wants a number of devices: write {name}-{8 * PRESETS[kind].unit}")
+        raise ClusterError(
+            f"cluster {name} does not say how many devices: add a number, as in {name}-{8 * PRESETS[kind].unit}"
+        )
     if max(len(size), len(slices or "")) > _MOST_DIGITS or int(slices or 1) * int(size) > _MOST_DEVICES:
         raise ClusterError(f"cluster {name} has too many devices: use up to {_MOST_DEVICES:,}")
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
