@@ -134,7 +134,11 @@ def _override(values: dict[str, Any], text: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {text!r}: {section} is a value, not a section")
         values = inner
-    values[key] = _parse(value, f"override {text!r}") if value else ""
+    found = _parse(value, f"override {text!r}") if value else ""
+    if found is None and name in _SECTIONS:
+        dense = ": set model.moe.num_experts=0 for a model without experts" if name == "model.moe" else ""
+        raise ConfigError(f"override {text!r}: {name} is a section, and null would leave it as it is{dense}")
+    values[key] = found
 
 
 def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         if not any(value == each and type(value) is type(each) for each in allowed):  # true is no 1
             _refuse_auto(name, value)
             words = list(map(str, allowed))
-            near = difflib.get_close_matches(str(value), words, n=1)
+            near = difflib.get_close_matches(str(value), [*words, "auto"] if name in PLANNED else words, n=1)
             cure = f": did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name}={value} must be {' or '.join(words)}{cure}")
         return value
@@ -198,6 +202,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         type(None): "null",
     }
     cure = ": put it in quotes" if str in options and isinstance(value, bool | int | float) else ""
+    if name in PLANNED and difflib.get_close_matches(str(value), ["auto"]):
+        cure = ": did you mean auto?"
     raise ConfigError(f"{name}={value!r} must be {' or '.join(expected[o] for o in options)}, not {_kind(value)}{cure}")
 
 
@@ -248,3 +254,6 @@ def setting_names(section: type, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if dataclasses.is_dataclass(hint):
             yield from setting_names(typing.cast(type, hint), f"{prefix}{name}.")
+
+
+_SECTIONS = {name.rpartition(".")[0] for name in setting_names(Config)}

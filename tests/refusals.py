@@ -9,6 +9,16 @@ REFUSED = {
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan must be a finite number",
     "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
     "model.moe.capacity_factor=-1": "model.moe.capacity_factor=-1.0 must be above 0 (or null)",
+    "mesh.cpu_devices=4096": (
+        "mesh.cpu_devices=4096 simulated devices are more than one machine can run: use 512 or fewer, or "
+        "python -m moe_jax.plan, which plans for clusters that need not be there"
+    ),
+    **{f"{name}=": f"{name} is empty: name a file, or null" for name in ("schedule.task_times", "tune.cache")},
+    "plan.cluster=": "plan.cluster is empty: name a cluster, or null",
+    "mesh.pipeline=2 optimizer.zero=2": (
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "which gradients are summed: use optimizer.zero=1"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must lie in 0..1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",

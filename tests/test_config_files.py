@@ -196,6 +196,17 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("model.activation=3", "model.activation=3 must be swiglu or gelu"),
         ("model=3", f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(Model))}"),
         ("train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
+        ("mesh.expert=auot", "mesh.expert='auot' must be a whole number, not text: did you mean auto?"),
+        (
+            "schedule.policy=atuo",
+            "schedule.policy=atuo must be vanilla or expert_pipeline or unified: did you mean auto?",
+        ),
+        ("train=null", "override 'train=null': train is a section, and null would leave it as it is"),
+        (
+            "model.moe=null",
+            "override 'model.moe=null': model.moe is a section, and null would leave it as it is: "
+            "set model.moe.num_experts=0 for a model without experts",
+        ),
         ("=3", "override '=3' is not of the form section.key=value, e.g. train.steps=100"),
         (
             "train.steps={",

@@ -74,6 +74,7 @@ _AT_LEAST: dict[str, float] = {
     "log.sample_tokens": 0,
 }
 _AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits
+_SIMULATED_AT_MOST = 512  # devices, each with several threads and copies of what is not cut
 # Numbers that must lie above 0.
 _POSITIVE = (
     "model.norm_eps",
@@ -111,6 +112,11 @@ def check_ranges(config: "Sections") -> None:
             raise ConfigError(f"{name}={value} must be at least {_AT_LEAST[name]}{_or_null(config, name)}")
         if isinstance(value, int) and value > _AT_MOST:
             raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
+    if (devices := config.mesh.cpu_devices) is not None and devices > _SIMULATED_AT_MOST:
+        raise ConfigError(
+            f"mesh.cpu_devices={devices} simulated devices are more than one machine can run: use "
+            f"{_SIMULATED_AT_MOST} or fewer, or python -m moe_jax.plan, which plans for clusters that need not be there"
+        )
     for name, value in _numbers(config, _POSITIVE):
         if value <= 0:
             raise ConfigError(f"{name}={value} must be above 0{_or_null(config, name)}")

@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from moe_jax.config_checks.ranges import setting
 from moe_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_jax.config import Config
+
+
+_NAMES = {"schedule.task_times": "file", "tune.cache": "file", "plan.cluster": "cluster"}
 
 
 def check_training(config: "Config") -> None:
@@ -19,6 +23,9 @@ def check_training(config: "Config") -> None:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:
         raise ConfigError("log.dir is empty: name the folder that receives the run")
+    for name, kind in _NAMES.items():
+        if setting(config, name) == "":
+            raise ConfigError(f"{name} is empty: name a {kind}, or null")
     traced, steps = config.log.trace_step, config.train.steps
     if traced is not None and traced > steps:
         raise ConfigError(
