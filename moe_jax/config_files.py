@@ -103,6 +103,8 @@ def _read(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read ({reason}): name a YAML file") from None
     values = _parse(text, str(path))
+    if values is None and path.name == "config.yaml":  # a run writes all settings there
+        raise ConfigError(f"config file {path} is empty: put the run's own there again, or name another file or folder")
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -18,6 +18,9 @@ _BAD_NAME = {
 }
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
 class UserError(Exception):
     """Bad input. The message is one line that gives the name, the value and the cure."""
 
@@ -67,9 +70,19 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
+        if error.errno in _FULL:
+            _exit_with(f"{error.filename or 'a file'}: {error.strerror}: make room on that disk")
         if error.errno not in _BAD_NAME or error.filename is None:
             raise
         _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, says that a disk has no room left; libraries have errors of their own."""
+    if error is None:
+        return False
+    told = isinstance(error, OSError) and error.errno in _FULL
+    return told or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
 
 
 def _path(text: str) -> Path:

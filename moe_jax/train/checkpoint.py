@@ -1,14 +1,17 @@
 """Checkpoints of a run: the training state and the data position, saved in the background by orbax."""
 
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
+from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
 
@@ -37,15 +40,39 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception as problem:
+            if error is None:  # or what ended the run is told
+                raise self._not_saved(problem) from problem
 
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> None:
-        """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept."""
+        """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept.
+
+        Raises CheckpointError if there is no room on the disk: now, or from here or on leaving if others fill it first.
+        """
         if step == self._manager.latest_step():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)),
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._manager.directory).free
+        if free < needed:  # threads that run into it would each print a stack, and leave files
+            raise self._no_room(f"checkpoint of step {step} takes {size(needed)}, and there are {size(free)} left")
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)),
+            )
+        except Exception as problem:  # of this save, or the one before
+            raise self._not_saved(problem) from problem
+
+    def _not_saved(self, problem: Exception) -> Exception:
+        return self._no_room("last checkpoint found no room on the disk") if is_full_disk(problem) else problem
+
+    def _no_room(self, told: str) -> CheckpointError:
+        newest = newest_checkpoint(self._run)
+        goes_on = "starts again" if newest is None else f"goes on from step {newest}"
+        return CheckpointError(
+            f"log.dir={self._run}: its {told}: make room, or use another log.dir; the same command then {goes_on}"
         )
 
     def restore(self, step: int, state_shapes: Any) -> tuple[Any, dict[str, Any]]:
@@ -113,8 +140,10 @@ def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]
 
 
 def _not_restored(run: Path, step: int, error: Exception) -> CheckpointError:
-    folder = run / FOLDER / str(step)
+    folder, reason = run / FOLDER / str(step), first_line(error)
+    if "TensorStore" in reason:  # where in which array, and the names of C++ functions
+        reason = "some of its numbers cannot be read: files are damaged"
     return CheckpointError(
-        f"checkpoint {folder} cannot be restored ({first_line(error)}): "
+        f"checkpoint {folder} cannot be restored ({reason}): "
         "move that folder away to use the one before, or use another log.dir"
     )

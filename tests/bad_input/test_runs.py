@@ -4,15 +4,18 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.errors import run_command
+from moe_jax.errors import CheckpointError, run_command
 from moe_jax.train import loop
+from moe_jax.train.checkpoint import Checkpoints, _not_restored
 from moe_jax.train.setup import Run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
@@ -128,6 +131,11 @@ LOST_CONFIG = [
         "config file run/config.yaml does not exist: name a YAML file, or the folder of a run",
     ),
     (
+        "empty",
+        write("config.yaml", ""),
+        "config file run/config.yaml is empty: put the run's own there again, or name another file or folder",
+    ),
+    (
         "cut short",
         write("config.yaml", "model: {"),
         "run/config.yaml: expected the node content, but found '<stream end>' at line 1, column 9",
@@ -202,3 +210,35 @@ def test_a_run_that_diverges_ends_before_what_came_of_it_is_saved(
     assert code == 2
     assert errors.startswith(f"error: {message}")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_checkpoint_that_finds_no_room_ends_the_run_and_is_not_begun(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove("checkpoints/4")(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+    code, errors = command("train --config tiny.yaml")
+    assert code == 2
+    pattern = r"error: log\.dir=run: its checkpoint of step 4 takes .* kB, and there are 5\.0 kB left: .* from step 2\n"
+    assert re.match(pattern, errors)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_disk_that_others_fill_meanwhile_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: [OS error 28: No space left on device]")
+
+    checkpoints = Checkpoints(run, keep=2)
+    monkeypatch.setattr(checkpoints._manager, "close", fail.__get__(checkpoints))
+    with pytest.raises(CheckpointError, match=r"^log\.dir=run: its last checkpoint found no room"), checkpoints:
+        pass
+    with pytest.raises(CheckpointError, match=r"^something else"), checkpoints:
+        raise CheckpointError("something else")
+
+
+def test_numbers_that_cannot_be_read_are_told_in_words() -> None:
+    """orbax quotes a C++ method of TensorStore's."""
+    said = ValueError("Encountered error … See full TensorStore details: <bound method pybind11_detail_function_record")
+    assert str(_not_restored(Path("run"), 4, said)).startswith(
+        "checkpoint run/checkpoints/4 cannot be restored (some of its numbers cannot be read: files are damaged): move"
+    )
