@@ -5,16 +5,16 @@ import jax
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
-from moe_jax.models.transformer import Computation
-from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.plan_text import size
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.plan.step_memory import StepMemory
 from moe_jax.schedule.pipelines.bubble import lock_step_bubble
 from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.stages import Stages
 from moe_jax.train.metrics import human_seconds
 from moe_jax.train.profiled import step_to_trace
+from moe_jax.train.room import predicted_memory
 from moe_jax.train.setup import Run, compile_programs, open_run
 
 
@@ -31,7 +31,7 @@ def describe(run: Run) -> dict[str, str]:
             "mesh": " × ".join(f"{axis}={ranks}" for axis, ranks in shape.items()),
             "blocks": blocks_text(config),
             "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
-            "memory": _memory(_predicted(run)),
+            "memory": _memory(predicted_memory(run)),
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
@@ -54,11 +54,6 @@ def dry_run(config: Config) -> dict[str, str]:
         "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
         f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
     }
-
-
-def _predicted(run: Run) -> StepMemory:
-    shape = run.trainer.mesh.shape
-    return step_memory(run.config, Computation.of(run.config, run.trainer.mesh).platform, shape)
 
 
 def blocks_text(config: Config) -> str:

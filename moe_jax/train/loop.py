@@ -14,6 +14,7 @@ from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
+from moe_jax.train.room import check_room
 from moe_jax.train.setup import Run, compile_programs, open_run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
@@ -30,6 +31,7 @@ def train(config: Config) -> State:
     with stop_on_signals() as stop:
         run = open_run(config)
         _say(table(describe(run)))
+        check_room(run)
         peak = matrix_flops_per_s(config.train.compute_dtype)
         programs = compile_programs(run)
         write_start(run)

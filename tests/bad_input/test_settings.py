@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_jax.train import room
 from tests.bad_input.cases import Refusal, cases
 
 CONFIG = [
@@ -331,3 +332,22 @@ MESH = [
 @pytest.mark.parametrize(("words", "message"), cases(CONFIG + SCHEDULE + PARTS + MESH))
 def test_settings_that_cannot_be(words: str, message: str, assert_refused: Refusal) -> None:
     assert_refused(f"train --config tiny.yaml {words}", message)
+
+
+def test_a_model_without_room_in_this_machine_is_not_compiled(
+    assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("moe_jax.train.loop.compile_programs")
+    monkeypatch.setattr(room, "machine_bytes", lambda: 100_000)
+    monkeypatch.setattr(room, "size", lambda num_bytes: "MUCH")
+    little = "a step takes about MUCH on 8 simulated devices, MUCH of it for parameters and optimizer, and this machine"
+    assert_refused(
+        "train --config tiny.yaml",
+        f"{little} has MUCH: use a smaller model, or cut it into more parts (mesh.expert, optimizer.zero=1) on the "
+        "same devices",
+    )
+    assert_refused(
+        "train --config tiny.yaml train.batch_size=64 data.validation_fraction=0.5",
+        f"{little} has MUCH: use a smaller train.batch_size or data.seq_len, more train.grad_accumulation, or "
+        "schedule.remat=full",
+    )
