@@ -1,6 +1,7 @@
 """Text from a trained model, on one device."""
 
 import functools
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ def sample_tokens(
 def sample_text(config: Config, params: Any, prompt: str, count: int, temperature: float, seed: int) -> str:
     """Prompt and continuation as text. Raises ConfigError for an empty prompt, DataError for a missing tokenizer."""
     tokens = sample_tokens(config, params, encode_prompt(config, prompt), count, temperature, seed)
-    return prompt + load_tokenizer(Path(config.data.path)).decode(tokens.tolist())
+    return prompt + _shown(load_tokenizer(Path(config.data.path)).decode(tokens.tolist()))
+
+
+def _shown(text: str) -> str:
+    """Without control characters, which a terminal would obey: a model of bytes samples them, too."""
+    seen = text.replace("\r\n", "\n")
+    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in seen)
 
 
 def encode_prompt(config: Config, prompt: str) -> NDArray[np.int32]:
