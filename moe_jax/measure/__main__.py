@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.errors import CommandParser, run_command
+from moe_jax.files import check_writable
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, sizes_for
 from moe_jax.measure.provenance import provenance
@@ -49,7 +50,7 @@ def main() -> None:
     processes.initialize(processes.options_from(arguments), arguments.cpu_devices)
     with processes.fail_fast():
         if processes.is_main_process():
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(arguments.out, arguments.out.with_suffix(".png"))  # before minutes are spent
         profile = measure(kinds, arguments.quick, rounds, arguments.node_devices)
         if processes.is_main_process():
             _write(profile, arguments.out)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.files import check_writable
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
@@ -68,6 +69,10 @@ def _compiled(arguments: argparse.Namespace) -> None:
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
     target = find_target(arguments.compile)
+    if arguments.out:
+        check_writable(*(arguments.out / name for name in ("report.txt", "timeline.png", "trace.json")))
+    if arguments.save_hlo:
+        check_writable(arguments.save_hlo / "POLICY.hlo")
     overrides = [arguments.run, *arguments.overrides] if arguments.run else []
     options = dict(map(_option, arguments.option))
     variants = variants_of(arguments.policies, overrides)

@@ -45,7 +45,7 @@ MEASURED = [
     (
         "measure: a file in the way",
         "measure --out file/profile.json",
-        "file: File exists: name another file or folder",
+        "file: Not a directory: name another file or folder",
     ),
 ]
 

@@ -46,6 +46,7 @@ SCHEDULED = "report --compile cpu:8 --config tiny.yaml schedule.policy=unified"
 WANTED = "name the folder that log.trace_step filled, e.g. RUN/trace/0"
 
 TRACES = [
+    ("for nothing", f"{SCHEDULED} --save-hlo file", "file: Not a directory: name another file or folder"),
     ("alone", "report --trace full", "--trace full goes with --compile TARGET --config FILE: name both"),
     ("missing", f"{SCHEDULED} --trace runn", f"--trace runn is no folder: {WANTED}"),
     ("something else", f"{SCHEDULED} --trace full", f"--trace full has no step.hlo: {WANTED}"),
