@@ -21,6 +21,7 @@ from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import Trainer, make_trainer
 
 CONFIG = "configs/bench/box.yaml"
+ROUNDS = 40
 VARIANTS = {
     "plain": ["exchange.algorithm=flat"],
     "unified_1": ["exchange.algorithm=flat", "schedule.policy=unified", "schedule.microbatches=1"],
@@ -35,8 +36,8 @@ def seconds(trainer: Trainer, state: Any, batch: jax.Array) -> tuple[float, Any]
 
 
 def main() -> None:
-    """Measure and write results/overhead.json."""
-    rounds = count_argument("ROUNDS", 40, __doc__)
+    """Measure and write results/overhead.json; of fewer rounds, overhead.quick.json."""
+    rounds = count_argument("ROUNDS", ROUNDS, __doc__)
     initialize(Processes(mode="off"), 2)
     configs = {name: load_config(CONFIG, settings) for name, settings in VARIANTS.items()}
     config = configs["plain"]
@@ -55,7 +56,7 @@ def main() -> None:
             found[name], state = seconds(trainers[name], state, batch)
         if turn >= 2:  # the first compile
             ratios.append(found["unified_1"] / found["plain"])
-    write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)})
+    write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)}, quick=rounds < ROUNDS)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from moe_jax.measure.quartiles import Quartiles
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_result(name: str, values: dict[str, Any]) -> Path:
-    """Store and print the values of a benchmark."""
+def write_result(name: str, values: dict[str, Any], quick: bool = False) -> Path:
+    """Store and print the values of a benchmark; of a `quick` try beside those that stay."""
+    name = f"{name}.quick" if quick else name
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(values | {"provenance": provenance()}, indent=2) + "\n")
