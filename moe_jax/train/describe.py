@@ -35,6 +35,7 @@ def describe(run: Run) -> dict[str, str]:
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
+        | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
         | _trace(run)
@@ -63,6 +64,18 @@ def blocks_text(config: Config) -> str:
     for group, blocks in enumerate(stages.groups):
         held[group % stages.stages] += len(blocks)
     return f"{kinds} ({' + '.join(map(str, held))} on the stages)" if len(held) > 1 else kinds
+
+
+def unused(config: Config) -> dict[str, str]:
+    """Settings that have no effect here, though they may be meant to in other runs of the same config."""
+    told, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
+    if config.is_plain and config.schedule.task_times:
+        told.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
+    if warmup > steps:
+        told.append(
+            f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
+        )
+    return {"unused": "; ".join(told)} if told else {}
 
 
 def pipeline_text(table: Table) -> str:

@@ -1,7 +1,10 @@
 """What a run says of itself before it starts."""
 
+import dataclasses
+
+from moe_jax.config import Optimizer, Train
 from moe_jax.schedule.pipelines.build import make_table
-from moe_jax.train.describe import blocks_text, pipeline_text
+from moe_jax.train.describe import blocks_text, pipeline_text, unused
 from tests.small import small_config
 
 
@@ -16,3 +19,11 @@ def test_blocks_are_told_for_each_stage() -> None:
     config = small_config(1, 1, pipeline=2, every=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
     assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
     assert blocks_text(small_config(1, 1)) == "dense moe"
+
+
+def test_settings_without_effect_are_told() -> None:
+    config = small_config(1, 1, schedule={"task_times": "times.json"})
+    assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
+    short = dataclasses.replace(small_config(1, 1), train=Train(steps=20), optimizer=Optimizer(warmup_steps=21))
+    assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
+    assert unused(small_config(1, 1)) == {}

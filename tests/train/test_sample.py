@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, Data, Train
-from moe_jax.train.sample import sample_tokens
+from moe_jax.train.sample import _shown, sample_tokens
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
 
@@ -47,3 +47,8 @@ def test_windows_draw_from_keys_of_their_own(params):
     new = sample_tokens(config, flat, prompt, 64, temperature=1, seed=0).reshape(4, 16)
     assert len({tuple(window) for window in new.tolist()}) == 4
     np.testing.assert_array_equal(new.ravel(), sample_tokens(config, flat, prompt, 64, temperature=1, seed=0))
+
+
+def test_control_characters_are_not_shown() -> None:
+    """A terminal would obey them."""
+    assert _shown("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
