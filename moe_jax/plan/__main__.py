@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_jax.config import Data, Model
 from moe_jax.config_files import load_draft, to_yaml
 from moe_jax.draft import open_draft
 from moe_jax.errors import CommandParser, ConfigError, run_command
@@ -94,7 +95,7 @@ def _told(out: Path) -> Iterator[None]:
 def _write(plans: Plans, text: str, out: Path) -> None:
     facts = [f"{name}: {value}" for name, value in origin().items()]
     files = {
-        out: to_yaml(plans.config).encode(),
+        out: (_head(plans) + to_yaml(plans.config)).encode(),
         out.with_suffix(".txt"): "\n".join([text, "", *facts, ""]).encode(),
     }
     picture = io.BytesIO()
@@ -106,6 +107,18 @@ def _write(plans: Plans, text: str, out: Path) -> None:
     with _told(out):
         write_together(files)
     print(f"wrote {', '.join(map(str, files))}")
+
+
+def _head(plans: Plans) -> str:
+    """What the config is, as its comment."""
+    config = plans.config
+    told = f"# Planned for {plans.cluster.name}: {seconds(plans.best.estimate.step_s)} a step, as predicted.\n"
+    if config.data == Data(seq_len=config.data.seq_len) and config.model.vocab_size != Model().vocab_size:
+        told += (
+            f"# Set data.path before training: the default is a text of bytes, and this model knows "
+            f"{config.model.vocab_size:,} tokens.\n# scripts/prepare_text.py makes a folder of tokens from text.\n"
+        )
+    return told
 
 
 def _title(plans: Plans) -> str:

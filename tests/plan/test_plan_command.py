@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from moe_jax.config_files import load_config
+from moe_jax.config_files import load_config, load_draft
 from moe_jax.plan import __main__ as command
+from moe_jax.plan.clusters import find_cluster
 
 CONFIG = """
 model: {d_model: 64, num_layers: 6, num_heads: 4, moe: {num_experts: 8, top_k: 2, hidden_dim: 64}}
@@ -59,7 +60,19 @@ def test_a_plan_is_written_with_a_picture_that_says_what_of_the_step_it_shows(
     assert Path("new/plan.txt").read_text().startswith(said.partition("\n\nwrote ")[0].partition("\nwrote ")[0])
     assert Path("new/plan.png").read_bytes().startswith(b"\x89PNG")
     mesh = load_config("new/plan.yaml").mesh
+    written = Path("new/plan.yaml").read_text()
+    assert written.startswith("# Planned for h100x8: ")
+    assert "# Set data.path before training: " not in written, "a model of bytes finds its text"
     step = re.search(r"step +(.*?) for ", said)
     assert step
     assert titles[0].startswith(f"{shown}from a step of {step[1]} on h100x8, ")
     assert mesh.data * mesh.expert * mesh.pipeline == 8
+
+
+def test_a_plan_of_a_published_model_says_that_it_has_no_data_yet() -> None:
+    draft = load_draft(None, ["model.vocab_size=32000", "schedule.policy=auto", "data.seq_len=64", "mesh.data=1"])
+    head = command._head(command.plan(draft, find_cluster("h100x1")))
+    assert (
+        "# Set data.path before training: the default is a text of bytes, and this model knows 32,000 tokens.\n" in head
+    )
+    assert all(line.startswith("#") for line in head.splitlines())
