@@ -19,6 +19,7 @@ class Leaf(NamedTuple):
 
 
 _ROUTER = Leaf("router", ("model", "choices"))
+SCORE_BIAS = Leaf("score_bias", ("choices",), "zeros")  # counts in the choice alone: nothing is differentiated by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ GATES: dict[str, GateFacts] = {
         )
     ),
     "deepseek_v2": GateFacts(),
-    "deepseek_v3": GateFacts(parameters=(_ROUTER, Leaf("score_bias", ("choices",), "zeros"))),
+    "deepseek_v3": GateFacts(parameters=(_ROUTER, SCORE_BIAS)),
     "hash": GateFacts(sees_tokens=True, parameters=()),
     "random": GateFacts(sees_tokens=True, parameters=()),
     "batch_prioritised": GateFacts(splits=False),
@@ -57,6 +58,7 @@ GATES: dict[str, GateFacts] = {
         parameters=(Leaf("slots", ("model", "choices", "slots"), "normal"), Leaf("scale", ("one",), 1.0)),
     ),
 }
+BIASED = ("softmax", "sigmoid", "deepseek_v3")  # may choose by score + bias
 GROUPED = ("deepseek_v2", "deepseek_v3")  # know groups of experts
 
 
@@ -78,4 +80,6 @@ def gate_parameters(model: "Model") -> dict[str, tuple[dict[str, int], str | flo
     leaves = moe.gate_facts.parameters
     if moe.bias and any(leaf.name == "router" for leaf in leaves):
         leaves += (Leaf("router_bias", ("choices",), "zeros"),)
+    if moe.bias_update_rate is not None and SCORE_BIAS not in leaves:
+        leaves += (SCORE_BIAS,)
     return {leaf.name: ({dim: sizes[dim] for dim in leaf.dims}, leaf.first) for leaf in leaves}

@@ -59,20 +59,20 @@ def linear(p, x_TD):
 
 
 def softmax(p, x_TD, moe: MoE, draws: Draws):
-    return of_softmax(linear(p, x_TD), moe)
+    return of_softmax(linear(p, x_TD), moe, p.get("score_bias", 0.0))
 
 
-def of_softmax(logit_TE, moe: MoE):
+def of_softmax(logit_TE, moe: MoE, bias_E=0.0):
     prob_TE = jnp.exp(logit_TE - logit_TE.max(-1, keepdims=True))
     prob_TE = prob_TE / prob_TE.sum(-1, keepdims=True)
-    best = first_k(prob_TE, moe.top_k)
+    best = first_k(prob_TE + bias_E, moe.top_k)
     return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
 
 
 def sigmoid(p, x_TD, moe: MoE, draws: Draws):
     logit_TE = linear(p, x_TD)
     score_TE = 1 / (1 + jnp.exp(-logit_TE))
-    best = first_k(score_TE, moe.top_k)
+    best = first_k(score_TE + p.get("score_bias", 0.0), moe.top_k)
     return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
 
 

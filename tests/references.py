@@ -4,6 +4,7 @@ Written from the definitions and sharing no code with the package but the config
 """
 
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -227,3 +228,12 @@ def objective(
         "count_ME": counts_ME,
         "num_dropped": dropped,
     }
+
+
+def moved_bias(bias_E, count_E, rate: float):
+    """The biases of one block after a step in which so many pairs chose each expert."""
+    mean, moved = Fraction(int(sum(count_E)), len(count_E)), []
+    for bias, count in zip(bias_E, count_E, strict=True):
+        up = (mean > int(count)) - (mean < int(count))
+        moved.append(np.float32(bias) + np.float32(rate) * np.float32(up))
+    return np.array(moved)

@@ -222,6 +222,10 @@ REFUSED = {
         "model.moe.slots_per_expert=4 is of gate softmoe, and model.moe.gate=softmax: "
         "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
     ),
+    "model.moe.bias_update_rate=0.01 model.moe.gate=noisy": (
+        "model.moe.bias_update_rate=0.01 is of gate softmax, sigmoid and deepseek_v3, and model.moe.gate=noisy: "
+        "set model.moe.gate=deepseek_v3, or model.moe.bias_update_rate=null"
+    ),
     "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=3": (
         "model.moe.num_experts=8 is not divisible by model.moe.num_groups=3: use 1, 2, 4 or 8 groups"
     ),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from moe_jax.config_checks.words import divisors_text
 from moe_jax.errors import ConfigError
-from moe_jax.gate_table import GROUPED
+from moe_jax.gate_table import BIASED, GROUPED
 
 if TYPE_CHECKING:
     from moe_jax.config import MoE
@@ -14,6 +14,7 @@ _OWNERS = {
     "top_groups": (GROUPED, 1),
     "router_rank": (("xmoe",), None),
     "slots_per_expert": (("softmoe",), 1),
+    "bias_update_rate": (BIASED, None),
 }
 _OF_TWO = 2  # experts that score a group of gate deepseek_v3
 
@@ -24,7 +25,7 @@ def check_gate(moe: "MoE") -> None:
         value = getattr(moe, name)
         if value != unset and moe.gate not in gates:
             raise ConfigError(
-                f"model.moe.{name}={value} is of gate {' and '.join(gates)}, and model.moe.gate={moe.gate}: "
+                f"model.moe.{name}={value} is of gate {_all(gates)}, and model.moe.gate={moe.gate}: "
                 f"set model.moe.gate={gates[-1]}, or model.moe.{name}={'null' if unset is None else unset}"
             )
     if moe.gate in GROUPED:
@@ -40,6 +41,10 @@ def check_gate(moe: "MoE") -> None:
             f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
             "none: set model.moe.capacity_factor, or another gate"
         )
+
+
+def _all(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _check_groups(moe: "MoE") -> None:

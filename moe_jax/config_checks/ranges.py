@@ -43,6 +43,7 @@ _AT_LEAST: dict[str, float] = {
     "model.moe.every": 1,
     "model.moe.load_balance_weight": 0,
     "model.moe.router_z_weight": 0,
+    "model.moe.bias_update_rate": 0,
     "mesh.cpu_devices": 1,
     "exchange.ranks_per_node": 1,
     "exchange.tensor_chunks": 1,

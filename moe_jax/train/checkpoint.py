@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
+from moe_jax.gate_table import gate_parameters
 from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
@@ -23,6 +24,7 @@ _FREE = {
     "model.moe.order",
     "model.moe.load_balance_weight",
     "model.moe.router_z_weight",
+    "model.moe.bias_update_rate",  # if both have a bias, or none
 }
 
 
@@ -109,8 +111,11 @@ def check_same_run(config: Config, run: Path) -> None:
         raise CheckpointError(
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
+    free = _FREE
+    if gate_parameters(config.model) != gate_parameters(saved.model):
+        free = free - {"model.moe.bias_update_rate"}
     for name, here, there in _differences(config, saved, ""):
-        if name.startswith(_FIXED) and name not in _FREE:
+        if name.startswith(_FIXED) and name not in free:
             raise CheckpointError(
                 f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
                 f"use {name}={there}, or another log.dir"

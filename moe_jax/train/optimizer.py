@@ -10,7 +10,8 @@ from moe_jax.config import Config
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
-from moe_jax.parallel.zero import cuts_of, no_cuts
+from moe_jax.parallel.zero import Cut, cuts_of, no_cuts
+from moe_jax.train.balance import score_biases
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -29,10 +30,13 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
-    """AdamW. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not."""
+    """AdamW. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
+
+    Score biases are none of its business: they have no moments.
+    """
     settings = config.optimizer
     is_matrix = map_dims(_is_matrix, dims)
-    return optax.adamw(
+    adamw = optax.adamw(
         learning_rate(config),
         b1=settings.beta1,
         b2=settings.beta2,
@@ -40,6 +44,8 @@ def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
         weight_decay=settings.weight_decay,
         mask=is_matrix,
     )
+    learned = jax.tree.map(lambda is_bias: not is_bias, score_biases(dims))
+    return adamw if all(jax.tree.leaves(learned)) else optax.masked(adamw, learned)
 
 
 def _is_matrix(dims: Dims) -> bool:
@@ -51,14 +57,28 @@ def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs
     """PartitionSpecs of the optimiser state: moments like their parameters, counters everywhere."""
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: REPLICATED
+        optimizer,
+        lambda moment, spec: moment if _is_missing(moment) else spec,
+        state,
+        specs,
+        transform_non_params=lambda _: REPLICATED,
+        is_leaf=_is_missing,
     )
+
+
+def _is_missing(moment: Any) -> bool:
+    """Whether a parameter has none."""
+    return isinstance(moment, optax.MaskedNode)
 
 
 def state_cuts(config: Config, mesh: Mesh) -> Any:
     """How each parameter's moments, and the gradient that they are made of, are cut over devices."""
-    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
-    return cuts_of(param_shapes(config.model), specs, mesh.shape) if config.optimizer.zero else no_cuts(specs)
+    dims = param_dims(config.model)
+    specs = partitions(dims, expert_axis(config.mesh))
+    if not config.optimizer.zero:
+        return no_cuts(specs)
+    cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
+    return jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:

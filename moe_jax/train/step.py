@@ -29,6 +29,7 @@ from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.stages import Stages
+from moe_jax.train.balance import with_moved_biases
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_cuts, state_partitions
@@ -97,16 +98,18 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         norm = global_norm(grads, own_specs, how.platform)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
+        total = sum_over_batch(parts)
         factor = clip_factor(norm, config.optimizer.clip_norm)
         params = zero.own_parts(cuts, state["params"])
         scaled = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = optimizer.update(scaled, state["optimizer"], params)
+        learned = zero.gathered(cuts, optax.apply_updates(params, updates), how.platform)
         new_state = {
             "step": state["step"] + 1,
-            "params": zero.gathered(cuts, optax.apply_updates(params, updates), how.platform),
+            "params": with_moved_biases(learned, total.count_ME, stages, config.model.moe.bias_update_rate),
             "optimizer": moments,
         }
-        return new_state, _metrics(parts, norm, learning_rate(config)(state["step"]), config)
+        return new_state, _metrics(total, norm, learning_rate(config)(state["step"]), config)
 
     def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
         background.new_program()
@@ -214,9 +217,8 @@ def _added(some: Any, others: Any) -> Any:
     return jax.tree.map(jnp.add, some, others)
 
 
-def _metrics(parts: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> dict[str, jax.Array]:
-    """Global numbers of the step, from one sum over devices."""
-    total = sum_over_batch(parts)
+def _metrics(total: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> dict[str, jax.Array]:
+    """Global numbers of the step, from the parts of all devices."""
     metrics = {
         "cross_entropy": total.cross_entropy,
         "grad_norm": norm,

@@ -16,8 +16,8 @@ import pytest
 from jax.test_util import check_grads
 
 from moe_jax.config import Model, MoE
+from moe_jax.gate_table import BIASED, GROUPED, gate_parameters
 from moe_jax.gate_table import GATES as TABLE
-from moe_jax.gate_table import GROUPED, gate_parameters
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.choice import Choice, Mixed, Picked
 from moe_jax.models.gates.seen import Seen
@@ -178,13 +178,15 @@ def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
     assert counts.max() < 1.3 * counts.mean(), "a random hash spreads a vocabulary evenly"
 
 
-def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights():
-    moe = moe_of("deepseek_v3", normalize_weights=False)
+@pytest.mark.parametrize("gate", BIASED)
+def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
+    moe = moe_of(gate, normalize_weights=False, routed_scale=1.5, bias_update_rate=0.0)
     params, x_TD = params_of(moe), features()
     params["score_bias"] = jnp.zeros(8).at[5].set(100.0)
     choice, logit_TE = gate_of(moe)(params, x_TD, None, moe)
     assert (choice.expert_Tk[:, 0] == 5).all()
-    np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * jax.nn.sigmoid(logit_TE[:, 5]), rtol=1e-6)
+    score_TE = jax.nn.softmax(logit_TE) if gate == "softmax" else jax.nn.sigmoid(logit_TE)
+    np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * score_TE[:, 5], rtol=1e-6)
     grads = jax.grad(lambda p: value(p, x_TD, seen_of(), moe, by_gate))(params)
     assert not grads["score_bias"].any()
     assert grads["router"].any()

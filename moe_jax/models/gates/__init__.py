@@ -26,12 +26,12 @@ from moe_jax.models.gates import (
     xmoe,
 )
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.gates.protocol import Gate, of_logits
+from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
 from moe_jax.models.named import named
 
 GATES: dict[str, Gate] = {
-    "softmax": of_logits(softmax.choose),
-    "sigmoid": of_logits(sigmoid.choose),
+    "softmax": of_biased_logits(softmax.choose),
+    "sigmoid": of_biased_logits(sigmoid.choose),
     "gpt_oss": of_logits(gpt_oss.choose),
     "noisy": noisy.choose,
     "xmoe": xmoe.choose,

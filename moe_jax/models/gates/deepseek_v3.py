@@ -1,7 +1,7 @@
 """Sigmoid scores, chosen with a bias and limited to groups by their two best (DeepSeek-V3, 2024, section 2.1.2).
 
-The bias of an expert counts in the choice and not in the weights, so no gradient reaches it: what balances loads with
-it does so beside the optimiser. T tokens, D model width, E experts.
+The bias of an expert counts in the choice and not in the weights, so no gradient reaches it: `train.balance` moves it
+beside the optimiser. T tokens, D model width, E experts.
 """
 
 from typing import Any

@@ -25,6 +25,7 @@ class Decided(NamedTuple):
 
 Gate = Callable[[Any, jax.Array, Any, MoE], Decided]  # the third is a `Seen`, or None for gates that do not look at it
 OfLogits = Callable[[jax.Array, MoE], Decision]
+OfBiasedLogits = Callable[[jax.Array, MoE, jax.Array | None], Decision]
 
 
 def of_logits(choose: OfLogits) -> Gate:
@@ -33,5 +34,15 @@ def of_logits(choose: OfLogits) -> Gate:
     def decide(params: Any, x_TD: jax.Array, seen: Seen | None, moe: MoE) -> Decided:
         logit_TE = linear(params, x_TD)
         return Decided(choose(logit_TE, moe), logit_TE)
+
+    return decide
+
+
+def of_biased_logits(choose: OfBiasedLogits) -> Gate:
+    """The same of one that looks at a score bias, if there is one."""
+
+    def decide(params: Any, x_TD: jax.Array, seen: Seen | None, moe: MoE) -> Decided:
+        logit_TE = linear(params, x_TD)
+        return Decided(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
 
     return decide

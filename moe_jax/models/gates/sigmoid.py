@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.gates.weights import normalized, weights_of
+from moe_jax.models.gates.weights import best_of, normalized, weights_of
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
-    """The k highest scores, weighted by the score, renormalised if the config says so."""
+def choose(logit_TE: Float[Array, "T E"], moe: MoE, bias_E: Float[Array, " E"] | None = None) -> Choice:
+    """The k highest scores, or scores + bias, weighted by the score, renormalised if the config says so."""
     score_TE = jax.nn.sigmoid(logit_TE)
-    score_Tk, expert_Tk = jax.lax.top_k(score_TE, moe.top_k)
+    score_Tk, expert_Tk = best_of(score_TE, bias_E, moe)
     return Choice(expert_Tk=expert_Tk, weight_Tk=weights_of(score_Tk, moe), prob_TE=normalized(score_TE))

@@ -8,11 +8,14 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.gates.weights import weights_of
+from moe_jax.models.gates.weights import best_of, weights_of
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
-    """The k likeliest experts, weighted by their probability, renormalised if the config says so."""
+def choose(logit_TE: Float[Array, "T E"], moe: MoE, bias_E: Float[Array, " E"] | None = None) -> Choice:
+    """The k likeliest experts, or those of the highest probability + bias, weighted by their probability.
+
+    Renormalised if the config says so.
+    """
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
-    score_Tk, expert_Tk = jax.lax.top_k(prob_TE, moe.top_k)
+    score_Tk, expert_Tk = best_of(prob_TE, bias_E, moe)
     return Choice(expert_Tk=expert_Tk, weight_Tk=weights_of(score_Tk, moe), prob_TE=prob_TE)

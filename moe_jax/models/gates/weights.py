@@ -10,6 +10,17 @@ from moe_jax.models.gates.choice import Choice
 TINY = 1e-20  # keeps a token without any score finite
 
 
+def best_of(
+    score_TE: Float[Array, "T E"], bias_E: Float[Array, " E"] | None, moe: MoE
+) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """Scores and numbers of the k experts with the highest score + bias (Wang et al. 2024, eq. 3), or score alone."""
+    if bias_E is None:
+        score_Tk, expert_Tk = jax.lax.top_k(score_TE, moe.top_k)
+        return score_Tk, expert_Tk
+    expert_Tk = jax.lax.top_k(jax.lax.stop_gradient(score_TE + bias_E), moe.top_k)[1]
+    return jnp.take_along_axis(score_TE, expert_Tk, axis=-1), expert_Tk
+
+
 def weights_of(score_Tk: Float[Array, "T k"], moe: MoE) -> Float[Array, "T k"]:
     """The scores of the chosen experts, renormalised if the config says so, times its factor."""
     if moe.normalize_weights and moe.top_k > 1:  # one renormalised weight would always be 1
