@@ -319,6 +319,10 @@ class Log:
     dir: str = "runs/default"
     every: int = 10  # steps between two lines
     tensorboard: bool = True
+    # warnings, once until the block recovers: an expert that no token chose for so many steps; a step's load whose
+    # entropy is a smaller part of an even load's. null: none
+    alarm_unused_steps: int | None = 100
+    alarm_entropy: float | None = 0.5
     # run this step under jax's profiler, into log.dir/trace; the first step of a process is not traced, but the next
     trace_step: int | None = None
     sample_prompt: str = "\n"  # of the text sampled at the end, for the report

@@ -202,7 +202,7 @@ def objective(
     """The loss of the whole batch, and its parts and what the routers counted by name."""
     id_T = np.ravel(token_BN1[:, :-1])
     x = params["embedding"][token_BN1[:, :-1]]
-    balances, z_losses, dropped, counts_ME = 0.0, 0.0, 0, np.zeros((0, 0), int)
+    balances, z_losses, dropped, counts_ME = 0.0, 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
         x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
         h = norm(x, p["norm"], model.norm_eps)
@@ -214,7 +214,7 @@ def objective(
             *(Draws(id_T, np.arange(len(id_T)), block, seed_and_step), buffer, tensor, context),
         )
         x = x + y.reshape(x.shape)
-        balances, z_losses, dropped = balances + balance, z_losses + z_loss, dropped + lost
+        balances, z_losses, dropped = balances + balance, z_losses + z_loss, [*dropped, lost]
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     head = params["embedding"].T if model.tie_embeddings else params["head"]
     logits = norm(x, params["norm"], model.norm_eps) @ head
@@ -226,7 +226,7 @@ def objective(
         "load_balance_loss": balances,
         "router_z_loss": z_losses,
         "count_ME": counts_ME,
-        "num_dropped": dropped,
+        "num_dropped_M": np.array(dropped, np.float32),
     }
 
 

@@ -71,6 +71,7 @@ _AT_LEAST: dict[str, float] = {
     "tune.iterations": 1,
     "tune.patience": 1,
     "log.every": 1,
+    "log.alarm_unused_steps": 1,
     "log.trace_step": 2,  # the first step includes the process's start-up
     "log.sample_tokens": 0,
 }
@@ -97,7 +98,7 @@ _PARTS = {
 }
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 # Numbers that must lie in [0, 1).
-_FRACTIONS = ("optimizer.beta1", "optimizer.beta2")
+_FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "log.alarm_entropy")
 
 
 def setting(config: "Sections", name: str) -> object:

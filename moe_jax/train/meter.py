@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from moe_jax.config import Config
 from moe_jax.errors import UserError
 from moe_jax.plan.resources import train_flops_per_token
+from moe_jax.train.alarms import Alarms, load_statistics
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
@@ -32,6 +33,7 @@ class Meter:
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
+        self._alarms = Alarms(config, log)
         self._waiting: tuple[int, Metrics, bool] | None = None
         self._first: int | None = None  # step handed over
         self._last: tuple[int, Metrics] | None = None  # that has been waited for
@@ -62,6 +64,8 @@ class Meter:
             now = time.perf_counter()
             self.step_s, self._ended = now - self._ended if timed else None, now
             self._warn_of_drops(step, metrics)
+            if "expert_load" in metrics:
+                self._alarms.count(metrics["expert_load"])
             if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
                 self.check()
@@ -110,7 +114,10 @@ class Meter:
 
     def _record(self, step: int, metrics: Metrics) -> None:
         now = time.perf_counter()
-        values = {name: _rounded(value) for name, value in jax.device_get(metrics).items()}
+        read = jax.device_get(metrics)
+        values = {name: _rounded(value) for name, value in read.items()}
+        statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
+        values |= statistics
         if self._timed_steps:
             step_s = (now - self._since) / self._timed_steps
             values |= {
@@ -120,6 +127,8 @@ class Meter:
             }
         self._since, self._timed_steps = now, 0
         self._log.write({"step": step} | values)
+        if statistics:
+            self._alarms.look(step, statistics)
 
 
 def _rounded(value: NDArray[np.float32]) -> float | list[float]:

@@ -24,7 +24,7 @@ class Parts(NamedTuple):
     load_balance_loss: Float[Array, ""]
     router_z_loss: Float[Array, ""]
     count_ME: Int[Array, "M E"]
-    num_dropped: Float[Array, ""]
+    num_dropped_M: Float[Array, " M"]
 
 
 def local_objective(
@@ -61,11 +61,11 @@ def parts_of(
 ) -> Parts:
     """The parts of a device's share, from what its routers did and what those of all devices counted."""
     if stats is None or global_count_ME is None:
-        return Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.float32(0))
+        return Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
     return Parts(
         cross_entropy=cross_entropy,
         load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens),
         router_z_loss=stats.z_sum.sum() / global_tokens,
         count_ME=stats.count_E,
-        num_dropped=stats.num_dropped.astype(jnp.float32).sum(),
+        num_dropped_M=stats.num_dropped.astype(jnp.float32),
     )

@@ -229,12 +229,13 @@ def _metrics(total: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> 
     moe = config.model.moe
     auxiliary = moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
     pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
-    pairs = pairs_M1.astype(jnp.float32).sum()  # of all blocks: more than 32 bits count
+    pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # those of all blocks are more than 32 bits count
     return metrics | {
         "loss": total.cross_entropy + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
-        "dropped_fraction": total.num_dropped / pairs,
+        "dropped_fraction": total.num_dropped_M.sum() / pairs_M.sum(),
+        "block_dropped_fraction": total.num_dropped_M / pairs_M,
         "expert_load": total.count_ME / pairs_M1,
         "load_max_over_mean": jnp.max(total.count_ME / pairs_M1) * moe.num_experts,
     }

@@ -95,7 +95,7 @@ class Stage:
             saved=self.saved.empty() if backward else [],
             weight=self.weight.empty() if backward else [],
             grads=no_sums(self.params, self.plan) if backward else {},
-            parts=Parts(nothing, nothing, nothing, counts_ME, nothing),
+            parts=Parts(nothing, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
         )
 
     def tick(self, state: State, row: Row) -> State:
@@ -297,8 +297,12 @@ class Stage:
     def _with_forward(self, state: State, work: Pass, number: int, done: Forward, keep: bool = True) -> State:
         if done.parts is not None:
             rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
-            counts_ME = jnp.zeros_like(state.parts.count_ME).at[rows_m].set(done.parts.count_ME)
-            parts = jax.tree.map(jnp.add, state.parts, done.parts._replace(count_ME=counts_ME))
+            so_far, own = state.parts, done.parts
+            own = own._replace(
+                count_ME=jnp.zeros_like(so_far.count_ME).at[rows_m].set(own.count_ME),
+                num_dropped_M=jnp.zeros_like(so_far.num_dropped_M).at[rows_m].set(own.num_dropped_M),
+            )
+            parts = jax.tree.map(jnp.add, so_far, own)
             state = state._replace(parts=parts)
         if keep:
             with jax.named_scope("keep_forward"):
