@@ -40,6 +40,9 @@ class MoE:
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts
     load_balance_weight: float = 0.01
+    # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
+    # of all blocks pooled, or each block's of every sequence by itself, see docs/gates.md
+    load_balance: Literal["batch", "pooled", "sequence"] = "batch"
     # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
     # docs/gates.md; null: there is none, or it stays as it is
     bias_update_rate: float | None = None

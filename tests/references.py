@@ -143,7 +143,7 @@ def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int)
 def moe_layer(
     p, h_TD, moe: MoE, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
 ):
-    """Output, load-balance loss, mean squared log-sum-exp, pairs per expert and dropped pairs of the whole batch.
+    """Output, pairs chosen and probabilities, mean squared log-sum-exp, pairs per expert and dropped pairs of the batch.
 
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
     ranks have a buffer.
@@ -157,6 +157,7 @@ def moe_layer(
     dropped = 0
     if moe.gate == "softmoe":
         routed, prob_TE, logit_TE = gate_references.softmoe(p, h_TD, moe, of_devices, run_expert)
+        chosen_TE = None
         count_E = np.full(moe.num_experts, moe.slots_per_expert * len(of_devices))
     else:
         weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE = token_choice(
@@ -165,9 +166,23 @@ def moe_layer(
         weight_TE = jnp.where(kept_TE, weight_TE, 0)
         routed = sum(weight_TE[:, expert, None] * run_expert(expert, h_TD) for expert in range(moe.num_experts))
         count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
-    balance = moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
     z_loss = 0.0 if logit_TE is None else (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
-    return out + routed, balance, z_loss, count_E, dropped
+    return out + routed, (chosen_TE, prob_TE), z_loss, count_E, dropped
+
+
+def load_balance(choices, counts_ME, moe: MoE, sequences: int):
+    """The loss of all blocks, from (chosen, probabilities) [T, E] of each."""
+    if moe.load_balance == "pooled":
+        probs = jnp.concatenate([prob_TE for _, prob_TE in choices])
+        return moe.num_experts * (counts_ME.sum(0) / counts_ME.sum() * probs.mean(0)).sum()
+    total = 0.0
+    for (chosen_TE, prob_TE), count_E in zip(choices, counts_ME, strict=True):
+        if moe.load_balance == "batch":
+            total += moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
+            continue
+        for own, prob in zip(np.split(chosen_TE, sequences), jnp.split(prob_TE, sequences), strict=True):
+            total += moe.num_experts * (own.sum(0) / own.sum() * prob.mean(0)).sum() / sequences
+    return total
 
 
 def token_choice(p, h_TD, moe: MoE, of_devices, of_sequences, draws: Draws, buffer):
@@ -202,20 +217,21 @@ def objective(
     """The loss of the whole batch, and its parts and what the routers counted by name."""
     id_T = np.ravel(token_BN1[:, :-1])
     x = params["embedding"][token_BN1[:, :-1]]
-    balances, z_losses, dropped, counts_ME = 0.0, 0.0, [], np.zeros((0, 0), int)
+    choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
         x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
         h = norm(x, p["norm"], model.norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)
             continue
-        y, balance, z_loss, count_E, lost = moe_layer(
+        y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
             *(Draws(id_T, np.arange(len(id_T)), block, seed_and_step), buffer, tensor, context),
         )
         x = x + y.reshape(x.shape)
-        balances, z_losses, dropped = balances + balance, z_losses + z_loss, [*dropped, lost]
+        choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
+    balances = load_balance(choices, counts_ME, model.moe, len(x)) if choices else 0.0
     head = params["embedding"].T if model.tie_embeddings else params["head"]
     logits = norm(x, params["norm"], model.norm_eps) @ head
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)

@@ -222,6 +222,17 @@ REFUSED = {
         "model.moe.slots_per_expert=4 is of gate softmoe, and model.moe.gate=softmax: "
         "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
     ),
+    **{
+        f"model.moe.load_balance=sequence model.moe.gate={gate}": (
+            f"model.moe.gate={gate} fills all slots alike, and model.moe.load_balance=sequence balances what each "
+            "sequence chose: use model.moe.load_balance=batch, or another gate"
+        )
+        for gate in ("expert_choice", "softmoe")
+    },
+    "schedule.pipeline=coscheduled model.moe.load_balance=pooled train.grad_accumulation=2": (
+        "model.moe.load_balance=pooled needs the loads of all blocks, and schedule.pipeline=coscheduled keeps a "
+        "stage's own: use model.moe.load_balance=batch or sequence"
+    ),
     "model.moe.bias_update_rate=0.01 model.moe.gate=noisy": (
         "model.moe.bias_update_rate=0.01 is of gate softmax, sigmoid and deepseek_v3, and model.moe.gate=noisy: "
         "set model.moe.gate=deepseek_v3, or model.moe.bias_update_rate=null"

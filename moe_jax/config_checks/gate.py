@@ -36,6 +36,11 @@ def check_gate(moe: "MoE") -> None:
             f"model.moe.gate={moe.gate} fills slots in an order of its own, and model.moe.order={moe.order} has "
             "another: use model.moe.order=sort"
         )
+    if moe.load_balance == "sequence" and facts.fills_slots:
+        raise ConfigError(
+            f"model.moe.gate={moe.gate} fills all slots alike, and model.moe.load_balance=sequence balances what each "
+            "sequence chose: use model.moe.load_balance=batch, or another gate"
+        )
     if moe.capacity_factor is None and not facts.splits and moe.gate != "softmoe":
         raise ConfigError(
             f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models.gates import gate_of
+from moe_jax.models.gates.choice import Choice, Decision, expert_counts
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
@@ -22,13 +23,15 @@ from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.over_tensor import Route, Send
+from moe_jax.parallel.own_tokens import sum_over_sequences
 
 
 class RouterStats(NamedTuple):
     """What one block's router did with this device's tokens; sums, so that devices and blocks add up."""
 
     count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included; or slots that it fills
-    prob_sum_E: Float[Array, " *M E"]  # gate probabilities, summed over tokens
+    # gate probabilities, summed over tokens; those of each sequence times its own shares if that is what balances
+    prob_sum_E: Float[Array, " *M E"]
     z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
     num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no room in the buffer
 
@@ -41,22 +44,34 @@ def route(
     room: Room | None = None,
     ragged: bool = False,
     seen: Seen | None = None,
+    sequences: int | None = None,
 ) -> tuple[Any, Any, RouterStats]:
     """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
 
     Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left; `seen` what else
-    the gate looks at, if it does.
+    the gate looks at, if it does. `sequences` are how many the tokens are of; None: nothing is balanced.
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, seen, moe)
     sent, ticket = order_of(moe, ragged).order(h_TD, decision, moe, ranks, room)
     stats = RouterStats(
         count_E=decision.count_E(),
-        prob_sum_E=decision.prob_TE.sum(axis=0),
+        prob_sum_E=_prob_sum(decision, moe, sequences),
         z_sum=jnp.float32(0) if logit_TE is None else jnp.square(jax.nn.logsumexp(logit_TE, axis=-1)).sum(),
         num_dropped=ticket.num_dropped,
     )
     return sent, ticket, stats
+
+
+def _prob_sum(decision: Decision, moe: MoE, sequences: int | None) -> Float[Array, " E"]:
+    if moe.load_balance != "sequence" or sequences is None:
+        return decision.prob_TE.sum(axis=0)
+    assert isinstance(decision, Choice), "other gates are refused"
+    prob_BE = decision.prob_TE.reshape(sequences, -1, moe.num_experts).sum(axis=1)
+    counts = partial(expert_counts, num_experts=moe.num_experts)
+    count_BE = sum_over_sequences(jax.vmap(counts)(decision.expert_Tk.reshape(sequences, -1, moe.top_k)))
+    share_BE = count_BE / count_BE.sum(axis=-1, keepdims=True)
+    return (jax.lax.stop_gradient(share_BE) * prob_BE).sum(axis=0)
 
 
 def exchange(rows: Any, name: str, way: Route, moe: MoE) -> Any:
@@ -105,12 +120,25 @@ def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) ->
     return hooks_of(moe).after_layer(order_of(moe, ragged).inverse(returned, ticket))
 
 
-def load_balance_loss(stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int) -> Float[Array, ""]:
+def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoE) -> Float[Array, "M E"]:
+    """What the load-balance loss multiplies each summed probability with: `f` below."""
+    if moe.load_balance == "sequence":
+        return jnp.ones(global_count_ME.shape)  # the sums have shares in them already
+    if moe.load_balance == "pooled":
+        count_E = global_count_ME.astype(jnp.float32).sum(axis=0)  # of all blocks: more than 32 bits count
+        return jnp.broadcast_to(count_E / count_E.sum() / len(global_count_ME), global_count_ME.shape)
+    return global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)
+
+
+def load_balance_loss(
+    stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int, moe: MoE
+) -> Float[Array, ""]:
     """This device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per block.
 
     f_e is the share of all pairs that chose expert e and P_e the mean probability of e, both over the whole global
-    batch. f has no gradient, so the parts of all devices add up to the loss and their gradients to its gradient.
+    batch; or both over each sequence, averaged over these (DeepSeek-V3 2024, eq. 17 to 20); or both over the tokens of
+    all blocks, as one sum instead of one per block (Hugging Face's Mixtral). f has no gradient, so the parts of all
+    devices add up to the loss and their gradients to its gradient.
     """
-    experts = global_count_ME.shape[-1]
-    share_ME = global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)
-    return experts * jnp.sum(jax.lax.stop_gradient(share_ME) * stats.prob_sum_E) / global_tokens
+    share_ME = jax.lax.stop_gradient(balance_shares(global_count_ME, moe))
+    return moe.num_experts * jnp.sum(share_ME * stats.prob_sum_E) / global_tokens

@@ -138,7 +138,7 @@ def attend_and_route(
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(
-        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat()
+        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat(), len(x_BND)
     )
     for beside in moe_layer.beside_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(beside, h_BND)

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Int
+import jax
+from jaxtyping import Array, Int, Num
 
 from moe_jax.parallel.context import own_pieces
+from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.tensor_axis import own_share
 
 
@@ -23,3 +25,10 @@ def own_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
 def own_part(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
     """Of numbers of each token. Runs inside `shard_map`."""
     return own_share(own_pieces(x_BN), 1)
+
+
+def sum_over_sequences(x_B: Num[Array, "B ..."]) -> Num[Array, "B ..."]:
+    """Of each sequence, over the ranks that have tokens of it. Not to be differentiated. Runs inside `shard_map`."""
+    axes = tuple(axis for axis in (Axis.CONTEXT, Axis.TENSOR) if jax.lax.axis_size(axis) > 1)
+    with jax.named_scope("sum_over_sequences"):
+        return jax.lax.psum(x_B, axes) if axes else x_B

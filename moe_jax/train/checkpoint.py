@@ -23,6 +23,7 @@ _FREE = {
     "model.moe.hooks",
     "model.moe.order",
     "model.moe.load_balance_weight",
+    "model.moe.load_balance",
     "model.moe.router_z_weight",
     "model.moe.bias_update_rate",  # if both have a bias, or none
 }

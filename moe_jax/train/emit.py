@@ -218,4 +218,4 @@ def _gathered(total: Callable[[int], Tree], model: Model, stacked: dict[int, Tre
 
 
 def _parts(sums: Sums, global_tokens: int) -> Parts:
-    return parts_of(sums.tasks.cross_entropy, sums.stats(), sums.count_ME, global_tokens)
+    return parts_of(sums.tasks.cross_entropy, sums.stats(), sums.count_ME, global_tokens, sums.model.moe)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Model
+from moe_jax.config import Model, MoE
 from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.moe import RouterStats, load_balance_loss
 from moe_jax.models.transformer import Computation, forward
@@ -47,8 +47,8 @@ def local_objective(
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
     cross_entropy = losses.sum() / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)
-    parts = parts_of(cross_entropy, stats, counts_ME, global_tokens)
     moe = model.moe
+    parts = parts_of(cross_entropy, stats, counts_ME, global_tokens, moe)
     auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
     return cross_entropy + auxiliary, parts
 
@@ -58,13 +58,14 @@ def parts_of(
     stats: RouterStats | None,
     global_count_ME: Int[Array, "M E"] | None,
     global_tokens: int,
+    moe: MoE,
 ) -> Parts:
     """The parts of a device's share, from what its routers did and what those of all devices counted."""
     if stats is None or global_count_ME is None:
         return Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
     return Parts(
         cross_entropy=cross_entropy,
-        load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens),
+        load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens, moe),
         router_z_loss=stats.z_sum.sum() / global_tokens,
         count_ME=stats.count_E,
         num_dropped_M=stats.num_dropped.astype(jnp.float32),

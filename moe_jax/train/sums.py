@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.moe import RouterStats
+from moe_jax.models.moe import RouterStats, balance_shares
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.reductions import REDUCTIONS, Way, scatter_of
 from moe_jax.schedule.actions import NO_BLOCK, Action
@@ -87,9 +87,9 @@ class Sums:
 
     @functools.cached_property
     def share_ME(self) -> jax.Array:
-        """Of all pairs of a block."""
+        """What the load-balance loss multiplies probabilities with."""
         assert self.count_ME is not None
-        return self.count_ME / self.count_ME.sum(axis=-1, keepdims=True)
+        return balance_shares(self.count_ME, self.model.moe)
 
     def stats(self) -> RouterStats | None:
         """Router statistics of all microbatches with a leading dimension M; None without routers."""

@@ -21,7 +21,7 @@ from moe_jax.train.checkpoint import Checkpoints, check_same_run
 from moe_jax.train.step import make_trainer
 from tests import references
 from tests.small import small_config
-from tests.train.gradients import mesh_of
+from tests.train.gradients import assert_equals_reference, mesh_of
 from tests.train.test_step import run_steps
 
 RATE, STEPS = 0.25, 3
@@ -60,6 +60,20 @@ STEP_FORMS = {
         optimizer=Optimizer(zero=2),
     ),
 }
+
+
+LOSSES: dict[str, Config] = {
+    f"{loss}, {name}": config_of(
+        1, 2, load_balance=loss, load_balance_weight=0.5, batch_size=4, model={"num_layers": layers}, **cut, **schedule
+    )
+    for loss, layers, cut in (("pooled", 3, {}), ("sequence", 2, {"tensor": 2, "context": 2}))
+    for name, schedule in (("autodiff", {}), ("scheduled", {"schedule": UNIFIED}))
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_load_balance_loss_and_its_gradients_are_those_of_the_slow_twin(name):
+    assert_equals_reference(LOSSES[name])
 
 
 @pytest.mark.parametrize("name", STEP_FORMS)

@@ -175,7 +175,7 @@ class Chunk:
         stats: RouterStats | None = sums.stats()
         parts = None
         if stats is not None:
-            parts = parts_of(jnp.float32(0), stats, sums.count_ME, self.facts.global_tokens)
+            parts = parts_of(jnp.float32(0), stats, sums.count_ME, self.facts.global_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
         saved = _Saved(tasks.pullbacks, tasks.rare.overflows, sums.share_ME if self._moe else None, x_bND)
         return x_bND, parts, saved
