@@ -143,7 +143,7 @@ def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int)
 def moe_layer(
     p, h_TD, moe: MoE, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
 ):
-    """Output, pairs chosen and probabilities, mean squared log-sum-exp, pairs per expert and dropped pairs of the batch.
+    """Output, pairs chosen, probabilities, mean squared log-sum-exp, pairs per expert and dropped pairs of the batch.
 
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
     ranks have a buffer.
