@@ -94,10 +94,6 @@ REFUSED = {
         "exchange.reduction=ring is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
         "use exchange.reduction=all_reduce"
     ),
-    "mesh.pipeline=2 optimizer.zero=2": (
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, "
-        "behind which gradients are summed: use optimizer.zero=1"
-    ),
     "mesh.pipeline=2 schedule.grad_reduce=block": (
         "schedule.grad_reduce=block is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
         "use schedule.grad_reduce=end"
