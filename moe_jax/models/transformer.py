@@ -182,9 +182,11 @@ def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> 
     """Dispatch, experts, combine."""
     if how.exchange == "ring" and how.tensor_form == "o1":
         return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.platform)
-    received = moe_layer.exchange(sent, "dispatch", how.route, model.moe)
+    # an irregular exchange is for microbatches of a scheduled step: validation sends padded rows
+    route = how.route._replace(algorithm="flat") if how.exchange == "ragged" else how.route
+    received = moe_layer.exchange(sent, "dispatch", route, model.moe)
     out = moe_layer.run_experts(params, received, model.moe, how.platform)
-    return moe_layer.exchange(out, "combine", how.route, model.moe)
+    return moe_layer.exchange(out, "combine", route, model.moe)
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

@@ -195,6 +195,16 @@ def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
     assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))
 
 
+def test_validation_knows_irregular_exchanges_as_padded_ones():
+    """Whole batches are evaluated, which no such exchange sends."""
+    losses = []
+    for algorithm in ("flat", "ragged"):
+        config = small_config(1, 2, schedule=UNIFIED, exchange={"algorithm": algorithm})
+        trainer = make_trainer(config, mesh_of(config))
+        losses.append(trainer.evaluate(first_params(config.model), tokens_of(config)))
+    assert losses[0] == losses[1]
+
+
 def test_a_scheduled_run_learns_what_a_plain_one_learns():
     """Through the trainer: optimiser, metrics, and gradients of a first part that are summed with the last part's."""
     plain = small_config(2, 4, batch_size=64, seq_len=6, every=1, model=ONE_BLOCK)
