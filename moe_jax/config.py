@@ -316,6 +316,18 @@ class Tune:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Migration:
+    """Experts that change ranks while a run trains, so that ranks are loaded alike, see docs/migration.md."""
+
+    enabled: bool = False
+    every: int = 50  # steps between two looks at the load of ranks, which is added up meanwhile
+    threshold: float = 1.2  # load of the busiest rank / mean of all, over those steps, that is too much
+    patience: int = 2  # looks in a row at which a block was above it before its experts move
+    # steps in which a move has to save the time that it takes, and no more than the run has left; null: moves are free
+    payback_steps: int | None = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
 class Log:
     """What a run leaves behind."""
 
@@ -352,6 +364,7 @@ class Sections:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tune: Tune = field(default_factory=Tune)
+    migration: Migration = field(default_factory=Migration)
     log: Log = field(default_factory=Log)
     plan: Plan = field(default_factory=Plan)
 

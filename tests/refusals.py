@@ -247,6 +247,27 @@ REFUSED = {
         "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: "
         "use model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2"
     ),
+    "migration.enabled=true model.moe.num_experts=0": (
+        "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "
+        "set model.moe.num_experts, or migration.enabled=false"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.gate=expert_choice": (
+        "migration.enabled=true, and model.moe.gate=expert_choice loads all experts alike: "
+        "use another gate, or migration.enabled=false"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.order=einsum": (
+        "migration.enabled=true with model.moe.order=einsum, which may add up in an order that depends on "
+        "where experts lie: use model.moe.order=sort, or migration.enabled=false"
+    ),
+    "migration.enabled=true mesh.expert=1": (
+        "migration.enabled=true, and with mesh.expert=1 one rank has all experts: "
+        "use mesh.expert=2 or more, or migration.enabled=false"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=1.5": (
+        "migration.enabled=true with model.moe.capacity_factor=1.5, which pads all experts alike, so that no step is "
+        "faster behind a move: use model.moe.capacity_factor=null, or migration.payback_steps=null to move all the same"
+    ),
+    "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
     "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "

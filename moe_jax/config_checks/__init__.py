@@ -12,6 +12,7 @@ from moe_jax.config_checks.mesh import (
     check_mesh,
     check_tensor_split,
 )
+from moe_jax.config_checks.migration import check_migration
 from moe_jax.config_checks.model import check_model
 from moe_jax.config_checks.pipeline import check_pipeline
 from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
@@ -47,3 +48,4 @@ def check_config(config: "Config") -> None:
     check_exchange(config)
     check_training(config)
     check_tune(config)
+    check_migration(config)

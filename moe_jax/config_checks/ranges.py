@@ -70,6 +70,10 @@ _AT_LEAST: dict[str, float] = {
     "tune.samples": 2,
     "tune.iterations": 1,
     "tune.patience": 1,
+    "migration.every": 1,
+    "migration.threshold": 1,
+    "migration.patience": 1,
+    "migration.payback_steps": 1,
     "log.every": 1,
     "log.alarm_unused_steps": 1,
     "log.trace_step": 2,  # the first step includes the process's start-up

@@ -21,6 +21,7 @@ from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
+from moe_jax.models.placement import in_slots
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.over_tensor import Route, Send
 from moe_jax.parallel.own_tokens import sum_over_sequences
@@ -45,15 +46,18 @@ def route(
     ragged: bool = False,
     seen: Seen | None = None,
     sequences: int | None = None,
+    slot_E: Int[Array, " E"] | None = None,
 ) -> tuple[Any, Any, RouterStats]:
     """Gate and order: the rows to send to each expert rank, the ticket to bring them back, and what was chosen.
 
     Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left; `seen` what else
-    the gate looks at, if it does. `sequences` are how many the tokens are of; None: nothing is balanced.
+    the gate looks at, if it does. `sequences` are how many the tokens are of; None: nothing is balanced. `slot_E` is
+    where experts lie, if not in their order.
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, seen, moe)
-    sent, ticket = order_of(moe, ragged).order(h_TD, decision, moe, ranks, room)
+    placed, room = in_slots(decision, room, slot_E)
+    sent, ticket = order_of(moe, ragged).order(h_TD, placed, moe, ranks, room)
     stats = RouterStats(
         count_E=decision.count_E(),
         prob_sum_E=_prob_sum(decision, moe, sequences),

@@ -129,16 +129,18 @@ def attend_and_route(
     room: Room | None = None,
     ragged: bool = False,
     seen: Seen | None = None,
+    slot_E: Int[Array, " E"] | None = None,
 ) -> Routed:
     """Attention, MLPs beside the experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
 
     `ragged`: the rows are for an irregular exchange. `seen`: what the gate looks at beside features, in this block.
+    `slot_E`: where its experts lie (None: in their order).
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.context_form)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(
-        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat(), len(x_BND)
+        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat(), len(x_BND), slot_E
     )
     for beside in moe_layer.beside_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(beside, h_BND)
@@ -166,7 +168,13 @@ def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N
 
 
 def block(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, how: Computation, seen: Seen | None = None
+    params: Any,
+    x_BND: Float[Array, "B N D"],
+    model: Model,
+    view: View,
+    how: Computation,
+    seen: Seen | None = None,
+    slot_E: Int[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
@@ -174,7 +182,7 @@ def block(
     length, ranks = x_BND.shape[1], how.expert_ranks()
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room, seen=seen)
+    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room, seen=seen, slot_E=slot_E)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 
 
@@ -196,16 +204,24 @@ def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Comp
 
 
 def forward(
-    params: Any, token_BN: Int[Array, "B N"], model: Model, how: Computation, seen: Seen | None = None
+    params: Any,
+    token_BN: Int[Array, "B N"],
+    model: Model,
+    how: Computation,
+    seen: Seen | None = None,
+    slot_ME: Int[Array, "M E"] | None = None,
 ) -> tuple[Float[Array, "B N V"], RouterStats | None]:
     """Logits in float32 and, if any block has experts, router statistics with a leading dimension M."""
     x_BND = embed(params["embedding"], token_BN, how)
-    stats, below = [], 0
+    stats, below, moe_below = [], 0, 0
     for number, segment in enumerate(segments(model)):
         own = seen and seen.above(below)
-        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how, own)
+        moe_here = segment.kinds.count("moe") * segment.repeats
+        slots = None if slot_ME is None else slot_ME[moe_below : moe_below + moe_here]
+        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how, own, slots)
         stats += segment_stats
         below += len(segment.kinds) * segment.repeats
+        moe_below += moe_here
     in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
     return unembed(params, x_BND, model), in_order
 
@@ -221,17 +237,31 @@ REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveab
 
 
 def _run_segment(
-    params: Any, x_BND: jax.Array, segment: Segment, model: Model, how: Computation, seen: Seen | None
+    params: Any,
+    x_BND: jax.Array,
+    segment: Segment,
+    model: Model,
+    how: Computation,
+    seen: Seen | None,
+    slot_mE: jax.Array | None,
 ) -> tuple[jax.Array, list[RouterStats]]:
-    """Scan over the segment's periods. Statistics come back as one tree, blocks in order, or none."""
+    """Scan over the segment's periods, whose experts lie in `slot_mE`. Statistics come back as one tree, blocks in
+    order, or none."""
     length = len(segment.kinds)
 
-    def period(x_BND: jax.Array, of_turn: tuple[Any, jax.Array | None]) -> tuple[jax.Array, list[RouterStats]]:
-        params, turn = of_turn
+    def period(
+        x_BND: jax.Array, of_turn: tuple[Any, jax.Array | None, jax.Array | None]
+    ) -> tuple[jax.Array, list[RouterStats]]:
+        params, turn, slots = of_turn
         stats = []
         for place, view in enumerate(segment.views):
             own = None if turn is None or seen is None else seen.above(turn * length + place)
-            x_BND, block_stats = block(params[place], x_BND, model, view, how, own)
+            slot_E = (
+                slots[segment.kinds[:place].count("moe")]
+                if slots is not None and segment.kinds[place] == "moe"
+                else None
+            )
+            x_BND, block_stats = block(params[place], x_BND, model, view, how, own, slot_E)
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 
@@ -241,7 +271,8 @@ def _run_segment(
         fully_unrolled = unroll == segment.repeats
         period = jax.checkpoint(period, policy=REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
     turns = None if seen is None else jnp.arange(segment.repeats)
-    x_BND, stats = jax.lax.scan(period, x_BND, (params, turns), unroll=unroll)
+    slots = None if slot_mE is None else slot_mE.reshape(segment.repeats, -1, slot_mE.shape[1])
+    x_BND, stats = jax.lax.scan(period, x_BND, (params, turns, slots), unroll=unroll)
     if not stats:
         return x_BND, []
     in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)  # [repeats, per period, …]

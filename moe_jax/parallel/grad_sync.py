@@ -1,11 +1,12 @@
 """Sums over devices that differentiation leaves to us: gradients, their norm, and counts."""
 
 import itertools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.ordering import after
@@ -34,20 +35,44 @@ def sync_gradients(grads: Any, specs: Any, cuts: Any, platform: str) -> Any:
     return jax.tree.map(sync, grads, specs, cuts)
 
 
-def global_norm(grads: Any, specs: Any, platform: str) -> Float[Array, ""]:
+class Experts(NamedTuple):
+    """Whose gradients [R, L, …] of stacked experts are."""
+
+    number_RL: Int[Array, "R L"]
+    total: int  # of all ranks
+
+
+def global_norm(
+    grads: Any, specs: Any, platform: str, experts: Iterable[Experts | None] = itertools.repeat(None)
+) -> Float[Array, ""]:
     """The L2 norm of synchronised gradients, each parameter counted once however it, or its gradient, is cut.
 
-    On CPU what is left to sum over devices waits for all gradients: it would keep the thread that computes.
+    Squares of experts' gradients (`experts`: leaf by leaf, None for others) are added up in the order of experts, so
+    that the norm does not depend on which rank has which. On CPU what is left to sum over devices waits for all
+    gradients: it would keep the thread that computes.
     """
-    squares: dict[tuple[str, ...], jax.Array] = {}
-    for grad, spec in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), strict=True):
+    squares: dict[tuple[str, ...], dict[tuple[int, ...], jax.Array]] = {}
+    for grad, spec, of_experts in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), experts, strict=False):
         axes = tuple(axis for axis in sorted(sharded_axes(spec)) if jax.lax.axis_size(axis) > 1)
-        squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(grad.astype(jnp.float32)))
-    total = squares.pop((), jnp.float32(0))
+        square = _square(grad.astype(jnp.float32), of_experts)
+        same = squares.setdefault(axes, {})
+        same[square.shape] = same[square.shape] + square if square.shape in same else square
+    total = sum(map(jnp.sum, squares.pop((), {}).values()), start=jnp.float32(0))
     with jax.named_scope("grad_norm"):
-        for axes, square in squares.items():
-            total += jax.lax.psum(after(square, total, platform) if platform == "cpu" else square, axes)
+        for axes, parts in squares.items():
+            own = jnp.concatenate([part.ravel() for part in parts.values()])
+            total += jax.lax.psum(after(own, total, platform) if platform == "cpu" else own, axes).sum()
     return jnp.sqrt(total)
+
+
+def _square(grad: jax.Array, experts: Experts | None) -> jax.Array:
+    """Of all numbers, or [R, E] of each expert's; 0 for those of other ranks."""
+    if experts is None:
+        return jnp.sum(jnp.square(grad))
+    square_RL = jnp.sum(jnp.square(grad), axis=tuple(range(2, grad.ndim)))
+    rows = len(square_RL)
+    zeros_RE = jnp.zeros((rows, experts.total), jnp.float32)
+    return zeros_RE.at[jnp.arange(rows)[:, None], experts.number_RL].set(square_RL, unique_indices=True)
 
 
 def sum_over_batch(tree: Any) -> Any:

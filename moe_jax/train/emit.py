@@ -159,12 +159,13 @@ def scheduled_gradients(
     plan: Plan,
     earlier: Tree = None,
     when: When = EVALUATION,
+    slot_ME: jax.Array | None = None,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts.
 
-    `earlier` are gradients of this device that are to be added before the sums; `when` as there. Of what `plan.cuts`
-    cut a device gets the sum of its own part. The same as `jax.grad` of `local_objective` and `sync_gradients`, to
-    round-off.
+    `earlier` are gradients of this device that are to be added before the sums; `when` and `slot_ME` as there. Of what
+    `plan.cuts` cut a device gets the sum of its own part. The same as `jax.grad` of `local_objective` and
+    `sync_gradients`, to round-off.
     """
     shape, model, looped = plan.schedule.shape, config.model, plan.looped
     tokens = own_tokens(token_BN1)
@@ -173,7 +174,9 @@ def scheduled_gradients(
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: _owned(params, model, block + 1, _slice) for block in outside}
     seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
-    tasks = Tasks(facts, params, blocks, tokens, functools.partial(_stored, params, model), seen)
+    moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
+    slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
+    tasks = Tasks(facts, params, blocks, tokens, functools.partial(_stored, params, model), seen, slots)
     sums = Sums(
         plan.reductions, tasks, None if earlier is None else lambda owner: _owned(earlier, model, owner, _slice)
     )
@@ -189,6 +192,7 @@ def scheduled_gradients(
         plan.cuts["segments"][number],
         None if earlier is None else earlier["segments"][number],
         seen,
+        slot_ME,
     )
     run(looped.bottom, tasks, sums)
     loops.up()

@@ -34,16 +34,17 @@ def local_objective(
     how: Computation,
     global_tokens: int,
     when: When = EVALUATION,
+    slot_ME: Int[Array, "M E"] | None = None,
 ) -> tuple[Float[Array, ""], Parts]:
     """This device's share of cross-entropy + weighted load-balance and router z losses.
 
-    `global_tokens` counts the predicted tokens of all devices; `when` says which part of which step this is. No
-    collective here is differentiated but the exchanges, those of tensor ranks, which are each other's transposes, and
-    those of context ranks, whose transposes move the same values back.
+    `global_tokens` counts the predicted tokens of all devices; `when` says which part of which step this is, `slot_ME`
+    where experts lie (None: in their order). No collective here is differentiated but the exchanges, those of tensor
+    ranks, which are each other's transposes, and those of context ranks, whose transposes move the same values back.
     """
     input_Bn, target_Bn = own_tokens(token_BN1)
     seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
-    logit_BnV, stats = forward(params, input_Bn, model, how, seen)
+    logit_BnV, stats = forward(params, input_Bn, model, how, seen, slot_ME)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
     cross_entropy = losses.sum() / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)

@@ -18,6 +18,7 @@ class Given(NamedTuple):
 
     blocks: dict[int, Tree]  # weights
     seen: Seen | None  # what gates look at, below these blocks
+    slots: dict[int, jax.Array]  # where experts lie; none: in their order
 
 
 class Turn:

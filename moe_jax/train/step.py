@@ -35,11 +35,12 @@ from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_cuts, state_partitions
 from moe_jax.train.pipeline import plan as pipeline
 from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
+from moe_jax.train.placement import experts_here, first_placement
 
 # Random numbers run once, and LLVM takes seconds to optimise them; the values are the same without.
 _INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
 
-State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}
+State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Trainer:
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
     step: Wrapped  # State (donated), batch → State, metrics
-    evaluate: Wrapped  # parameters, batch → mean nats per token
+    evaluate: Wrapped  # parameters, batch, where experts lie (None: in their order) → mean nats per token
 
     @property
     def schedule(self) -> schedule.Schedule | None:
@@ -76,11 +77,14 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     own_specs = zero.part_specs(cuts, specs)
     moments = state_partitions(optimizer, shapes, own_specs)
     layout = {"step": REPLICATED, "params": specs, "optimizer": moments}
+    if config.migration.enabled:
+        layout["placement"] = dict.fromkeys(first_placement(config.model), REPLICATED)
     placed = shardings(mesh, layout)
 
     def init() -> State:
         params = stored(init_params(config.model, config.train.seed), stages)
-        return {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
+        state = {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
+        return state | ({"placement": first_placement(config.model)} if config.migration.enabled else {})
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     how = Computation.of(config, mesh)
@@ -92,10 +96,11 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         background.new_program()
+        slot_ME = slots_of(state)
         grads, parts = gradients_of(
-            state["params"], token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"]
+            state["params"], token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"], slot_ME
         )
-        norm = global_norm(grads, own_specs, how.platform)
+        norm = global_norm(grads, own_specs, how.platform, experts_here(dims, slot_ME, stages, how.expert_axis))
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
         total = sum_over_batch(parts)
@@ -109,17 +114,22 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             "params": with_moved_biases(learned, total.count_ME, stages, config.model.moe.bias_update_rate),
             "optimizer": moments,
         }
-        return new_state, _metrics(total, norm, learning_rate(config)(state["step"]), config)
+        metrics = _metrics(total, norm, learning_rate(config)(state["step"]), config)
+        if slot_ME is not None:
+            load_ME = state["placement"]["load_ME"] + metrics["expert_load"]
+            new_state["placement"] = state["placement"] | {"load_ME": load_ME}
+        return new_state, metrics
 
-    def evaluate(params: Any, token_BN1: jax.Array) -> jax.Array:
+    def evaluate(params: Any, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
         if isinstance(plan, pipeline.Plan):
-            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan))
+            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan, slot_ME))
 
         def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, token_bN1 = part
             when = When(None, number, config.train.grad_accumulation)
-            return local_objective(params, token_bN1, config.model, how, global_tokens, when)[1].cross_entropy
+            parts = local_objective(params, token_bN1, config.model, how, global_tokens, when, slot_ME)[1]
+            return parts.cross_entropy
 
         parts = _in_parts(token_BN1, config)
         return sum_over_batch(jax.lax.map(share, (jnp.arange(len(parts)), parts)).sum())
@@ -138,8 +148,17 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             donate_argnums=0,
             compiler_options=compiler_options(how.platform) if plan else None,
         ),
-        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED)),
+        evaluate=jax.jit(
+            lambda params, token_BN1, slot_ME=None: on_mesh(
+                evaluate, in_specs=(specs, BATCH_SPEC, REPLICATED), out_specs=REPLICATED
+            )(params, token_BN1, slot_ME)
+        ),
     )
+
+
+def slots_of(state: State) -> Any:
+    """Where experts of each block lie [M, E]; None: in their order."""
+    return state["placement"]["slot_ME"] if "placement" in state else None
 
 
 def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
@@ -164,24 +183,31 @@ def gradients_of(
     cuts: Any,
     plan: Plan | pipeline.Plan | None,
     step: jax.Array | None = None,
+    slot_ME: jax.Array | None = None,
 ) -> tuple[Any, Parts]:
     """Gradients summed over devices, and this device's parts, of `train.grad_accumulation` parts of the batch.
 
     Of what `cuts` cut a device gets the sum of its own part. Parts of the batch run one after another, if not in a
     pipeline, and devices are summed with the last, or with each (`optimizer.zero=2`). The load-balance loss looks at
-    one part's tokens at a time, and the parts' losses are averaged. Gates draw at random in a `step` only.
+    one part's tokens at a time, and the parts' losses are averaged. Gates draw at random in a `step` only. `slot_ME`:
+    where experts lie (None: in their order).
     """
     count = config.train.grad_accumulation
     if isinstance(plan, pipeline.Plan):
-        return pipelined_gradients(params, token_BN1, config, how, global_tokens, specs, cuts, plan, When(step))
-    scheduled = functools.partial(scheduled_gradients, params, config=config, how=how, global_tokens=global_tokens)
+        return pipelined_gradients(
+            params, token_BN1, config, how, global_tokens, specs, cuts, plan, When(step), slot_ME
+        )
+    scheduled = functools.partial(
+        scheduled_gradients, params, config=config, how=how, global_tokens=global_tokens, slot_ME=slot_ME
+    )
 
     def own(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
         """Of this device."""
         when = When(step, part, count)
         if plan is not None:
             return scheduled(token_bN1, plan=plan.without_reductions(), when=when)
-        return jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, global_tokens, when)
+        objective = functools.partial(local_objective, slot_ME=slot_ME)
+        return jax.grad(objective, has_aux=True)(params, token_bN1, config.model, how, global_tokens, when)
 
     def summed(token_bN1: jax.Array, part: jax.Array | int) -> tuple[Any, Parts]:
         """Over devices."""

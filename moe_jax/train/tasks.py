@@ -3,7 +3,7 @@
 B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class Tasks:
         tokens: OwnTokens | None,
         stored: Callable[[int], irregular.Stored] | None = None,
         seen: Seen | None = None,
+        slots: Mapping[int, jax.Array] | None = None,
     ):
         self.facts, self.ends, self.blocks = facts, ends, blocks
         self.expert_weights = ExpertWeights(facts, blocks, stored)
@@ -65,6 +66,7 @@ class Tasks:
             parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
         self.seen = seen and seen.parts(facts.microbatches)  # what gates look at, below the blocks
+        self.slots = slots or {}  # where the experts of each block lie, if not in their order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
@@ -127,7 +129,9 @@ class Tasks:
                 continue
             route = partial(attend_and_route, model=model, view=view, how=facts.how)
             seen = self.seen and self.seen[r].above(block)
-            function = self._remat(partial(route, room=self._room(block, r), ragged=facts.ragged, seen=seen))
+            function = self._remat(
+                partial(route, room=self._room(block, r), ragged=facts.ragged, seen=seen, slot_E=self.slots.get(block))
+            )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
             self.ties.computed(floats_of(routed.sent)[0])

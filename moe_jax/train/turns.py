@@ -35,7 +35,7 @@ class Loops:
     """The loops of a step. `sums` and its tasks run what lies outside.
 
     `params`, their `cuts` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is
-    what gates look at, below the blocks.
+    what gates look at, below the blocks; `slot_ME` where experts of all blocks lie (None: in their order).
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class Loops:
         cuts: Tree,
         earlier: Tree,
         seen: Seen | None,
+        slot_ME: jax.Array | None = None,
     ):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.seen = params, cuts, earlier, seen
+        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = params, cuts, earlier, seen, slot_ME
         self.layout = Layout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
         self.gradients: TurnGradients
@@ -63,7 +64,8 @@ class Loops:
 
     def _given(self, turn: int | jax.Array) -> Given:
         weights = {block: self.layout.take(self.params, turn, block) for block in self._blocks}
-        return Given(weights, self.seen and self.seen.above(turn * self.turns.size))
+        slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, turn, b) for b in self.moe}
+        return Given(weights, self.seen and self.seen.above(turn * self.turns.size), slots)
 
     def up(self) -> None:
         """Run the forward turns."""
@@ -71,7 +73,7 @@ class Loops:
             self.tasks.settle(r, self.turns.first)
 
         def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.facts, None, given.blocks, None, seen=given.seen)
+            tasks = Tasks(self.tasks.facts, None, given.blocks, None, seen=given.seen, slots=given.slots)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
             run(self.looped.up, tasks, self.sums)
             for r in self.microbatches:
@@ -122,7 +124,7 @@ class Loops:
             tasks = Tasks(self.tasks.facts, None, given.blocks, None)
             self._restore(tasks, number, given)
             sums = Sums(self.sums.reductions, tasks, self._earlier(number))
-            tasks.share = partial(self._share, share_ME, number)
+            tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
                 self._take(sums, number + 1, self.turns.size)
@@ -175,8 +177,8 @@ class Loops:
             return None
         return lambda owner: self.layout.take(self.earlier, turn, owner - 1)
 
-    def _share(self, share_ME: Any, turn: jax.Array, block: int) -> jax.Array:
-        """Of a block of a turn."""
+    def _of_moe_block(self, of_all_M: Any, turn: int | jax.Array, block: int) -> jax.Array:
+        """What belongs to a block of a turn."""
         below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
         place = below + turn * len(self.moe) + self.moe.index(block)
-        return jax.lax.dynamic_index_in_dim(share_ME, place, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(of_all_M, place, keepdims=False)

@@ -82,7 +82,7 @@ def test_a_compiled_step_scatters_sums_and_gathers_parameters(name, times):
     once = sum(sum(owner.sent_bytes(mesh.shape)) for owner in reductions_of(config, mesh, None))
     assert sent["reduce-scatter"] == pytest.approx(times * once)
     assert sent["all-gather"] == pytest.approx(once)
-    assert sent["all-reduce"] < 0.02 * once
+    assert sent["all-reduce"] < 0.03 * once
     planned = traffic(config, find_cluster("cpu-8"))
     assert planned["gradients"] == pytest.approx(times * once)
     assert planned["parameters"] == pytest.approx(once)

@@ -199,7 +199,7 @@ class Chunk:
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
     def _tasks(self, given: Given) -> Tasks:
-        return Tasks(self.facts, None, given.blocks, None, seen=given.seen)
+        return Tasks(self.facts, None, given.blocks, None, seen=given.seen, slots=given.slots)
 
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), cuts=(), chunks=())

@@ -29,22 +29,29 @@ def pipelined_gradients(
     cuts: Tree,
     plan: Plan,
     when: When = EVALUATION,
+    slot_ME: jax.Array | None = None,
 ) -> tuple[Tree, Parts]:
     """Gradients of the objective, summed over devices, and this device's share of its parts, summed over stages.
 
     Of what `cuts` cut a device gets the sum of its own part. The parts of `train.grad_accumulation` are the pipeline's
-    microbatches: each fills slots and is balanced by itself.
+    microbatches: each fills slots and is balanced by itself. `slot_ME`: where experts lie (None: in their order).
     """
-    own = Stage(params, token_BN1, config, how, global_tokens, plan, when)
+    own = Stage(params, token_BN1, config, how, global_tokens, plan, when, slot_ME)
     state = _walk(own.tick, own.first_state(), own.rows)
     return sync_gradients(like_parameters(state.grads), specs, cuts, how.platform), sum_over_stages(state.parts)
 
 
 def pipelined_loss(
-    params: Tree, token_BN1: jax.Array, config: Config, how: Computation, global_tokens: int, plan: Plan
+    params: Tree,
+    token_BN1: jax.Array,
+    config: Config,
+    how: Computation,
+    global_tokens: int,
+    plan: Plan,
+    slot_ME: jax.Array | None = None,
 ) -> jax.Array:
     """This device's share of the cross-entropy, summed over stages; nothing is kept."""
-    own = Stage(params, token_BN1, config, how, global_tokens, plan)
+    own = Stage(params, token_BN1, config, how, global_tokens, plan, slot_ME=slot_ME)
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 

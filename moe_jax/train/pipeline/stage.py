@@ -60,8 +60,10 @@ class Stage:
         global_tokens: int,
         plan: Plan,
         when: When = EVALUATION,
+        slot_ME: jax.Array | None = None,
     ):
         self.params, self.plan, self.how, self._model = params, plan, how, config.model
+        self.slot_ME = slot_ME  # where experts of all blocks lie; None: in their order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
         self.tokens = OwnTokens(*map(by_microbatch, own_tokens(token_BN1)))
         seen = when.seen(token_BN1[:, :-1], config.model.moe, how.seed)
@@ -281,11 +283,19 @@ class Stage:
 
     def _given(self, number: int, work: Pass) -> Given:
         weights = weights_of(self.params, self.plan, number, work.chunk)
+        slots = self._slots(number, work)
         if self.seen is None:
-            return Given(weights, None)
+            return Given(weights, None, slots)
         id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.seen.id, self.seen.place))
         below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
-        return Given(weights, self.seen._replace(id=id_bn, place=place_bn).above(below))
+        return Given(weights, self.seen._replace(id=id_bn, place=place_bn).above(below), slots)
+
+    def _slots(self, number: int, work: Pass) -> dict[int, jax.Array]:
+        if self.slot_ME is None:
+            return {}
+        rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
+        blocks = [block for block, held in enumerate(self.plan.structures[number]) if held.kind == "moe"]
+        return {block: get(self.slot_ME, rows_m[m]) for m, block in enumerate(blocks)}
 
     def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
         return taken_out(self.saved.read(state.saved, number, work.saved), self.how.platform)

@@ -1,0 +1,41 @@
+"""Rules of experts that change ranks."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+def check_migration(config: "Config") -> None:
+    """Raise ConfigError where there is nothing to migrate, or nothing to gain."""
+    moe, settings = config.model.moe, config.migration
+    if not settings.enabled:
+        return
+    if moe.num_experts == 0:
+        raise ConfigError(
+            "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "
+            "set model.moe.num_experts, or migration.enabled=false"
+        )
+    if moe.gate_facts.fills_slots:
+        raise ConfigError(
+            f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "
+            "use another gate, or migration.enabled=false"
+        )
+    if moe.order != "sort":
+        raise ConfigError(
+            f"migration.enabled=true with model.moe.order={moe.order}, which may add up in an order that depends on "
+            "where experts lie: use model.moe.order=sort, or migration.enabled=false"
+        )
+    if config.mesh.expert == 1 and not config.mesh.experts_over_context:
+        raise ConfigError(
+            "migration.enabled=true, and with mesh.expert=1 one rank has all experts: "
+            "use mesh.expert=2 or more, or migration.enabled=false"
+        )
+    if moe.capacity_factor is not None and settings.payback_steps is not None:
+        raise ConfigError(
+            f"migration.enabled=true with model.moe.capacity_factor={moe.capacity_factor}, which pads all experts "
+            "alike, so that no step is faster behind a move: use model.moe.capacity_factor=null, or "
+            "migration.payback_steps=null to move all the same"
+        )

@@ -1,0 +1,75 @@
+"""Where experts lie changes nothing but who computes what."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Migration, Optimizer
+from moe_jax.models.placement import by_expert
+from moe_jax.stages import Stages
+from moe_jax.train.placement import first_placement
+from moe_jax.train.step import make_trainer
+from tests.small import small_config, tokens_of
+from tests.train.gradients import mesh_of
+from tests.train.test_tensor_axis import UNIFIED, tensor_config
+
+LOOPED = {"model": {"num_layers": 4}, "every": 1}
+CHUNKED = {**UNIFIED, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+DROPLESS = {"capacity_factor": None, "exchange": {"buffer_factor": None}}
+CASES = {
+    "capacity, accumulated": small_config(2, 4, grad_accumulation=2, batch_size=16),
+    "dropless": small_config(2, 4, **LOOPED, **DROPLESS),
+    "loops of blocks": small_config(2, 4, schedule=CHUNKED, batch_size=16, gate="noisy", **LOOPED),
+    "only existing rows": small_config(2, 2, schedule=CHUNKED, exchange={"algorithm": "ragged"}, batch_size=16),
+    "pipeline stages": small_config(1, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED, **DROPLESS),
+    "tensor ranks, cut moments": dataclasses.replace(tensor_config(2, 2, 2), optimizer=Optimizer(zero=1)),
+}
+EVALUATED = ("dropless", "only existing rows", "pipeline stages")  # by ways of their own
+
+
+def migrating(config: Config, **settings) -> Config:
+    return dataclasses.replace(config, migration=Migration(enabled=True, payback_steps=None, **settings))
+
+
+def random_slots(config: Config) -> np.ndarray:
+    rng, shape = np.random.default_rng(1), first_placement(config.model)["slot_ME"].shape
+    return np.stack([rng.permutation(shape[1]) for _ in range(shape[0])]).astype(np.int32)
+
+
+def in_slots(tree, slot_ME, stages: Stages):
+    """The inverse of `by_expert`."""
+    return by_expert(jax.tree.map(jnp.asarray, tree), jnp.argsort(slot_ME, axis=1), stages)
+
+
+def moved(config: Config, state: dict, slot_ME: np.ndarray) -> dict:
+    """A state of a trainer that migrates whose experts lie in these slots."""
+    shapes = make_trainer(config, mesh_of(config)).state_shapes
+    host = in_slots(jax.device_get(state), slot_ME, Stages.of(config))
+    host["placement"] = jax.device_get(first_placement(config.model)) | {"slot_ME": slot_ME}
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_bit_for_bit(name):
+    """As without any placement: parameters, moments, losses, norms, all that routers counted, and validation."""
+    config, stages = CASES[name], Stages.of(CASES[name])
+    plain, with_slots = make_trainer(config, mesh_of(config)), make_trainer(migrating(config), mesh_of(config))
+    expected = plain.init()
+    slot_ME = random_slots(config)
+    state = moved(migrating(config), expected, slot_ME)
+    for seed in range(3):
+        expected, expected_metrics = plain.step(expected, tokens_of(config, seed))
+        state, metrics = with_slots.step(state, tokens_of(config, seed))
+        chex.assert_trees_all_equal(jax.device_get(metrics), jax.device_get(expected_metrics))
+    assert (np.asarray(state["placement"]["slot_ME"]) == slot_ME).all()
+    np.testing.assert_allclose(state["placement"]["load_ME"].sum(axis=1), 3, rtol=1e-6)
+    if name in EVALUATED:
+        loss = plain.evaluate(expected["params"], tokens_of(config))
+        assert with_slots.evaluate(state["params"], tokens_of(config), state["placement"]["slot_ME"]) == loss
+    del state["placement"]
+    in_order = by_expert(jax.tree.map(jnp.asarray, jax.device_get(state)), jnp.asarray(slot_ME), stages)
+    chex.assert_trees_all_equal(jax.device_get(in_order), jax.device_get(expected))
