@@ -1,6 +1,7 @@
 """Where experts lie changes nothing but who computes what."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -10,7 +11,9 @@ import pytest
 
 from moe_jax.config import Config, Migration, Optimizer
 from moe_jax.models.placement import by_expert
+from moe_jax.plan.migration import swaps_between
 from moe_jax.stages import Stages
+from moe_jax.train.mover import Mover
 from moe_jax.train.placement import first_placement
 from moe_jax.train.step import make_trainer
 from tests.small import small_config, tokens_of
@@ -73,3 +76,46 @@ def test_training_is_the_same_bit_for_bit(name):
     del state["placement"]
     in_order = by_expert(jax.tree.map(jnp.asarray, jax.device_get(state)), jnp.asarray(slot_ME), stages)
     chex.assert_trees_all_equal(jax.device_get(in_order), jax.device_get(expected))
+
+
+MOVED = {
+    "2 ranks": migrating(small_config(2, 2, **LOOPED)),
+    "3 ranks": migrating(small_config(1, 3, num_experts=9, batch_size=6)),
+    "4 ranks, cut moments": dataclasses.replace(
+        migrating(small_config(2, 4, batch_size=16, **LOOPED)), optimizer=Optimizer(zero=1)
+    ),
+    "stages": migrating(small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
+    "8 ranks over context": migrating(
+        small_config(1, 4, context=2, experts_over_context=True, seq_len=8, num_experts=16, every=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_move_takes_weights_and_moments_to_their_new_slots(name):
+    """By one program for all moves, in place, which sends what was predicted and nothing else."""
+    config = MOVED[name]
+    trainer, stages = make_trainer(config, mesh_of(config)), Stages.of(config)
+    mover = Mover(config, trainer)
+    shapes = {key: trainer.state_shapes[key] for key in ("params", "optimizer")}
+    rng = np.random.default_rng(0)
+    host = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), shapes)
+    host = by_expert(jax.tree.map(jnp.asarray, host), first_placement(config.model)["slot_ME"], stages)
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), jax.device_get(host), shapes)
+    old = random_slots(config)
+    plans = [swaps_between(range(old.shape[1]), slots.tolist(), mover.ranks) for slots in old]
+    cost = mover.cost([swaps for swaps, _ in plans])
+    state = mover.move(state, [swaps for swaps, _ in plans])
+    slot_ME = jnp.asarray([slots for _, slots in plans])
+    in_order = by_expert(jax.tree.map(jnp.asarray, jax.device_get(state)), slot_ME, stages)
+    chex.assert_trees_all_equal(jax.device_get(in_order), jax.device_get(host))
+    assert cost.trips < sum(len(swaps) for swaps, _ in plans) or mover.ranks < 4
+    (group,) = mover.groups
+    program = mover.lowered(group).compile()
+    sends = re.findall(r"= f32\[(\d+)\]\S* collective-permute\(", program.as_text())
+    assert {4 * int(size) for size in sends} == {mover.expert_bytes(group)}
+    assert len(sends) == mover.ranks - 1
+    assert cost.num_bytes == cost.sends * mover.expert_bytes(group)
+    assert not re.search(r"all-reduce|all-gather|all-to-all|reduce-scatter", program.as_text())
+    own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * own + 8 * mover.expert_bytes(group)

@@ -1,0 +1,110 @@
+"""Experts that change places between ranks: what they are made of goes from device to device, inside `shard_map`.
+
+P expert ranks, L slots of each, R rows of a stack of blocks on this pipeline stage, S stages, n trips at most.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.parallel.mesh import Axes, Axis
+
+Leaves = list[jax.Array]  # [R, L, …]
+
+
+class Place(NamedTuple):
+    """Of the expert that each rank sends one way."""
+
+    row: Int[Array | np.ndarray, "*nSP"]
+    slot: Int[Array | np.ndarray, "*nSP"]  # of the rank's own
+    exists: Bool[Array | np.ndarray, "*nSP"]  # or else what is sent is nobody's
+
+
+class Trips(NamedTuple):
+    """The first `made` of n: in each, all ranks send an expert `shift` ranks up and one as many down.
+
+    Half way around, both ways are one: what is to go down goes up.
+    """
+
+    made: Int[Array | np.ndarray, ""]
+    shift: Int[Array | np.ndarray, " n"]
+    up: Place
+    down: Place
+
+
+def encode(
+    trips: Sequence[tuple[int, Sequence[tuple[int, int, int, int]]]], most: int, stages: int, ranks: int, held: int
+) -> Trips:
+    """At most `most` trips (shift, swaps of [stage, row, slot, slot] among all ranks') as arrays."""
+    shift = np.ones(most, np.int32)
+    size = most, stages, ranks
+    ways = {
+        way: Place(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.bool_))
+        for way in ("up", "down")
+    }
+    for number, (distance, swaps) in enumerate(trips):
+        shift[number] = distance
+        for stage, row, *slots in swaps:
+            back = "up" if 2 * distance == ranks else "down"
+            for way, slot in zip(("up", back), slots, strict=True):
+                for array, value in zip(ways[way], (row, slot % held, True), strict=True):
+                    array[number, stage, slot // held] = value
+    return Trips(np.asarray(len(trips), np.int32), shift, ways["up"], ways["down"])
+
+
+def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
+    """The leaves of stacks of experts once all trips are made; all of one type.
+
+    In each trip a rank sends two experts, or one half way around, whether anybody is to have them or not.
+    """
+    ranks = jax.lax.axis_size(axis)
+    here = jax.lax.axis_index(Axis.PIPELINE), jax.lax.axis_index(axis)
+    ways = [partial(_send, distance=distance, axis=axis) for distance in range(1, ranks // 2 + 1)]
+
+    def trip(number: jax.Array, leaves: Leaves) -> Leaves:
+        up, down = (Place(*(x[number][here] for x in place)) for place in (trips.up, trips.down))
+        to_above, to_below = _taken(leaves, up), _taken(leaves, down)
+        from_above, from_below = jax.lax.switch(trips.shift[number] - 1, ways, to_above, to_below)
+        leaves = _put(leaves, up, jnp.where(up.exists, from_above, to_above))
+        # which may be where nothing has just been put that is nobody's
+        return _put(leaves, down, jnp.where(down.exists, from_below, _taken(leaves, down)))
+
+    with jax.named_scope("migrate"):
+        return jax.lax.fori_loop(0, trips.made, trip, leaves)
+
+
+def _send(to_above: jax.Array, to_below: jax.Array, distance: int, axis: Axes) -> tuple[jax.Array, jax.Array]:
+    """What comes from above, and from below."""
+    ranks = jax.lax.axis_size(axis)
+    up = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
+    if 2 * distance == ranks:
+        return jax.lax.ppermute(to_above, axis, up), to_below
+    down = [(there, rank) for rank, there in up]
+    return jax.lax.ppermute(to_below, axis, down), jax.lax.ppermute(to_above, axis, up)
+
+
+def _taken(leaves: Leaves, place: Place) -> Float[Array, " n"]:
+    """All of an expert, flattened."""
+    return jnp.concatenate([_slice(leaf, place).ravel() for leaf in leaves])
+
+
+def _slice(leaf: jax.Array, place: Place) -> jax.Array:
+    return jax.lax.dynamic_slice(leaf, _start(leaf, place), (1, 1, *leaf.shape[2:]))
+
+
+def _put(leaves: Leaves, place: Place, expert: Float[Array, " n"]) -> Leaves:
+    sizes = [leaf[0, 0].size for leaf in leaves]
+    parts = jnp.split(expert, np.cumsum(sizes)[:-1].tolist())
+    return [
+        jax.lax.dynamic_update_slice(leaf, part.reshape(1, 1, *leaf.shape[2:]), _start(leaf, place))
+        for leaf, part in zip(leaves, parts, strict=True)
+    ]
+
+
+def _start(leaf: jax.Array, place: Place) -> list[jax.Array | int]:
+    return [place.row, place.slot, *(0,) * (leaf.ndim - 2)]
