@@ -5,7 +5,7 @@ P expert ranks, L slots of each, R rows of a stack of blocks on this pipeline st
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,5 +106,5 @@ def _put(leaves: Leaves, place: Place, expert: Float[Array, " n"]) -> Leaves:
     ]
 
 
-def _start(leaf: jax.Array, place: Place) -> list[jax.Array | int]:
+def _start(leaf: jax.Array, place: Place) -> list[Any]:
     return [place.row, place.slot, *(0,) * (leaf.ndim - 2)]

@@ -10,10 +10,12 @@ from moe_jax.config_files import load_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.report import write_report
 from moe_jax.report.plots import PlotError
+from moe_jax.stages import Stages
 from moe_jax.train import processes
 from moe_jax.train.choose import choose
 from moe_jax.train.describe import dry_run, table
 from moe_jax.train.loop import train
+from moe_jax.train.placement import params_in_order
 from moe_jax.train.sample import write_sample
 from moe_jax.train.step import State
 
@@ -55,7 +57,7 @@ def _say(text: str) -> None:
 def _write_results(config: Config, state: State) -> None:
     run = Path(config.log.dir)
     if config.log.sample_tokens and jax.process_count() == 1:  # sampling runs on one device of one process
-        print(write_sample(config, state["params"], run))
+        print(write_sample(config, params_in_order(state, Stages.of(config)), run))
     if processes.is_main_process():
         try:
             print(f"report: {write_report(run)}")

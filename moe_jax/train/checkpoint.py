@@ -1,6 +1,7 @@
 """Checkpoints of a run: the training state and the data position, saved in the background by orbax."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,8 @@ from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.gate_table import gate_parameters
 from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
-from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint
+from moe_jax.train.checkpoint_files import FOLDER, first_line, has_placement, newest_checkpoint
+from moe_jax.train.placement import first_placement, ordered, placement_shapes
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
 _FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
@@ -78,6 +80,22 @@ class Checkpoints:
             f"log.dir={self._run}: its {told}: make room, or use another log.dir; the same command then {goes_on}"
         )
 
+    def resume(self, step: int, state_shapes: Any, stages: Stages) -> tuple[Any, dict[str, Any]]:
+        """`restore`, whether experts migrated before and migrate now or not. Raises CheckpointError."""
+        saved, wanted = has_placement(self._run, step), "placement" in state_shapes
+        if saved == wanted:
+            return self.restore(step, state_shapes)
+        placement = placement_shapes(stages.model, state_shapes["step"].sharding)
+        if saved:
+            state, data_position = self.restore(step, state_shapes | {"placement": placement})
+            return ordered(state, state_shapes, stages), data_position
+        rest = {name: shapes for name, shapes in state_shapes.items() if name != "placement"}
+        state, data_position = self.restore(step, rest)
+        first = jax.jit(
+            partial(first_placement, stages.model), out_shardings=jax.tree.map(lambda x: x.sharding, placement)
+        )
+        return state | {"placement": first()}, data_position
+
     def restore(self, step: int, state_shapes: Any) -> tuple[Any, dict[str, Any]]:
         """State and data position of a step, placed as the shapes' shardings say. Raises CheckpointError."""
         items = ocp.args.Composite(state=ocp.args.StandardRestore(state_shapes), data=ocp.args.JsonRestore())
@@ -89,17 +107,24 @@ class Checkpoints:
 
 
 def load_params(run: Path, params_shapes: Any) -> Any:
-    """The parameters of a run's newest checkpoint, placed as the shapes' shardings say. Raises CheckpointError."""
+    """The parameters of a run's newest checkpoint, placed as the shapes' shardings say, experts in their order.
+
+    Raises CheckpointError.
+    """
     step = newest_checkpoint(run)
     if step is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     path = run.absolute() / FOLDER / str(step) / "state"
     wanted = {"params": params_shapes}
+    stages = Stages.of(load_config(run)) if has_placement(run, step) else None
+    if stages is not None:
+        wanted["placement"] = placement_shapes(stages.model, jax.tree.leaves(params_shapes)[0].sharding)
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-            return checkpointer.restore(path, args)["params"]
+            found = checkpointer.restore(path, args)
+            return (found if stages is None else ordered(found, wanted, stages))["params"]
     except Exception as error:  # orbax and its storage layer have no common error type
         raise _not_restored(run, step, error) from error
 

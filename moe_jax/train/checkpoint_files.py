@@ -30,6 +30,15 @@ def newest_checkpoint(run: Path) -> int | None:
     return step
 
 
+def has_placement(run: Path, step: int) -> bool:
+    """Whether the experts of a checkpoint lie where its own placement says. Raises CheckpointError."""
+    path = run / FOLDER / str(step) / "state" / "_METADATA"
+    try:
+        return any(key.startswith("('placement'") for key in json.loads(path.read_bytes())["tree_metadata"])
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(run, step, error) from error
+
+
 def _steps(run: Path) -> list[int]:
     return [int(p.name) for p in (run / FOLDER).glob("*") if p.name.isdigit() and p.is_dir()]
 

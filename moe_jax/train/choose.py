@@ -32,7 +32,7 @@ def choose(draft: Draft) -> Chosen:
         return Chosen(draft.choose(), {})
     if draft.exchange.algorithm == "auto":  # which a run without a plan has, too
         draft = dataclasses.replace(draft, open=draft.open | {"exchange.algorithm"})
-    cluster = _cluster(draft)
+    cluster = run_cluster(draft.plan.cluster)
     saved = _saved(draft)
     config = saved or plan(draft, cluster).config
     if len(set(allgather(zlib.crc32(to_yaml(config).encode())))) > 1:
@@ -46,8 +46,9 @@ def choose(draft: Draft) -> Chosen:
     return Chosen(config, {"auto": f"{told}, {source}"})
 
 
-def _cluster(draft: Draft) -> Cluster:
-    cluster = _named(draft)
+def run_cluster(name: str | None) -> Cluster:
+    """The devices of this run, as `plan.cluster` names them or as they tell. Raises ConfigError or ClusterError."""
+    cluster = _named(name)
     return cluster.simulated() if _simulates(cluster) else cluster
 
 
@@ -56,8 +57,8 @@ def _simulates(cluster: Cluster) -> bool:
     return jax.devices()[0].platform == cluster.device.platform == "cpu" and jax.local_device_count() > 1
 
 
-def _named(draft: Draft) -> Cluster:
-    devices, name = jax.devices(), draft.plan.cluster
+def _named(name: str | None) -> Cluster:
+    devices = jax.devices()
     if name is None:
         slices = len({getattr(device, "slice_index", 0) for device in devices})
         return cluster_of(devices[0].device_kind, len(devices), slices)

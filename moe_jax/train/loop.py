@@ -7,16 +7,18 @@ from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.stages import Stages
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
 from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.migration import Migration
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.room import check_room
 from moe_jax.train.setup import Run, compile_programs, open_run, write_start
-from moe_jax.train.step import State
+from moe_jax.train.step import State, slots_of
 from moe_jax.train.tuning import Tuning
 
 
@@ -38,13 +40,13 @@ def train(config: Config) -> State:
         last, step = config.train.steps, run.first_step
         with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
             if step > 0:
-                state, data_position = checkpoints.restore(step, run.trainer.state_shapes)
+                state, data_position = checkpoints.resume(step, run.trainer.state_shapes, Stages.of(config))
                 run.batches.set_state(data_position)
                 _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
             else:
                 state = programs.init.result()()
             meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
-            tuning = Tuning(run, programs.step, meter, log)
+            tuning, migration = Tuning(run, programs.step, meter, log), Migration(run, meter, log)
             while step < last and not stop.reached(step):
                 batch = run.on_mesh(next(run.batches))
                 step += 1
@@ -55,6 +57,7 @@ def train(config: Config) -> State:
                     state, metrics = tuning.step(state, batch)
                 meter.add(step, metrics, timed=step != trace_step)
                 tuning.step_started(step)
+                state = migration.after(step, state)
                 if _is_due(step, config.train.eval_every, last):
                     with meter.paused():
                         loss = _validate(programs.evaluate.result(), state, run)
@@ -101,5 +104,5 @@ def _validate(evaluate: Compiled, state: State, run: Run) -> float:
     """Mean nats per token over the validation batches."""
     # one program at a time: on simulated devices several can keep the threads that each other's collectives wait for
     jax.block_until_ready(state)
-    losses = [float(evaluate(state["params"], run.on_mesh(rows))) for rows in run.validation]
+    losses = [float(evaluate(state["params"], run.on_mesh(rows), slots_of(state))) for rows in run.validation]
     return math.fsum(losses) / len(losses)

@@ -28,7 +28,7 @@ from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.sample import encode_prompt
-from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step import Trainer, make_trainer, slots_of
 from moe_jax.train.tokens import open_tokens
 
 
@@ -108,7 +108,7 @@ def compile_programs(run: Run) -> Programs:
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(trainer.step.lower(state, run.batch_shape).compile)
     init = pool.submit(trainer.init.lower().compile)
-    evaluate = pool.submit(trainer.evaluate.lower(state["params"], run.batch_shape).compile)
+    evaluate = pool.submit(trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)).compile)
     pool.shutdown(wait=False)
     return Programs(step=step.result(), init=init, evaluate=evaluate)
 

@@ -1,0 +1,141 @@
+"""Runs whose experts change ranks: the same training, and checkpoints that go on anywhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config_files import load_config
+from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.stages import Stages
+from moe_jax.train import describe, loop
+from moe_jax.train.checkpoint import load_params
+from moe_jax.train.loop import train
+from moe_jax.train.placement import params_in_order
+from moe_jax.train.sample import one_device_mesh
+from moe_jax.train.setup import compile_programs
+
+TINY = {
+    "model": {
+        "d_model": 16,
+        "num_layers": 2,
+        "hidden_dim": 24,
+        "moe": {"num_experts": 16, "hidden_dim": 12, "capacity_factor": None, "gate": "tests.train.skewed:choose"},
+    },
+    "mesh": {"cpu_devices": 8, "data": 2, "expert": 4},
+    "exchange": {"buffer_factor": None},
+    "data": {"seq_len": 16},
+    "optimizer": {"schedule": "constant", "warmup_steps": 2},
+    "train": {"steps": 12, "batch_size": 8, "compute_dtype": "float32", "eval_every": 6, "eval_batches": 2},
+    "checkpoint": {"every": 6},
+    "migration": {"every": 2, "patience": 2, "payback_steps": None},
+    "log": {"every": 1, "tensorboard": False, "sample_tokens": 0},
+}
+ON = "migration.enabled=true"
+
+
+def config_in(folder: Path, *overrides: str):
+    folder.mkdir(exist_ok=True)
+    (folder / "experiment.yaml").write_text(json.dumps(TINY))
+    return load_config(folder / "experiment.yaml", [f"log.dir={folder}", *overrides])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    done = {}
+
+    def compile_first(run):
+        key = run.config.mesh, run.config.migration.enabled
+        done[key] = done.get(key) or compile_programs(run)
+        return done[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (loop, describe):
+            patch.setattr(module, "compile_programs", compile_first)
+            patch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
+        yield
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple]:
+    names = ("step", "loss", "grad_norm", "validation_loss", "load_balance_loss", "expert_load")
+    rows = [tuple(str(record.get(name)) for name in names) for record in records(folder)]
+    return [row for row in rows if row[1] != "None" or row[3] != "None"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders and last states of a run without migration, and with it."""
+    folder = tmp_path_factory.mktemp("runs")
+    plain = folder / "plain", train(config_in(folder / "plain"))
+    return plain, (folder / "moved", train(config_in(folder / "moved", ON)))
+
+
+def test_experts_move_and_the_run_is_the_same(runs):
+    (plain, expected), (moved, state) = runs
+    assert curve(moved) == curve(plain)
+    stages = Stages.of(config_in(moved))
+    chex.assert_trees_all_equal(jax.device_get(params_in_order(state, stages)), jax.device_get(expected["params"]))
+    looks = [record for record in records(moved) if "rank_load" in record]
+    assert [record["step"] for record in looks] == [2, 4, 6, 8, 10, 12]
+    moves = [record for record in looks if "migrated_blocks" in record]
+    assert moves[0]["step"] == 4, "a move needs patience"
+    assert moves[0]["migrated_blocks"] == [0, 1]
+    assert max(moves[0]["migration_load_after"]) < 1.2 < 1.5 < min(moves[0]["rank_load"])
+    assert max(looks[2]["rank_load"]) < 1.4, "what was predicted of the window before holds in the next one"
+    assert not (np.asarray(state["placement"]["slot_ME"]) == np.arange(16)).all()
+
+
+@pytest.mark.parametrize("case", ["off", "on", "another mesh"])
+def test_a_checkpoint_goes_on_anywhere(case, runs, tmp_path):
+    (plain, expected), (moved, _) = runs
+    shutil.copytree(moved, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
+    mesh = ["mesh.data=4", "mesh.expert=2"] if "mesh" in case else []
+    config = config_in(tmp_path / "run", *mesh, *([] if "off" in case else [ON]))
+    state = train(config)
+    found = jax.device_get(params_in_order(state, Stages.of(config)))
+    assert ("placement" in state) == config.migration.enabled
+    if mesh:
+        chex.assert_trees_all_close(found, jax.device_get(expected["params"]), rtol=1e-3, atol=1e-4)
+    else:
+        assert curve(tmp_path / "run") == curve(plain)
+        chex.assert_trees_all_equal(found, jax.device_get(expected["params"]))
+
+
+def test_migration_can_begin_at_a_checkpoint(runs, tmp_path):
+    (plain, _), _ = runs
+    shutil.copytree(plain, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
+    config = config_in(tmp_path / "run", ON)
+    train(config)
+    assert curve(tmp_path / "run") == curve(plain)
+    assert any("migrated_blocks" in record for record in records(tmp_path / "run"))
+
+
+def test_who_loads_parameters_finds_experts_in_their_order(runs):
+    (_, expected), (moved, _) = runs
+    placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
+    shapes = param_shapes(load_config(moved).model)
+    on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
+    chex.assert_trees_all_equal(jax.device_get(load_params(moved, on_device)), jax.device_get(expected["params"]))
+
+
+def test_what_does_not_pay_is_refused_with_its_figures(runs, tmp_path, capsys):
+    """On simulated devices a step of a few experts saves microseconds."""
+    config = config_in(tmp_path / "run", ON, "migration.payback_steps=3", "train.steps=4")
+    state = train(config)
+    assert (np.asarray(state["placement"]["slot_ME"]) == np.arange(16)).all()
+    (refusal,) = (record for record in records(tmp_path / "run") if "refused_blocks" in record)
+    assert refusal["refused_blocks"] == [0, 1]
+    for cost_s, saved_s in zip(refusal["refused_cost_s"], refusal["refused_saved_s"], strict=True):
+        assert cost_s > 0 < saved_s
+    assert "no experts of block 0 changed ranks" in capsys.readouterr().out
