@@ -144,7 +144,7 @@ class Prices(NamedTuple):
 
     swap_s: float  # of one swap: both ranks send an expert
     even_s: float  # per step, of one block's experts where all ranks are loaded alike; 0 if padding hides who is busy
-    steps: float  # in which a move has to pay back
+    steps: int  # in which a move has to pay back
 
 
 class Plan(NamedTuple):

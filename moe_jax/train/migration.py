@@ -27,12 +27,13 @@ class Migration:
     """Looks at the load of ranks every `migration.every` steps. All processes decide the same."""
 
     def __init__(self, run: Run, meter: Meter, log: RunLog):
-        self._run, self._meter, self._log, self._settings = run, meter, log, run.config.migration
-        if not self._settings.enabled:
+        self._run, self._meter, self._log = run, meter, log
+        migration = run.config.migration
+        if not migration.enabled:
             return
         self._mover = Mover(run.config, run.trainer)
         self._costs: MigrationCosts | None = None
-        if self._settings.payback_steps is not None:
+        if migration.payback_steps is not None:
             sizes = Mesh(
                 **{str(axis): size for axis, size in run.trainer.mesh.shape.items()},
                 experts_over_context=run.config.mesh.experts_over_context,
@@ -43,19 +44,20 @@ class Migration:
 
     def after(self, step: int, state: State) -> State:
         """The state to go on with behind a step."""
-        if not self._settings.enabled or step % self._settings.every:
+        migration = self._run.config.migration
+        if not migration.enabled or step % migration.every:
             return state
         with self._meter.paused():
             return self._look(step, state)
 
     def _look(self, step: int, state: State) -> State:
         """Move what pays of blocks that have been above the threshold for long enough, and begin a new window."""
-        start = time.perf_counter()
+        start, migration = time.perf_counter(), self._run.config.migration
         seen = jax.device_get(state["placement"])
         load_ME, slot_ME = seen["load_ME"].tolist(), seen["slot_ME"].tolist()
         ratio_M = [load_ratio(load, slots, self._mover.ranks) for load, slots in zip(load_ME, slot_ME, strict=True)]
-        over_M = [n + 1 if r >= self._settings.threshold else 0 for n, r in zip(seen["over_M"], ratio_M, strict=True)]
-        due = [m for m, windows in enumerate(over_M) if windows >= self._settings.patience]
+        over_M = [n + 1 if r >= migration.threshold else 0 for n, r in zip(seen["over_M"], ratio_M, strict=True)]
+        due = [m for m, windows in enumerate(over_M) if windows >= migration.patience]
         plans = {m: plan(load_ME[m], slot_ME[m], self._mover.ranks, self._prices(step)) for m in due}
         moved = {m: found for m, found in plans.items() if found.pays}
         record: dict[str, Any] = {"step": step, "rank_load": [round(ratio, 6) for ratio in ratio_M]}
@@ -80,7 +82,7 @@ class Migration:
         return state | {"placement": jax.tree.map(self._mover.replicated, placement)}
 
     def _prices(self, step: int) -> Prices | None:
-        limit = self._settings.payback_steps
+        limit = self._run.config.migration.payback_steps
         if self._costs is None or limit is None:
             return None
         left = self._run.config.train.steps - step
@@ -110,15 +112,14 @@ class Migration:
         }
 
     def _refused(self, step: int, refused: dict[int, Plan]) -> dict[str, Any]:
-        if not refused:
+        prices = self._prices(step)
+        if not refused or prices is None:
             return {}
-        left = self._run.config.train.steps - step
-        steps = min(self._settings.payback_steps or left, left)
         for m, found in refused.items():
             self._log.tell(
                 f"step {step}: no experts of block {self._block(m)} changed ranks, whose busiest has "
                 f"{found.ratio_before:.2f} of the mean load: {human_seconds(found.cost_s)} to move them, and "
-                f"{human_seconds(found.saved_s)} saved in each of {steps} steps"
+                f"{human_seconds(found.saved_s)} saved in each of {prices.steps} steps"
             )
         return {
             "refused_blocks": [self._block(m) for m in refused],
