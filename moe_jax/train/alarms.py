@@ -25,14 +25,14 @@ class Alarms:
     """
 
     def __init__(self, config: Config, log: RunLog):
-        self._settings, self._log = config.log, log
+        self._config, self._log = config, log
         self._blocks = [block for block, kind in enumerate(config.model.block_kinds) if kind == "moe"]
         self._unused_ME: jax.Array | None = None  # steps since each expert was chosen
         self._raised: set[tuple[str, int]] = set()  # which alarm, of which block
 
     def count(self, load_ME: Float[Array, "M E"]) -> None:
         """Take in a step's shares of pairs; nothing is read."""
-        if self._settings.alarm_unused_steps is not None:
+        if self._config.log.alarm_unused_steps is not None:
             unused_ME = jnp.zeros(load_ME.shape, jnp.int32) if self._unused_ME is None else self._unused_ME
             self._unused_ME = _longer_unused(unused_ME, load_ME)
 
@@ -50,7 +50,7 @@ class Alarms:
         self._raised = {*wrong}
 
     def _unused(self) -> Iterator[tuple[tuple[str, int], str]]:
-        bound = self._settings.alarm_unused_steps
+        bound = self._config.log.alarm_unused_steps
         if bound is None or self._unused_ME is None:
             return
         for block, unused_E in zip(self._blocks, jax.device_get(self._unused_ME) >= bound, strict=True):
@@ -64,7 +64,7 @@ class Alarms:
                 )
 
     def _uneven(self, entropies: list[float]) -> Iterator[tuple[tuple[str, int], str]]:
-        bound = self._settings.alarm_entropy
+        bound = self._config.log.alarm_entropy
         if bound is None:
             return
         for block, entropy in zip(self._blocks, entropies, strict=True):
