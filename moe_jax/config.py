@@ -25,6 +25,8 @@ class MoE:
     dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
     bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
+    # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
+    capacity_schedule: tuple[tuple[float, ...], ...] = ()
     gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/parts.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output

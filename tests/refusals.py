@@ -218,6 +218,10 @@ REFUSED = {
         "model.moe.slots_per_expert=4 is of gate softmoe, and model.moe.gate=softmax: "
         "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
     ),
+    "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2": (
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "which gradients are summed: use optimizer.zero=1"
+    ),
     **{
         f"model.moe.load_balance=sequence model.moe.gate={gate}": (
             f"model.moe.gate={gate} fills all slots alike, and model.moe.load_balance=sequence balances what each "
@@ -228,6 +232,24 @@ REFUSED = {
     "schedule.pipeline=coscheduled model.moe.load_balance=pooled train.grad_accumulation=2": (
         "model.moe.load_balance=pooled needs the loads of all blocks, and schedule.pipeline=coscheduled keeps a "
         "stage's own: use model.moe.load_balance=batch or sequence"
+    ),
+    **{
+        f"model.moe.capacity_schedule={given}": (
+            f"model.moe.capacity_schedule={all_pairs} has {pair}: use pairs of a step, from 1 on and growing, and "
+            "a factor above 0, as in [[1000, 1.5], [5000, 1.0]]"
+        )
+        for given, all_pairs, pair in (
+            ("[100,2]", "[[100.0], [2.0]]", "[100.0]"),
+            ("[[5,2],[5,1]]", "[[5.0, 2.0], [5.0, 1.0]]", "[5.0, 1.0]"),
+        )
+    },
+    "model.moe.capacity_schedule=[[5,2]] model.moe.capacity_factor=null": (
+        "model.moe.capacity_schedule=[[5.0, 2.0]] changes a capacity that there is not with "
+        "model.moe.capacity_factor=null: set another, or model.moe.capacity_schedule=[]"
+    ),
+    "model.moe.capacity_schedule=[[5,2]] tune.over=algorithm": (
+        "tune.over=[algorithm] compares steps, which model.moe.capacity_schedule makes longer or shorter: "
+        "use tune.over=[], or model.moe.capacity_schedule=[]"
     ),
     "model.moe.bias_update_rate=0.01 model.moe.gate=noisy": (
         "model.moe.bias_update_rate=0.01 is of gate softmax, sigmoid and deepseek_v3, and model.moe.gate=noisy: "

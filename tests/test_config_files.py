@@ -28,6 +28,7 @@ CONFIGS = {
         mesh=Mesh(data=2, expert=4, cpu_devices=8),
         optimizer=Optimizer(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
     ),
+    "scheduled": Config(model=Model(moe=MoE(capacity_schedule=((10.0, 1.5), (20.0, 1.0))))),
     "long": Config(train=Train(steps=2**31 - 1, seed=2**31 - 1), data=Data(validation_fraction=1 / 3)),
 }
 
@@ -100,7 +101,7 @@ def candidates(name: str) -> Iterator[Any]:
 FIXED = {
     *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context"),
-    *("tune.over", "migration.enabled"),
+    *("tune.over", "migration.enabled", "model.moe.capacity_schedule"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
     *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert")),
 }

@@ -30,6 +30,7 @@ def check_gate(moe: "MoE") -> None:
             )
     if moe.gate in GROUPED:
         _check_groups(moe)
+    _check_capacity_schedule(moe)
     facts = moe.gate_facts
     if not facts.splits and moe.order != "sort":
         raise ConfigError(
@@ -45,6 +46,26 @@ def check_gate(moe: "MoE") -> None:
         raise ConfigError(
             f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
             "none: set model.moe.capacity_factor, or another gate"
+        )
+
+
+def _check_capacity_schedule(moe: "MoE") -> None:
+    schedule, last = moe.capacity_schedule, 0.0
+    if not schedule:
+        return
+    text = f"model.moe.capacity_schedule={[list(pair) for pair in schedule]}"
+    for pair in schedule:
+        if len(pair) != len(("step", "factor")) or not pair[0].is_integer() or pair[0] <= last or not pair[1] > 0:
+            raise ConfigError(
+                f"{text} has {list(pair)}: use pairs of a step, from 1 on and growing, and a factor above 0, as in "
+                "[[1000, 1.5], [5000, 1.0]]"
+            )
+        last = pair[0]
+    if moe.capacity_factor is None or moe.gate == "softmoe":
+        name, value = ("capacity_factor", "null") if moe.capacity_factor is None else ("gate", moe.gate)
+        raise ConfigError(
+            f"{text} changes a capacity that there is not with model.moe.{name}={value}: set another, or "
+            "model.moe.capacity_schedule=[]"
         )
 
 

@@ -13,6 +13,11 @@ def check_tune(config: "Config") -> None:
     over, schedule = config.tune.over, config.schedule
     if len(set(over)) < len(over):
         raise ConfigError(f"tune.over=[{', '.join(over)}] names a setting twice: use each once")
+    if over and config.model.moe.capacity_schedule:
+        raise ConfigError(
+            f"tune.over=[{', '.join(over)}] compares steps, which model.moe.capacity_schedule makes longer or shorter: "
+            "use tune.over=[], or model.moe.capacity_schedule=[]"
+        )
     if "chunk_mb" in over and schedule.grad_reduce != "chunked":
         raise ConfigError(
             f"tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "

@@ -22,6 +22,7 @@ from moe_jax.train.placement import first_placement, ordered, placement_shapes
 _FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
+    "model.moe.capacity_schedule",
     "model.moe.hooks",
     "model.moe.order",
     "model.moe.load_balance_weight",

@@ -8,6 +8,7 @@ from jax.stages import Compiled
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.stages import Stages
+from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
 from moe_jax.train.interrupt import stop_on_signals
@@ -47,9 +48,13 @@ def train(config: Config) -> State:
                 state = programs.init.result()()
             meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
             tuning, migration = Tuning(run, programs.step, meter, log), Migration(run, meter, log)
+            evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
             while step < last and not stop.reached(step):
                 batch = run.on_mesh(next(run.batches))
                 step += 1
+                if capacities.begins(step):
+                    with meter.paused():
+                        tuning.step, evaluate = capacities.programs()
                 if step == trace_step:
                     with meter.paused():
                         state, metrics = traced(tuning.step, state, batch, run.folder)
@@ -60,7 +65,7 @@ def train(config: Config) -> State:
                 state = migration.after(step, state)
                 if _is_due(step, config.train.eval_every, last):
                     with meter.paused():
-                        loss = _validate(programs.evaluate.result(), state, run)
+                        loss = _validate(evaluate.result(), state, run)
                         log.write({"step": step, "validation_loss": loss})
                         meter.check(validation_loss=loss)
                 if _is_due(step, config.checkpoint.every, last):

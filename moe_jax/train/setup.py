@@ -21,6 +21,7 @@ from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.train.capacities import Change, changes_of, config_at
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.choices import Choices, choices_of
@@ -43,6 +44,7 @@ class Run:
     validation: list[NDArray[np.int32]]
     first_step: int  # steps done before; 0: a new run
     choices: Choices | None  # that it may change to while it trains
+    changes: tuple[Change, ...] = ()  # of its capacity, ahead
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -81,7 +83,7 @@ def open_run(config: Config) -> Run:
     return Run(
         config=config,
         folder=folder,
-        trainer=make_trainer(config, mesh),
+        trainer=make_trainer(config_at(config, first_step + 1), mesh),
         validation=validation_batches(
             tokens.validation,
             seq_len=seq_len,
@@ -99,6 +101,7 @@ def open_run(config: Config) -> Run:
         ),
         first_step=first_step,
         choices=choices,
+        changes=changes_of(config, mesh, first_step),
     )
 
 

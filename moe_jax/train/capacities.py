@@ -1,0 +1,79 @@
+"""Capacity factors that change while a run trains (`model.moe.capacity_schedule`).
+
+The shapes of a program follow from its factor, so each factor has programs of its own. Those of the next one are
+compiled while the run trains with the one before.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+from jax.sharding import Mesh
+from jax.stages import Compiled
+
+from moe_jax.config import Config
+from moe_jax.train.metrics import RunLog
+from moe_jax.train.step import Trainer, make_trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Of a run that goes on with another factor."""
+
+    step: int  # the first with it
+    factor: float
+    trainer: Trainer
+
+
+def config_at(config: Config, step: int) -> Config:
+    """The config with the factor of a step (1 is the first)."""
+    factors = [config.model.moe.capacity_factor]
+    factors += [factor for first, factor in config.model.moe.capacity_schedule if first <= step]
+    moe = dataclasses.replace(config.model.moe, capacity_factor=factors[-1], capacity_schedule=())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+
+
+def changes_of(config: Config, mesh: Mesh, done: int) -> tuple[Change, ...]:
+    """Those ahead of a run that has done so many steps; a factor that does not fit is refused. Raises UserError."""
+
+    def ahead() -> Iterator[Change]:
+        for first, factor in config.model.moe.capacity_schedule:
+            if done + 1 < first <= config.train.steps:
+                yield Change(int(first), factor, make_trainer(config_at(config, int(first)), mesh))
+
+    return tuple(ahead())
+
+
+class Capacities:
+    """The programs of the factors ahead, each compiled once the one before is in use."""
+
+    def __init__(self, changes: tuple[Change, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog):
+        self._ahead, self._batch_shape, self._log = list(changes), batch_shape, log
+        self._compiling: list[Future[Compiled]] = []
+        self._compile_next()
+
+    def begins(self, step: int) -> bool:
+        """Whether this step is the first with another factor."""
+        return bool(self._ahead) and self._ahead[0].step == step
+
+    def programs(self) -> tuple[Compiled, Future[Compiled]]:
+        """The step and the evaluation of the factor that begins; waits for the compiler."""
+        change, (step, evaluate) = self._ahead.pop(0), self._compiling
+        compiled = step.result()
+        self._log.tell(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
+        self._log.write({"step": change.step, "capacity_factor": change.factor})
+        self._compile_next()
+        return compiled, evaluate
+
+    def _compile_next(self) -> None:
+        if not self._ahead:
+            return
+        trainer, batch = self._ahead[0].trainer, self._batch_shape
+        state = trainer.state_shapes
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._compiling = [
+            pool.submit(lambda: trainer.step.lower(state, batch).compile()),
+            pool.submit(lambda: trainer.evaluate.lower(state["params"], batch).compile()),
+        ]
+        pool.shutdown(wait=False)
