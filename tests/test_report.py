@@ -153,6 +153,18 @@ def test_diverged_run_says_so(tmp_path: Path) -> None:
     assert page.row("Final training loss") == ["nan", "cross-entropy nan, at step 60"]
 
 
+def test_migrations_are_marked_where_they_happened(tmp_path: Path) -> None:
+    """A line in the panel of each block whose experts changed ranks."""
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, blocks in ((20, [0, 2]), (40, [0])):
+            file.write(json.dumps({"step": step, "rank_load_max_over_mean": 1.5, "migrated_blocks": blocks}) + "\n")
+    source = Page(write_report(run)).source
+    panels = source[source.index("<h2>Expert load") :].split("</figure>")
+    assert [panel.count("stroke-dasharray") for panel in panels[:3]] == [2, 0, 1]
+    assert "Busiest rank / mean load" in source
+
+
 def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     steps, values = np.arange(50_000.0), rng.normal(size=50_000)

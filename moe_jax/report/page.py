@@ -33,6 +33,7 @@ _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
         ("Router z-loss", "router_z_loss", {}),
         ("Dropped (token, expert) pairs", "dropped_fraction", {"from_zero": True, "percent": True}),
         ("Busiest expert / mean load", "load_max_over_mean", {}),
+        ("Busiest rank / mean load, worst block", "rank_load_max_over_mean", {}),
     ),
 }
 
@@ -141,9 +142,17 @@ def _expert_load(records: Records) -> str:
     steps = np.array([record["step"] for record in having], dtype=np.float64)
     share = np.array([record["expert_load"] for record in having], dtype=np.float64)  # [record, block, expert]
     load = share * share.shape[-1]
-    panels = ((f"MoE block {b}", load_svg(f"Expert load, block {b}", steps, load[:, b])) for b in range(load.shape[1]))
+    moves = [(record["step"], record["migrated_blocks"]) for record in records if "migrated_blocks" in record]
+
+    def panel(b: int) -> tuple[str, str]:
+        marks = [step for step, blocks in moves if b in blocks]
+        return f"MoE block {b}", load_svg(f"Expert load, block {b}", steps, load[:, b], marks)
+
+    panels = map(panel, range(load.shape[1]))
+    marked = " Lines: experts changed ranks." if moves else ""
     return (
-        "<p>Routed pairs that each expert received, relative to an even share. Across: step; up: expert.</p>\n"
+        "<p>Routed pairs that each expert received, relative to an even share. Across: step; up: expert."
+        f"{marked}</p>\n"
         '<p class="legend"><span>0, idle</span>'
         f'<span class="bar" style="background: {load_gradient()}"></span><span>{LOAD_LIMIT:g} × even or more</span>'
         "<span>(no colour: even)</span></p>\n" + _plots(panels, "panels")

@@ -87,8 +87,8 @@ def curves_svg(
         return _svg(figure, title)
 
 
-def load_svg(title: str, steps: Array, load: Array) -> str:
-    """Expert load [record, expert] of one block, 1 = even, as one small panel: x step, y expert."""
+def load_svg(title: str, steps: Array, load: Array, marks: Sequence[float] = ()) -> str:
+    """Expert load [record, expert] of one block, 1 = even, as one small panel: x step, y expert; lines at `marks`."""
     steps, load = thin(steps, MAX_COLUMNS), thin(load, MAX_COLUMNS)
     middles = (steps[1:] + steps[:-1]) / 2
     half = (steps[1] - steps[0]) / 2 if len(steps) > 1 else 0.5
@@ -108,6 +108,8 @@ def load_svg(title: str, steps: Array, load: Array) -> str:
             rasterized=True,
         )
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=6))
+        for step in marks:
+            axes.axvline(step, color=_COLORS["ink"], linewidth=0.8, linestyle="--")
         return _svg(figure, title)
 
 

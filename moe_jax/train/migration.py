@@ -60,14 +60,14 @@ class Migration:
         due = [m for m, windows in enumerate(over_M) if windows >= migration.patience]
         plans = {m: plan(load_ME[m], slot_ME[m], self._mover.ranks, self._prices(step)) for m in due}
         moved = {m: found for m, found in plans.items() if found.pays}
-        record: dict[str, Any] = {"step": step, "rank_load": [round(ratio, 6) for ratio in ratio_M]}
+        rounded_M = [round(ratio, 6) for ratio in ratio_M]
+        record: dict[str, Any] = {"step": step, "rank_load": rounded_M, "rank_load_max_over_mean": max(rounded_M)}
         if moved:
             swaps_M = [moved[m].swaps if m in moved else () for m in range(len(slot_ME))]
             cost, before = self._mover.cost(swaps_M), time.perf_counter()
             # one program at a time: simulated devices can keep the threads that each other's collectives wait for
             state = jax.block_until_ready(self._mover.move(jax.block_until_ready(state), swaps_M))
-            now = time.perf_counter()
-            record |= self._said(step, moved, cost, now - before) | {"migration_look_s": now - start}
+            record |= self._said(step, moved, cost, time.perf_counter() - before)
         refused = {m: found for m, found in plans.items() if found.swaps and not found.pays}
         record |= self._refused(step, refused)
         for m in due:
@@ -78,8 +78,9 @@ class Migration:
             "load_ME": np.zeros_like(seen["load_ME"]),
             "over_M": np.asarray(over_M, np.int32),
         }
-        self._log.write(record)
-        return state | {"placement": jax.tree.map(self._mover.replicated, placement)}
+        placement = jax.tree.map(self._mover.replicated, placement)
+        self._log.write(record | {"look_s": time.perf_counter() - start})
+        return state | {"placement": placement}
 
     def _prices(self, step: int) -> Prices | None:
         limit = self._run.config.migration.payback_steps
@@ -91,7 +92,7 @@ class Migration:
     def _said(self, step: int, moved: dict[int, Plan], cost: Moved, took_s: float) -> dict[str, Any]:
         for m, found in moved.items():
             self._log.tell(
-                f"step {step}: {len(found.swaps)} pair(s) of experts of block {self._block(m)} changed ranks, the "
+                f"step {step}: {len(found.swaps)} pair(s) of experts of MoE block {m} changed ranks, the "
                 f"busiest of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
             )
         predicted = {} if self._costs is None else {"migration_predicted_s": cost.sends * self._costs.send_s}
@@ -102,7 +103,7 @@ class Migration:
             + (f"; each step is to save {human_seconds(saved['migration_saved_s'])}" if saved else "")
         )
         return {
-            "migrated_blocks": [self._block(m) for m in moved],
+            "migrated_blocks": [*moved],
             "migration_swaps": [len(found.swaps) for found in moved.values()],
             "migration_load_after": [round(found.ratio_after, 6) for found in moved.values()],
             "migration_bytes": cost.num_bytes,
@@ -117,16 +118,12 @@ class Migration:
             return {}
         for m, found in refused.items():
             self._log.tell(
-                f"step {step}: no experts of block {self._block(m)} changed ranks, whose busiest has "
+                f"step {step}: no experts of MoE block {m} changed ranks, whose busiest has "
                 f"{found.ratio_before:.2f} of the mean load: {human_seconds(found.cost_s)} to move them, and "
                 f"{human_seconds(found.saved_s)} saved in each of {prices.steps} steps"
             )
         return {
-            "refused_blocks": [self._block(m) for m in refused],
+            "refused_blocks": [*refused],
             "refused_cost_s": [found.cost_s for found in refused.values()],
             "refused_saved_s": [found.saved_s for found in refused.values()],
         }
-
-    def _block(self, m: int) -> int:
-        """Its number among all blocks."""
-        return [b for b, kind in enumerate(self._run.config.model.block_kinds) if kind == "moe"][m]

@@ -17,7 +17,7 @@ from jax.stages import Compiled, Lowered
 from moe_jax.config import Config
 from moe_jax.models.placement import expert_group, moe_blocks
 from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.migrate import encode, migrate
+from moe_jax.parallel.migrate import Trips, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.migration import Swap, Trip, trips_of
 from moe_jax.stages import Stages
@@ -67,7 +67,9 @@ class Mover:
             out_specs=specs,
             check_vma=False,
         )
-        return jax.jit(body, donate_argnums=0).lower(shapes, self._encoded([]))
+        whole = NamedSharding(self._mesh, REPLICATED)
+        trips = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), self._encoded([]))
+        return jax.jit(body, donate_argnums=0).lower(shapes, trips)
 
     def _compiled(self, group: Group) -> Compiled:
         return self.lowered(group).compile()
@@ -103,7 +105,8 @@ class Mover:
             program = self._programs[group].result()
             for first in range(0, len(trips), _MOST_TRIPS):
                 found = _leaves(state)[group]
-                moved = program([leaf for _, leaf in found], self._encoded(trips[first : first + _MOST_TRIPS]))
+                encoded = jax.tree.map(self.replicated, self._encoded(trips[first : first + _MOST_TRIPS]))
+                moved = program([leaf for _, leaf in found], encoded)
                 new = {path: leaf for (path, _), leaf in zip(found, moved, strict=True)}
                 parts = {name: state[name] for name in _PARTS}
                 state = state | jax.tree.map_with_path(lambda path, leaf, new=new: new.get(path, leaf), parts)
@@ -113,9 +116,8 @@ class Mover:
         """The same on all devices."""
         return jax.make_array_from_process_local_data(NamedSharding(self._mesh, REPLICATED), np.asarray(x))
 
-    def _encoded(self, trips: Sequence[Trip]) -> Any:
-        arrays = encode(trips, _MOST_TRIPS, self._stages.stages, self.ranks, self._held)
-        return jax.tree.map(self.replicated, arrays)
+    def _encoded(self, trips: Sequence[Trip]) -> Trips:
+        return encode(trips, _MOST_TRIPS, self._stages.stages, self.ranks, self._held)
 
 
 def _leaves(state: State) -> dict[Group, list[tuple[Any, Any]]]:

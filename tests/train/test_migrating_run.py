@@ -138,4 +138,4 @@ def test_what_does_not_pay_is_refused_with_its_figures(runs, tmp_path, capsys):
     assert refusal["refused_blocks"] == [0, 1]
     for cost_s, saved_s in zip(refusal["refused_cost_s"], refusal["refused_saved_s"], strict=True):
         assert cost_s > 0 < saved_s
-    assert "no experts of block 0 changed ranks" in capsys.readouterr().out
+    assert "no experts of MoE block 0 changed ranks" in capsys.readouterr().out

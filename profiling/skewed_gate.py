@@ -1,0 +1,30 @@
+"""A synthetic router: of E experts the first are chosen most, by the same law whatever it has learned.
+
+T tokens, E experts, k choices.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.weights import weights_of
+
+_SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
+
+
+def choose(logit_TE: jax.Array, moe: MoE) -> Choice:
+    """k experts drawn without putting back, by random numbers that a token's own logits stand for; softmax weights."""
+    gumbel_TE = -jnp.log(-jnp.log(_uniform(logit_TE)))
+    expert_Tk = jax.lax.top_k(gumbel_TE - _SPAN * jnp.linspace(0, 1, moe.num_experts), moe.top_k)[1]
+    prob_TE = jax.nn.softmax(logit_TE)
+    weight_Tk = weights_of(jnp.take_along_axis(prob_TE, expert_Tk, axis=1), moe)
+    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
+
+
+def _uniform(x: jax.Array) -> jax.Array:
+    """Between 0 and 1, by the bits of each number."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return (bits >> 8).astype(jnp.float32) / 2**24 + 2**-25
