@@ -18,7 +18,7 @@ Leaves = list[jax.Array]  # [R, L, …]
 
 
 class Place(NamedTuple):
-    """Of the expert that each rank sends one way."""
+    """Of the expert that each rank sends one way; where it has none to send, that of the other way."""
 
     row: Int[Array | np.ndarray, "*nSP"]
     slot: Int[Array | np.ndarray, "*nSP"]  # of the rank's own
@@ -41,20 +41,19 @@ def encode(
     trips: Sequence[tuple[int, Sequence[tuple[int, int, int, int]]]], most: int, stages: int, ranks: int, held: int
 ) -> Trips:
     """At most `most` trips (shift, swaps of [stage, row, slot, slot] among all ranks') as arrays."""
-    shift = np.ones(most, np.int32)
-    size = most, stages, ranks
-    ways = {
-        way: Place(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.bool_))
-        for way in ("up", "down")
-    }
+    shift, size = np.ones(most, np.int32), (most, stages, ranks)
+    rows, slots, exist = ([np.zeros(size, kind) for _ in range(2)] for kind in (np.int32, np.int32, np.bool_))
     for number, (distance, swaps) in enumerate(trips):
         shift[number] = distance
-        for stage, row, *slots in swaps:
-            back = "up" if 2 * distance == ranks else "down"
-            for way, slot in zip(("up", back), slots, strict=True):
-                for array, value in zip(ways[way], (row, slot % held, True), strict=True):
-                    array[number, stage, slot // held] = value
-    return Trips(np.asarray(len(trips), np.int32), shift, ways["up"], ways["down"])
+        for stage, row, *pair in swaps:
+            for way, slot in zip((0, 0 if 2 * distance == ranks else 1), pair, strict=True):
+                place = number, stage, slot // held
+                rows[way][place], slots[way][place], exist[way][place] = row, slot % held, True
+    for numbers in (rows, slots):
+        for way, other in ((0, 1), (1, 0)):
+            np.copyto(numbers[way], numbers[other], where=~exist[way] & exist[other])
+    up, down = (Place(*of_way) for of_way in zip(rows, slots, exist, strict=True))
+    return Trips(np.asarray(len(trips), np.int32), shift, up, down)
 
 
 def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
@@ -68,24 +67,28 @@ def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
 
     def trip(number: jax.Array, leaves: Leaves) -> Leaves:
         up, down = (Place(*(x[number][here] for x in place)) for place in (trips.up, trips.down))
-        to_above, to_below = _taken(leaves, up), _taken(leaves, down)
-        from_above, from_below = jax.lax.switch(trips.shift[number] - 1, ways, to_above, to_below)
-        leaves = _put(leaves, up, jnp.where(up.exists, from_above, to_above))
-        # which may be where nothing has just been put that is nobody's
-        return _put(leaves, down, jnp.where(down.exists, from_below, _taken(leaves, down)))
+        sent = _taken(leaves, up), _taken(leaves, down), up.exists, down.exists
+        # all is read before anything is written, and comes out of a branch, or arrays would be copied
+        new_up, new_down = jax.lax.switch(trips.shift[number] - 1, ways, *sent)
+        return _put(_put(leaves, up, new_up), down, new_down)
 
     with jax.named_scope("migrate"):
         return jax.lax.fori_loop(0, trips.made, trip, leaves)
 
 
-def _send(to_above: jax.Array, to_below: jax.Array, distance: int, axis: Axes) -> tuple[jax.Array, jax.Array]:
-    """What comes from above, and from below."""
+def _send(
+    own_up: jax.Array, own_down: jax.Array, has_up: jax.Array, has_down: jax.Array, distance: int, axis: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """What is to lie where the experts lay that went up and down."""
     ranks = jax.lax.axis_size(axis)
     up = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
+    from_below = jax.lax.ppermute(own_up, axis, up)
     if 2 * distance == ranks:
-        return jax.lax.ppermute(to_above, axis, up), to_below
-    down = [(there, rank) for rank, there in up]
-    return jax.lax.ppermute(to_below, axis, down), jax.lax.ppermute(to_above, axis, up)
+        new = jnp.where(has_up, from_below, own_up)
+        return new, new
+    from_above = jax.lax.ppermute(own_down, axis, [(there, rank) for rank, there in up])
+    new_up = jnp.where(has_up, from_above, jnp.where(has_down, from_below, own_up))
+    return new_up, jnp.where(has_down, from_below, new_up)
 
 
 def _taken(leaves: Leaves, place: Place) -> Float[Array, " n"]:

@@ -117,5 +117,4 @@ def test_a_move_takes_weights_and_moments_to_their_new_slots(name):
     assert len(sends) == mover.ranks - 1
     assert cost.num_bytes == cost.sends * mover.expert_bytes(group)
     assert not re.search(r"all-reduce|all-gather|all-to-all|reduce-scatter", program.as_text())
-    own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
-    assert program.memory_analysis().temp_size_in_bytes < 0.5 * own + 8 * mover.expert_bytes(group)
+    assert program.memory_analysis().temp_size_in_bytes < 5 * mover.expert_bytes(group) + 4096, "no array is copied"

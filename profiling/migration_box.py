@@ -1,0 +1,194 @@
+"""Do steps get faster behind a migration of experts as predicted, in wall-clock time, on two processes in one box?
+
+    sudo .venv/bin/python profiling/migration_box.py
+
+Steps of a dropless model whose synthetic router prefers the first experts, in turn with all experts where they began,
+and where the plan of the first step's load puts them; the experts move between the turns. What a step saves is
+predicted from the load ratios and the time of one block's experts at an even load, measured alone; what a move takes
+from its bytes and the link's rate. Writes results/migration_box.json.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import box
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from results_file import quartiles, rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.models.moe import run_experts
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.migration import Plan, Swap, plan
+from moe_jax.train.mover import Mover
+from moe_jax.train.step import make_trainer
+
+RANKS = 2
+_COMMON = [
+    *("mesh.data=1", f"mesh.expert={RANKS}", "model.num_layers=2", "model.moe.num_experts=16"),
+    *("model.moe.capacity_factor=null", "exchange.buffer_factor=null", "model.moe.gate=skewed_gate:choose"),
+    *("exchange.reduction=all_reduce", "migration.enabled=true"),
+]
+_ALONE = 3  # times that one block's experts run by themselves in a round
+
+
+class Stand:
+    """One process's part of the training, and where experts lie."""
+
+    def __init__(self, config: Config):
+        mesh = make_mesh(config.mesh)
+        trainer = make_trainer(config, mesh)
+        shape = (config.train.batch_size, config.data.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        self._batch = jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH_SPEC), lambda index: tokens[index])
+        self._state = trainer.init()
+        self._program = trainer.step.lower(trainer.state_shapes, self._batch).compile()
+        self.mover = Mover(config, trainer)
+
+    def seconds(self, steps: int) -> float:
+        """Mean of `steps` in a row, started together with the other process."""
+        return _together(lambda: self._steps(steps)) / steps
+
+    def plans(self) -> list[Plan]:
+        """Of each block, by the load of one step more."""
+        self._steps(1)
+        placement = jax.device_get(self._state["placement"])
+        return [
+            plan(load.tolist(), slots.tolist(), RANKS, None)
+            for load, slots in zip(placement["load_ME"], placement["slot_ME"], strict=True)
+        ]
+
+    def move(self, swaps_M: Sequence[Sequence[Swap]], slot_ME: Any) -> float:
+        """Make the swaps, behind which experts lie like this; returns the seconds."""
+
+        def run() -> None:
+            self._state = jax.block_until_ready(self.mover.move(self._state, swaps_M))
+
+        seconds = _together(run)
+        slots = self.mover.replicated(np.asarray(slot_ME, np.int32))
+        self._state["placement"] = self._state["placement"] | {"slot_ME": slots}
+        return seconds
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self._state, metrics = self._program(self._state, self._batch)
+            jax.block_until_ready(metrics)
+
+
+def _together(run: Callable[[], object]) -> float:
+    multihost_utils.sync_global_devices("round")
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def experts_alone(config: Config) -> Callable[[], float]:
+    """Seconds of one block's experts on this device, forward and backward, where all are chosen alike."""
+    model, moe = config.model, config.model.moe
+    held = moe.num_experts // RANKS
+    tokens = config.train.batch_size // RANKS * config.data.seq_len
+    rng = np.random.default_rng(0)
+    sizes = {"gate": (model.d_model, moe.hidden_dim), "up": (model.d_model, moe.hidden_dim)}
+    sizes["down"] = (moe.hidden_dim, model.d_model)
+    params = {name: rng.standard_normal((held, *size), np.float32) / 32 for name, size in sizes.items()}
+    width = tokens * min(moe.top_k, held)  # rows of a source, with room for the worst case
+    x_PWD = rng.standard_normal((RANKS, width, model.d_model), np.float32) / 32
+    count_PL = np.full((RANKS, held), tokens * moe.top_k // moe.num_experts, np.int32)
+
+    def passes(params: Any, x: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda p, x: run_experts(p, (x, jnp.asarray(count_PL)), moe, "cpu"), params, x)
+        return pull(out)
+
+    program, given = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))
+
+    def run() -> None:
+        for _ in range(_ALONE):
+            jax.block_until_ready(program(*given))
+
+    return lambda: _together(run) / _ALONE
+
+
+def measure(arguments: argparse.Namespace, config: Config) -> None:
+    """All rounds, in one process of the box."""
+    box.join()
+    stand = Stand(config)
+    alone = experts_alone(config)
+    box.set_rate(box.parse_rate(arguments.rate))
+    plans = stand.plans()
+    there = [found.swaps for found in plans]
+    back = [tuple(reversed(swaps)) for swaps in there]
+    first = np.tile(np.arange(config.model.moe.num_experts), (len(plans), 1))
+    found: dict[str, list[float]] = {"uneven_s": [], "even_s": [], "move_s": [], "experts_s": []}
+    for turn in range(arguments.rounds + 1):
+        experts_s, uneven_s = alone(), stand.seconds(arguments.steps)
+        move_s = stand.move(there, [found.slot_E for found in plans])
+        even_step_s = stand.seconds(arguments.steps)
+        stand.move(back, first)
+        if turn:  # the first warms up
+            for seconds, each in zip(found.values(), (uneven_s, even_step_s, move_s, experts_s), strict=True):
+                seconds.append(each)
+        if box.rank() == 0:
+            print(f"round {turn} of {arguments.rounds}: {uneven_s:.2f} s, {even_step_s:.2f} s a step", flush=True)
+    cost = stand.mover.cost(there)
+    box.hand_back(
+        found
+        | {"ratios": [[found.ratio_before, found.ratio_after] for found in plans]}
+        | {"swaps": [len(swaps) for swaps in there], "sends": cost.sends, "num_bytes": cost.num_bytes}
+    )
+
+
+def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
+    """What was measured beside what was predicted."""
+    rounds = list(zip(found["uneven_s"], found["even_s"], found["experts_s"], strict=True))
+    unevenness = sum(before - after for before, after in found["ratios"])
+    return {
+        "rank_load_max_over_mean": [[rounded(x) for x in pair] for pair in found["ratios"]],
+        "swaps": found["swaps"],
+        "step_s": {name: quartiles(found[name]) for name in ("uneven_s", "even_s")},
+        "experts_alone_s": quartiles(found["experts_s"]),
+        "saved_s": quartiles([uneven_s - even_s for uneven_s, even_s, _ in rounds]),
+        "saved_s_predicted": quartiles([unevenness * experts_s for *_, experts_s in rounds]),
+        "speedup": quartiles([uneven_s / even_s for uneven_s, even_s, _ in rounds]),
+        "speedup_predicted": quartiles([uneven_s / (uneven_s - unevenness * own_s) for uneven_s, _, own_s in rounds]),
+        "move_s": quartiles(found["move_s"]),
+        "move_s_predicted": rounded(8 * found["num_bytes"] / bits_per_s),
+        "bytes_of_a_device": found["num_bytes"],
+    }
+
+
+def main() -> None:
+    """Run the box and write JSON to results/."""
+    parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
+    parser.add_argument("--config", default="configs/bench/box.yaml")
+    parser.add_argument("--rate", default="1gbit", help="out of each process (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="of a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="default: %(default)s")
+    box.add_arguments(parser)
+    parser.set_defaults(processes=RANKS)
+    arguments = parser.parse_args()
+    for name, least in (("steps", 1), ("rounds", 2)):
+        if getattr(arguments, name) < least:
+            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least {least}")
+    if arguments.processes != RANKS:
+        raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
+    rate = box.parse_rate(arguments.rate)
+    config = load_config(arguments.config, _COMMON)
+    if box.rank() is not None:
+        measure(arguments, config)
+        return
+    settings = box.box_from(arguments)
+    result = summary(box.run_in_box(settings), rate)
+    write_result("migration_box", result | {"rate": arguments.rate, "box": dataclasses.asdict(settings)})
+
+
+if __name__ == "__main__":
+    run_command(main)
