@@ -122,7 +122,7 @@ def measure(arguments: argparse.Namespace, config: Config) -> None:
     box.join()
     stand = Stand(config)
     alone = experts_alone(config)
-    box.set_rate(box.parse_rate(arguments.rate))
+    box.set_data_rate(box.parse_rate(arguments.rate))
     plans = stand.plans()
     there = [found.swaps for found in plans]
     back = [tuple(reversed(swaps)) for swaps in there]

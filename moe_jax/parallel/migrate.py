@@ -42,7 +42,8 @@ def encode(
 ) -> Trips:
     """At most `most` trips (shift, swaps of [stage, row, slot, slot] among all ranks') as arrays."""
     shift, size = np.ones(most, np.int32), (most, stages, ranks)
-    rows, slots, exist = ([np.zeros(size, kind) for _ in range(2)] for kind in (np.int32, np.int32, np.bool_))
+    rows, slots = ([np.zeros(size, np.int32) for _ in range(2)] for _ in range(2))
+    exist = [np.zeros(size, np.bool_) for _ in range(2)]
     for number, (distance, swaps) in enumerate(trips):
         shift[number] = distance
         for stage, row, *pair in swaps:
