@@ -39,7 +39,7 @@ _GPU = Compiler(
     sums_behind_parts=False,
     scatters_rows=True,
     parts_apart=True,
-    slots_at_work=1,
+    slots_at_work=0,
     slots_at_work_of_pairs=1,
 )
 _TPU = Compiler(
