@@ -35,6 +35,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         lambda kind: kept_bytes(sizes, model, kind, mode, scheduled=True),
     )
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
+    if outline.has_pairs and platform == "cpu":
+        activations += slot  # taken from its slot for a pass that also fills one
     split = PIPELINES[settings.pipeline].split_weight_grad
     if split:
         left = _largest(
@@ -45,8 +47,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     new = 4 * sum(held_by(held.blocks, config, mesh).values()) / (stages.chunks * blocks)
     new *= 1 if stages.chunks == 1 else 2  # and the sums of that chunk, which are looked up
     at_work = compiler.slots_at_work_of_pairs if outline.has_pairs else compiler.slots_at_work
-    # with weight gradients apart, XLA:GPU fills slots at once, too
-    working = new + (0 if split else at_work * slot)
+    working = new + at_work * slot
     # sums of gradients and buffers are there all the time, and so without gaps
     working += working_bytes(config, sizes, compiler._replace(scheduled_gradients=False), mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {

@@ -58,7 +58,7 @@ class Plan:
         both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if self.has_pairs else 0 * ahead.runs
         of_blocks = {"forward": (ahead, ahead.runs - both), "backward": (behind, behind.runs - both)}
         if self.has_pairs:
-            of_blocks["together"] = behind, both
+            of_blocks |= {"take": (behind, both), "together": (behind, both)}
         if self.table.split_weight_grad:
             of_blocks["weight"] = row.weight, row.weight.runs
         return {

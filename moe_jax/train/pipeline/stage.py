@@ -44,6 +44,7 @@ class State(NamedTuple):
     gradients: jax.Array
     saved: list[jax.Array]  # buffers of what forward passes keep
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
+    taken: list[jax.Array]  # on CPUs: of `saved`, for a pass that also writes there
     grads: Tree  # sums of them, float32, see `no_sums`
     parts: Parts
 
@@ -78,7 +79,7 @@ class Stage:
             given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
             self.chunks.append(Chunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
-        self.saved = Buffers(kept, plan.slots.saved.num_slots)
+        self.saved, self.taken = Buffers(kept, plan.slots.saved.num_slots), Buffers(kept, 1)
         self.weight = Buffers(held, plan.slots.weight.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
@@ -96,6 +97,7 @@ class Stage:
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
             saved=self.saved.empty() if backward else [],
             weight=self.weight.empty() if backward else [],
+            taken=self.taken.empty() if backward and self._takes_out else [],
             grads=no_sums(self.params, self.plan) if backward else {},
             parts=Parts(nothing, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
         )
@@ -119,7 +121,7 @@ class Stage:
         state = state._replace(gradients=put(state.gradients, dx_bND, row.gradient_to))
         state = run("head", self._head, state, behind)
         if self.plan.has_pairs:
-            state = self._of_structures(run, "together", self._together, state, behind, ahead)
+            state = self._run_together(run, state, behind, ahead)
         activation = self._to_next(state, row)
         state = self._of_structures(run, "backward", self._input_gradient if split else self._backward, state, behind)
         if not self._in_background:
@@ -143,7 +145,7 @@ class Stage:
         state = run("embed", self._embed, state, ahead)
         state = run("head", self._head, state, behind)
         state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, ahead)
-        state = self._of_structures(run, "together", self._together, state, behind, ahead)
+        state = self._run_together(run, state, behind, ahead)
         state = self._of_structures(run, "backward", self._input_gradient, state, behind)
         activation, gradient = to_next(state.x_bND), to_previous(state.dx_bND)
         state = run("embed_back", self._embed_back, state, behind)
@@ -151,6 +153,11 @@ class Stage:
         beside = min(jax.tree.leaves(state.grads["segments"]), key=jnp.size)
         state = _received(state, row, activation(beside))
         return state._replace(gradients=put(state.gradients, gradient(beside), row.gradient_to))
+
+    def _run_together(self, run: Callable[..., State], state: State, behind: Pass, ahead: Pass) -> State:
+        if self._takes_out:
+            state = self._of_structures(run, "take", self._take, state, behind)
+        return self._of_structures(run, "together", self._together, state, behind, ahead)
 
     def forward_tick(self, state: State, row: Row) -> State:
         """The same of a step without a backward pass: nothing is kept, and the loss comes with the forward pass."""
@@ -191,8 +198,12 @@ class Stage:
         done = self.chunks[number].forward(get(state.activations, work.received), self._given(number, work))
         return self._with_forward(state, work, number, done, keep)
 
+    def _take(self, number: int, state: State, work: Pass) -> State:
+        kept = self._kept(state, work, number)
+        return state._replace(taken=self.taken.write(state.taken, number, 0, kept))
+
     def _together(self, number: int, state: State, behind: Pass, ahead: Pass) -> State:
-        kept = self._kept(state, behind, number)
+        kept = self.taken.read(state.taken, number, 0) if self._takes_out else self._kept(state, behind, number)
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
             self._given(number, ahead),
@@ -258,6 +269,14 @@ class Stage:
     def rows(self) -> Row:
         """What all stages do in each tick, as this program wants it."""
         return rows_of(self.plan.table, self.plan.slots, self.plan.structure_of, self._sends_behind)
+
+    @property
+    def _takes_out(self) -> bool:
+        """Whether what a pair of passes reads is taken out in a loop of its own, as XLA:CPU drops what orders reads.
+
+        A pass that reads and writes the same buffers would copy them all.
+        """
+        return self.plan.has_pairs and self.how.platform == "cpu"
 
     @property
     def _sends_behind(self) -> bool:
