@@ -22,14 +22,12 @@ HEAD_BLOCKS = (0, 1, 2, 4)  # periods of blocks that the head counts as
 MOST_MICROBATCHES = 8
 _PIECE = 512  # tokens of a sequence that a context rank has at least two of: a tile of its attention
 _CUT = ("context", "tensor", "expert", "pipeline")
-# schedules of pipeline stages, and how many model chunks each stage holds
+# schedules of pipeline stages, and how many model chunks each stage holds; compiled, coscheduled_split never was faster
 PIPELINES = (
     ("1f1b", 1),
     ("zero_bubble", 1),
     ("coscheduled", 1),
     ("coscheduled", 2),
-    ("coscheduled_split", 1),
-    ("coscheduled_split", 2),
     ("interleaved", 2),
     ("gpipe", 1),
 )
