@@ -22,14 +22,19 @@ class Tuned(NamedTuple):
 
 def read_tuned(path: Path, of: Mapping[str, Any]) -> Tuned | None:
     """What was found for the same plain values `of`, if anything was. Raises ConfigError."""
-    entries = _entries(path)
-    return next((Tuned(each["settings"], each["step_s"]) for each in entries if each["of"] == of), None)
+    entries, same = _entries(path), _as_read(of)
+    return next((Tuned(each["settings"], each["step_s"]) for each in entries if each["of"] == same), None)
 
 
 def write_tuned(path: Path, of: Mapping[str, Any], tuned: Tuned) -> None:
     """Put an entry into the file, in the place of one for the same. Raises ConfigError or OSError."""
-    others = [each for each in _entries(path) if each["of"] != of]
+    others = [each for each in _entries(path) if each["of"] != _as_read(of)]
     write_atomically(path, json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n")
+
+
+def _as_read(of: Mapping[str, Any]) -> Any:
+    """The same values as a file gives them back: tuples are lists there."""
+    return json.loads(json.dumps(of))
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

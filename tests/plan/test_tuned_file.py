@@ -8,7 +8,7 @@ import pytest
 from moe_jax.errors import ConfigError
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 
-HERE = {"model": {"d_model": 16}, "mesh": {"data": 2}}
+HERE = {"model": {"d_model": 16, "schedule": ((10, 1.5),)}, "mesh": {"data": 2}}  # tuples are lists in a file
 THERE = {"model": {"d_model": 16}, "mesh": {"data": 4}}
 
 
