@@ -14,7 +14,7 @@ from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.train.metrics import RunLog
-from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step import Trainer, make_trainer, slots_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,6 @@ class Capacities:
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = [
             pool.submit(lambda: trainer.step.lower(state, batch).compile()),
-            pool.submit(lambda: trainer.evaluate.lower(state["params"], batch).compile()),
+            pool.submit(lambda: trainer.evaluate.lower(state["params"], batch, slots_of(state)).compile()),
         ]
         pool.shutdown(wait=False)
