@@ -92,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 
+def add_turns(parser: argparse.ArgumentParser, *, rate: str, out_of: str, turn: str, rounds: int) -> None:
+    """Add the flags of a benchmark whose variants take turns, round by round, over links of a rate."""
+    parser.add_argument("--config", default="configs/bench/box.yaml")
+    parser.add_argument("--rate", default=rate, help=f"out of each {out_of} (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help=f"of a {turn} (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+
+
 def box_from(arguments: argparse.Namespace, **nodes: Any) -> Box:
     """The box behind parsed flags, and what `nodes` there are. Raises BoxError."""
     try:

@@ -21,6 +21,7 @@ import box
 import numpy as np
 from box_picture import write_picture, write_timelines
 from box_summary import COMMUNICATION, COMPUTE, summary, table
+from count_argument import check_least
 from jax.experimental import multihost_utils
 from results_file import RESULTS, write_result
 from stand import Stand, Step, profiled, seconds_per_step, tell, traced
@@ -134,9 +135,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
     box.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    for name in ("steps", "rounds"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    check_least(arguments, steps=1, rounds=1)
     for setting in ("schedule.task_times", "schedule.link_gb_per_s"):
         if any(override.startswith(setting) for override in arguments.overrides):
             raise ConfigError(f"{setting} is measured here: leave it out")

@@ -1,5 +1,6 @@
-"""The command line of a benchmark that only wants to know how often, or how long."""
+"""Numbers on the command line of a benchmark: how often, or how long."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,3 +16,11 @@ def count_argument(name: str, default: int, description: str | None) -> int:
     if count < 1:
         raise ConfigError(f"{name}={count} must be at least 1")
     return count
+
+
+def check_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Numbers that options were given, if they were, against the least of each. Raises ConfigError."""
+    for name, bound in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least {bound}")

@@ -16,6 +16,7 @@ from typing import Any
 import box
 import jax
 import jax.numpy as jnp
+from count_argument import check_least
 from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
 from results_file import RESULTS, write_result
 
@@ -66,8 +67,7 @@ def main() -> None:
     box.add_arguments(parser)
     parser.set_defaults(processes=NODES * RANKS_PER_NODE)
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds={arguments.rounds} must be at least 1")
+    check_least(arguments, rounds=1)
     if not _SMALLEST < arguments.largest <= 28:
         raise ConfigError(f"--largest={arguments.largest} must be {_SMALLEST + 1}..28")
     if arguments.processes != NODES * RANKS_PER_NODE:

@@ -21,6 +21,7 @@ import box
 import jax
 import jax.numpy as jnp
 import numpy as np
+from count_argument import check_least
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from results_file import quartiles, rounded, write_result
@@ -198,16 +199,11 @@ def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
-    parser.add_argument("--config", default="configs/bench/box.yaml")
-    parser.add_argument("--rate", default="1gbit", help="out of each process (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, help="of a turn (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=12, help="default: %(default)s")
+    box.add_turns(parser, rate="1gbit", out_of="process", turn="turn", rounds=12)
     box.add_arguments(parser)
     parser.set_defaults(processes=RANKS)
     arguments = parser.parse_args()
-    for name, least in (("steps", 1), ("rounds", 2)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least {least}")
+    check_least(arguments, steps=1, rounds=2)
     if arguments.processes != RANKS:
         raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
     rate = box.parse_rate(arguments.rate)

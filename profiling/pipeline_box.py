@@ -16,6 +16,7 @@ from typing import Any
 import box
 import numpy as np
 from box_picture import write_timelines
+from count_argument import check_least
 from jax.experimental import multihost_utils
 from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell, traced
@@ -160,10 +161,7 @@ def text(rows: dict[str, Any]) -> str:
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/pipeline_box.py", description=__doc__)
-    parser.add_argument("--config", default="configs/bench/box.yaml")
-    parser.add_argument("--rate", default="150mbit", help="out of each process (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, help="of a variant in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    box.add_turns(parser, rate="150mbit", out_of="process", turn="variant in a round", rounds=5)
     parser.add_argument("--variants", metavar="NAME,…", default=",".join(VARIANTS), help="default: %(default)s")
     parser.add_argument("--name", default="pipeline_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
@@ -172,9 +170,7 @@ def main() -> None:
     of_stages = [str(cores[stage % len(cores)]) for stage in range(STAGES) for _ in range(EXPERT_RANKS)]
     parser.set_defaults(processes=STAGES * EXPERT_RANKS, cores=",".join(of_stages))
     arguments = parser.parse_intermixed_args()
-    for name in ("steps", "rounds"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    check_least(arguments, steps=1, rounds=1)
     if arguments.processes != STAGES * EXPERT_RANKS:
         raise ConfigError(f"--processes={arguments.processes}: this needs {STAGES * EXPERT_RANKS}, leave it out")
     names = list(dict.fromkeys([BASE, *arguments.variants.split(",")]))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import box
+from count_argument import check_least
 from link import Link, slowest
 from predicted_cases import MESHES, MODELS, WAYS, TaskTimes, config_of, predicted_step_s, ways_on
 from predicted_summary import summary, table, write_picture
@@ -98,8 +99,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all models")
     box.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds={arguments.rounds} must be at least 1")
+    check_least(arguments, rounds=1)
     if box.rank() is not None:
         measure(arguments)
         return

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from count_argument import check_least
 from jax.sharding import Mesh, PartitionSpec
 
-from moe_jax.errors import ConfigError
 from moe_jax.measure.hlo import Program, parse
 from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
 from moe_jax.schedule.xla_flags import compiler_options
@@ -27,9 +27,7 @@ def read_command(
     if settings:
         parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace others")
     arguments = parser.parse_intermixed_args()
-    for name in counts:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1")
+    check_least(arguments, **dict.fromkeys(counts, 1))
     target = find_target(arguments.target)
     check_compiler(target)
     if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts

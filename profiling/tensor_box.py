@@ -17,6 +17,7 @@ from typing import Any
 import box
 import jax
 import numpy as np
+from count_argument import check_least
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from results_file import quartiles, write_result
@@ -107,17 +108,12 @@ def summary(found: list[Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/tensor_box.py", description=__doc__)
-    parser.add_argument("--config", default="configs/bench/box.yaml")
-    parser.add_argument("--rate", default="400mbit", help="out of each node (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, help="of a form in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    box.add_turns(parser, rate="400mbit", out_of="node", turn="form in a round", rounds=7)
     box.add_arguments(parser)
     # a device that waits for another one holds a thread
     parser.set_defaults(processes=NODES, threads=2 * max(TENSOR_RANKS))
     arguments = parser.parse_args()
-    for name, least in (("steps", 1), ("rounds", 2)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least {least}")
+    check_least(arguments, steps=1, rounds=2)
     if arguments.processes != NODES:
         raise ConfigError(f"--processes={arguments.processes}: this needs {NODES} nodes, leave it out")
     box.parse_rate(arguments.rate)

@@ -25,6 +25,7 @@ from typing import Any
 
 import box
 import numpy as np
+from count_argument import check_least
 from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell
 from tuned_picture import write_picture
@@ -200,9 +201,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings of the model and the run")
     box.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    for name in ("rounds", "seeds"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    check_least(arguments, rounds=1, seeds=1)
     before, comma, after = arguments.rates.partition(",")
     if not comma:
         raise ConfigError(f"--rates={arguments.rates} must be two, e.g. 400mbit,150mbit")

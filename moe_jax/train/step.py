@@ -35,6 +35,7 @@ from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_cuts, state_partitions
 from moe_jax.train.pipeline import plan as pipeline
 from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
+from moe_jax.train.pipeline.stage import Stage
 from moe_jax.train.placement import experts_here, first_placement
 
 # Random numbers run once, and LLVM takes seconds to optimise them; the values are the same without.
@@ -123,7 +124,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def evaluate(params: Any, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
         if isinstance(plan, pipeline.Plan):
-            return sum_over_batch(pipelined_loss(params, token_BN1, config, how, global_tokens, plan, slot_ME))
+            own = Stage(params, token_BN1, config, how, global_tokens, plan, slot_ME=slot_ME)
+            return sum_over_batch(pipelined_loss(own))
 
         def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, token_bN1 = part
@@ -194,9 +196,8 @@ def gradients_of(
     """
     count = config.train.grad_accumulation
     if isinstance(plan, pipeline.Plan):
-        return pipelined_gradients(
-            params, token_BN1, config, how, global_tokens, specs, cuts, plan, When(step), slot_ME
-        )
+        stage = Stage(params, token_BN1, config, how, global_tokens, plan, When(step), slot_ME)
+        return pipelined_gradients(stage, specs, cuts)
     scheduled = functools.partial(
         scheduled_gradients, params, config=config, how=how, global_tokens=global_tokens, slot_ME=slot_ME
     )

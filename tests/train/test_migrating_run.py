@@ -19,22 +19,16 @@ from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.setup import compile_programs
+from tests.train.test_resume import SMALL
 
-TINY = {
-    "model": {
-        "d_model": 16,
-        "num_layers": 2,
-        "hidden_dim": 24,
-        "moe": {"num_experts": 16, "hidden_dim": 12, "capacity_factor": None, "gate": "tests.train.skewed:choose"},
-    },
+MOE = {"num_experts": 16, "hidden_dim": 12, "capacity_factor": None, "gate": "tests.train.skewed:choose"}
+TINY = SMALL | {
+    "model": SMALL["model"] | {"moe": MOE},
     "mesh": {"cpu_devices": 8, "data": 2, "expert": 4},
-    "exchange": {"buffer_factor": None},
-    "data": {"seq_len": 16},
     "optimizer": {"schedule": "constant", "warmup_steps": 2},
-    "train": {"steps": 12, "batch_size": 8, "compute_dtype": "float32", "eval_every": 6, "eval_batches": 2},
+    "train": SMALL["train"] | {"steps": 12, "eval_every": 6},
     "checkpoint": {"every": 6},
     "migration": {"every": 2, "patience": 2, "payback_steps": None},
-    "log": {"every": 1, "tensorboard": False, "sample_tokens": 0},
 }
 ON = "migration.enabled=true"
 
