@@ -17,19 +17,16 @@ import box
 import numpy as np
 from box_picture import write_timelines
 from count_argument import check_least
-from jax.experimental import multihost_utils
+from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, of_stages, seconds_of_send
 from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell, traced
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.measure.trace import Operation, joined
-from moe_jax.schedule.pipelines.bubble import bubble
-from moe_jax.schedule.pipelines.table import Table
+from moe_jax.measure.trace import Operation
 from moe_jax.train.pipeline.plan import make_plan
 
-STAGES, EXPERT_RANKS = 2, 2
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 BASE = "1f1b"
 VARIANTS = {
@@ -48,7 +45,6 @@ _COMMON = [
 ]
 _TFLOPS = 0.03
 _TRACES = 3  # steps of each variant
-_SLOTS = ("F", "B", "FB")  # what a stage runs in a tick
 
 
 def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
@@ -69,67 +65,16 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
                 seconds[name].append(step_s)
         tell(f"round {turn} of {arguments.rounds}")
     timelines, bubbles = {}, {}
-    common = configs[BASE]
-    part = common.train.batch_size // (EXPERT_RANKS * common.train.grad_accumulation)
-    send_s = 32 * part * common.data.seq_len * common.model.d_model / box.parse_rate(arguments.rate)  # float32
+    send_s = seconds_of_send(stand.mesh, configs[BASE])
     for name, config in configs.items():
         table, found = make_plan(config, stand.mesh).table, []
         for _ in range(_TRACES):
-            operations = traced(steps[name], programs[name])
-            timelines[name] = [each for each in operations if not each.name.startswith("while")]
-            found.append(bubble_of(timelines[name], table, send_s))
+            operations = [each for each in traced(steps[name], programs[name]) if not each.name.startswith("while")]
+            found.append(bubble_of(operations, table, send_s))
         bubbles[name] = {key: float(np.median([each[key] for each in found])) for key in found[0]}
-    box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles})
-
-
-def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> dict[str, float]:
-    """Which share of the time between the first stage's first pass and its last one stages run no pass, on average.
-
-    Measured, and as the table says for slots as long as they are on average, without sends between stages and with
-    sends of this length. A pass is under way from the first of its
-    operations in a tick to the last one, whatever it waits for between.
-    """
-    stage, ticks = stage_of(box.rank() or 0), _ticks(operations, len(table.ticks))
-    seconds: dict[str, list[float]] = {kind: [] for kind in _SLOTS}
-    spans = []
-    for slots, own in zip(table.ticks, ticks, strict=True):
-        kind = "".join(direction for direction, _ in slots[stage].tasks())
-        if kind:
-            passes = [each for each in own if each.task[:1] in set(kind)]
-            spans.append((min(each.start_s for each in passes), max(each.end_s for each in passes)))
-            seconds[kind].append(spans[-1][1] - spans[-1][0])
-    busy = sum(end - start for start, end in joined(spans))
-    means = [float(np.mean(seconds[kind])) if seconds[kind] else np.nan for kind in _SLOTS]
-    found = multihost_utils.process_allgather(np.array([busy, spans[-1][1] - spans[0][0], *means], np.float32))
-    busy_s, whole_s, *slot_s = np.reshape(found, (-1, 2 + len(_SLOTS))).T
-    forward_s, backward_s, *together_s = (float(np.nanmean(own)) for own in slot_s if not np.isnan(own).all())
-    return {
-        "measured": float(1 - busy_s.mean() / whole_s[stage_of(0)]),
-        **{
-            name: bubble(table, forward_s, backward_s, together_s=next(iter(together_s), None), send_s=each_s)
-            for name, each_s in (("formula", 0.0), ("formula_with_sends", send_s))
-        },
-        "forward_s": forward_s,
-        "backward_s": backward_s,
-        **({"together_s": together_s[0]} if together_s else {}),
-    }
-
-
-def stage_of(rank: int) -> int:
-    """Ranks of a stage are neighbours."""
-    return rank // EXPERT_RANKS
-
-
-def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:
-    """Operations of each tick: an instruction that ran once in each of them begins it."""
-    runs: dict[str, list[float]] = {}
-    for each in operations:
-        runs.setdefault(each.name, []).append(each.start_s)
-    begins = min((sorted(starts) for starts in runs.values() if len(starts) == count), key=lambda starts: starts[0])
-    ends = [*begins[1:], float("inf")]
-    return [
-        [each for each in operations if begin <= each.start_s < end] for begin, end in zip(begins, ends, strict=True)
-    ]
+        for number, own in enumerate(of_stages(operations)):
+            timelines[f"{name}, stage {number}"] = own
+    box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles, "send_s": send_s})
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +136,8 @@ def main() -> None:
         name: [Operation(*each) for each in step] for name, step in found["timelines"].items()
     }
     print(f"written: {write_timelines(timelines, RESULTS / f'{arguments.name}.png')}")
-    write_result(arguments.name, {"rate": arguments.rate, "variants": rows, "box": dataclasses.asdict(settings)})
+    result = {"rate": arguments.rate, "send_s": rounded(found["send_s"]), "variants": rows}
+    write_result(arguments.name, result | {"box": dataclasses.asdict(settings)})
 
 
 if __name__ == "__main__":

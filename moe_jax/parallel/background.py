@@ -2,8 +2,8 @@
 
 A collective of XLA:CPU keeps the thread that runs it, and the memory that XLA plans around it makes other work wait.
 Here `start` hands an operand over and `finish` waits for what came, like the start and done of an accelerator's
-collective. What a device sends leaves in the order in which its collectives were started, but exchanges come first,
-then what goes to another stage, then sums.
+collective. What a device sends leaves in the order in which its collectives were started, but what is urgent comes
+first (`schedule/link_order.py`).
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -27,11 +27,16 @@ from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
+from moe_jax.schedule.link_order import Traffic
 
 Kind = Literal["exchange", "to_next", "to_previous", "sum", "scatter"]
-# As in FlowMoE: a pass waits for rows, the next pass for another stage's, and nothing for a sum before the step's end.
-_URGENCY: dict[Kind, int] = {"exchange": 0, "to_next": 1, "to_previous": 1, "sum": 2, "scatter": 2}
-
+_TRAFFIC: dict[Kind, Traffic] = {
+    "exchange": Traffic.EXPERT,
+    "to_next": Traffic.PIPELINE,
+    "to_previous": Traffic.PIPELINE,
+    "sum": Traffic.DATA,
+    "scatter": Traffic.DATA,
+}
 
 NOTHING = -1  # ticket of a collective from which this device receives nothing
 
@@ -208,7 +213,7 @@ class Engine:
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         for target, x in to.items():
             send = functools.partial(self._post.send, _key(member, what, member.device, target), x)
-            self._sending[member.device].submit(send, _URGENCY[member.kind])
+            self._sending[member.device].submit(send, _TRAFFIC[member.kind])
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():

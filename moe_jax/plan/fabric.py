@@ -79,6 +79,11 @@ class Fabric:
         """Whether members are on several nodes."""
         return self.ranks_per_node(group) < group.ranks
 
+    def share_links(self, one: Group, other: Group) -> bool:
+        """Whether transfers within both groups want the same links. Axes of a torus are taken to have their own."""
+        levels = [self._cluster.level(group.span) for group in (one, other)]
+        return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
+
     def exchange(self, num_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
         """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
 

@@ -3,6 +3,7 @@
 Stages wait for each other behind every tick, so that the slowest one counts. In a tick gradients travel to the stage
 before, beside the forward pass, and then activations to the next one, beside the backward pass; a tick with both
 passes at once hides neither, unless weight gradients follow, beside which both travel (`train/pipeline/stage.py`).
+Where sends want the links of a pass's exchanges, exchanges go first.
 Gradients are summed behind the last tick.
 """
 
@@ -14,11 +15,12 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Group
 from moe_jax.plan.gradients import held_by
 from moe_jax.plan.measured import Measured
-from moe_jax.plan.pass_times import Chunk, PassTimes
+from moe_jax.plan.pass_times import Chunk, Pass, PassTimes
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
+from moe_jax.schedule.link_order import Traffic, finished_s
 from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 from moe_jax.stages import Stages
@@ -45,10 +47,21 @@ class PipelinedStep:
     @functools.cached_property
     def send_s(self) -> float:
         """Of activations, or gradients, of one part from stage to stage; the slowest pair of neighbours counts."""
-        config, mesh = self.step.config, self.step.mesh
+        config = self.step.config
         num_bytes = self.step.tokens * config.model.d_model * ITEM_BYTES[config.train.compute_dtype]
-        neighbours = Group(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
-        return self.step.fabric.send(num_bytes, neighbours)
+        return self.step.fabric.send(num_bytes, self._neighbours)
+
+    @property
+    def _neighbours(self) -> Group:
+        mesh = self.step.mesh
+        return Group(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
+
+    def _sent_s(self, beside: Pass | None, send_s: float) -> float:
+        """When a send beside a pass has arrived."""
+        if beside is None or not self.step.fabric.share_links(self._neighbours, self.step.experts):
+            return send_s
+        wanted_s = {Traffic.EXPERT: beside.exchange, Traffic.PIPELINE: send_s}
+        return finished_s(wanted_s)[Traffic.PIPELINE] if send_s else 0.0
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -94,7 +107,11 @@ class PipelinedStep:
             return before_s + head_s + of_blocks + max(after_s + weight_s, send_s)
         if together_s is not None:
             return max(before_s, send_s) + head_s + together_s + max(after_s, send_s)
-        return max(before_s + ahead_s, send_s) + max(head_s + behind_s + after_s + weight_s, send_s)
+        arrived_s = [
+            self._sent_s(chunk and getattr(chunk, name), send_s)
+            for chunk, name in ((ahead, "forward"), (behind, "backward"))
+        ]
+        return max(before_s + ahead_s, arrived_s[0]) + max(head_s + behind_s + after_s + weight_s, arrived_s[1])
 
     def _chunk(self, stage: int, chunk: int | None) -> Chunk | None:
         group = self._group(stage, chunk)

@@ -24,6 +24,7 @@ from moe_jax.plan.work import ITEM_BYTES, Work, computed_keys, exchange_bytes, e
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
+from moe_jax.schedule.link_order import Traffic, finished_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Shape
 
@@ -224,8 +225,9 @@ class Step:
     def _from_others(self, model: Model) -> tuple[float, float]:
         """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
 
-        Those of a ring travel beside the squares; backward, gradients in float32 follow them. What is gathered comes
-        first, and its gradients are summed behind.
+        Those of a ring travel beside the squares; backward, gradients in float32 follow them. Where the batch is cut,
+        exchanges of its other microbatches go first if they want the same links. What is gathered comes first, and its
+        gradients are summed behind.
         """
         width = passed_on(model, self.tensor)
         group = Group(self.context, self.mesh["expert"] * self.tensor)
@@ -236,8 +238,21 @@ class Step:
             return forward, backward
         sizes = (self._item, ITEM_BYTES["float32"])
         once, sums = (self.fabric.ring(leaving * size, group, "permute") for size in sizes)
-        squares_s = self.squares_s()
-        return max(once - squares_s, 0.0), max(once + sums - 2 * squares_s, 0.0)
+        squares_s, before_s = self.squares_s(), self._exchanges_beside_attention_s(group)
+
+        def waited_s(hops_s: float, products_s: float) -> float:
+            wanted_s = {Traffic.EXPERT: before_s, Traffic.CONTEXT: hops_s}
+            return min(max(finished_s(wanted_s)[Traffic.CONTEXT] - products_s, 0.0), hops_s)
+
+        return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
+
+    def _exchanges_beside_attention_s(self, ring: Group) -> float:
+        """Seconds of a block's exchanges, one way, that run beside its attention and want the links of the ring."""
+        settings = self.config.schedule
+        if settings.policy != "unified" or not self.fabric.share_links(ring, self.experts):
+            return 0.0
+        own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
+        return 2 * (parts - 1) * self.exchange_seconds(own / parts)  # of all but the microbatch that attends
 
     def _task(
         self,

@@ -79,6 +79,18 @@ def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_says(name, chun
     assert busy.idle == pytest.approx((4 - 1) * busy.compute / 8 / chunks, rel=0.02)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
+    """Neighbours in a node share its links; on two nodes only stages' sends leave one."""
+    node = 8 if shared else 2
+    levels = [dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, alpha_s=0.0) for n in (node, 8)]
+    found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), Measured({}))
+    chunk = PassTimes(found.step, split=False, pairs=False).chunk(found.stages.groups[0])
+    passes_s = [max(each.seconds, found.send_s + shared * each.exchange) for each in (chunk.forward, chunk.backward)]
+    ticks_s = sum(passes_s) + 2 * found.send_s  # in each tick both sends: one has no pass beside it
+    assert found.seconds["step"] - found.seconds["sums"] == pytest.approx((8 + 4 - 1) * ticks_s, rel=0.01)
+
+
 @pytest.mark.parametrize(("name", "chunks"), PIPELINES)
 def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
     config = config_of(name, chunks, policy="unified")

@@ -16,7 +16,9 @@ from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.plan_text import facts, refusals, table
 from moe_jax.plan.planner import Candidate, PlanError, Plans, plan
+from moe_jax.plan.step_times import Step
 from moe_jax.plan.traffic import traffic
+from moe_jax.plan.work import exchange_bytes
 
 H100S = find_cluster("h100x16")
 
@@ -221,6 +223,18 @@ def test_context_ranks_are_planned_around() -> None:
     assert estimate(gathered, H100S).step_s > cut.estimate.step_s
     with pytest.raises(PlanError, match=r"mesh.context=32 is no mesh of 16 devices"):
         plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)
+
+
+def test_hops_go_behind_exchanges_of_other_microbatches() -> None:
+    """Where they want the same links. Hops take longer than products here, and as much of these as exchanges leave."""
+    level = dataclasses.replace(H100S.levels[0], devices=16, bytes_per_s=1e9, alpha_s=0.0)
+    slow = dataclasses.replace(H100S, levels=(level,))
+    cut = [*SMALL, "data.seq_len=8192", "mesh.data=1", "mesh.context=2", "mesh.expert=8", "schedule.policy=unified"]
+    whole, halves = (Step(load_config(None, [*cut, f"schedule.microbatches={n}"]), slow) for n in (1, 2))
+    before_s = 2 * halves.exchange_seconds(exchange_bytes(halves.config, halves.tokens, 8) / 2)
+    waited_s = halves.compute()["attend"].forward - whole.compute()["attend"].forward
+    assert waited_s == pytest.approx(min(before_s, halves.squares_s()), rel=1e-6)
+    assert waited_s > 0
 
 
 def test_ranks_are_chosen_that_cut_sequences() -> None:

@@ -26,6 +26,7 @@ from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.sample import sample_tokens
 from moe_jax.train.step import gradients_of, make_trainer, plan_of
+from tests import references
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import mesh_of
 from tests.train.test_step import run_steps
@@ -120,6 +121,26 @@ def without_stages(data: int, expert: int, model: str, parts: int) -> Result:
 def test_a_pipelined_step_computes_what_a_step_without_stages_computes(pipeline, mesh, model, policy, parts):
     result = result_of(config_of(mesh, model, parts, PIPELINES[pipeline] | POLICIES[policy]))
     assert_same(result, without_stages(*mesh[1:], model, parts))
+
+
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "coscheduled-chunks"])
+def test_a_pipelined_step_is_the_mean_of_its_parts_on_one_device(pipeline):
+    mesh, parts = (2, 2, 2), 2
+    config = config_of(mesh, "tied", parts, PIPELINES[pipeline])
+    result, params = result_of(config), first_params(config.model)
+    own_DABN1 = tokens_of(config).reshape(4, parts, -1, config.data.seq_len + 1)  # of each rank, part by part
+    run = jax.value_and_grad(references.objective, has_aux=True)
+    found = [
+        run(params, token_DBN1.reshape(-1, token_DBN1.shape[-1]), config.model, 4)
+        for token_DBN1 in np.moveaxis(own_DABN1, 1, 0)
+    ]
+    told, grads = zip(*found, strict=True)
+    for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
+        expected = np.mean([each[name] for _, each in told])
+        np.testing.assert_allclose(getattr(result.parts, name), expected, rtol=5e-6, err_msg=name)
+    np.testing.assert_array_equal(result.parts.count_ME, sum(each["count_ME"] for _, each in told))
+    mean = jax.tree.map(lambda *each: sum(each) / parts, *grads)
+    chex.assert_trees_all_close(result.grads, mean, rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ one is there `send_s` later.
 from moe_jax.schedule.pipelines.dependencies import inputs
 from moe_jax.schedule.pipelines.table import Slot, Table, Task
 
+SlotSeconds = list[list[float]]  # [tick][stage]
+
 
 def bubble(
     table: Table,
@@ -18,7 +20,11 @@ def bubble(
     send_s: float = 0.0,
 ) -> float:
     """The idle share of the step if a stage starts its next slot as soon as its inputs have come."""
-    slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
+    return uneven_bubble(table, _slot_seconds(table, forward_s, backward_s, weight_s, together_s), send_s)
+
+
+def uneven_bubble(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
+    """The same of slots that take so many seconds each."""
     return _idle(slot_s, _played_s(table, slot_s, send_s))
 
 
@@ -44,12 +50,9 @@ def lock_step_s(
     return _lock_step_s(_slot_seconds(table, forward_s, backward_s, weight_s, together_s))
 
 
-_SlotSeconds = list[list[float]]  # [tick][stage]
-
-
 def _slot_seconds(
     table: Table, forward_s: float, backward_s: float, weight_s: float, together_s: float | None
-) -> _SlotSeconds:
+) -> SlotSeconds:
     times_s = {"F": forward_s, "B": backward_s + (0.0 if table.split_weight_grad else weight_s), "W": weight_s}
 
     def of(slot: Slot) -> float:
@@ -60,7 +63,7 @@ def _slot_seconds(
     return [[of(slot) for slot in slots] for slots in table.ticks]
 
 
-def _played_s(table: Table, slot_s: _SlotSeconds, send_s: float = 0.0) -> float:
+def _played_s(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
     end_s: dict[Task, float] = {}
     free_s = [0.0] * table.stages
     for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick
@@ -73,9 +76,9 @@ def _played_s(table: Table, slot_s: _SlotSeconds, send_s: float = 0.0) -> float:
     return max(free_s)
 
 
-def _lock_step_s(slot_s: _SlotSeconds) -> float:
+def _lock_step_s(slot_s: SlotSeconds) -> float:
     return sum(map(max, slot_s))
 
 
-def _idle(slot_s: _SlotSeconds, whole_s: float) -> float:
+def _idle(slot_s: SlotSeconds, whole_s: float) -> float:
     return 1 - sum(map(sum, slot_s)) / (len(slot_s[0]) * whole_s)

@@ -43,11 +43,8 @@ def in_flight(table: Table, until: str | None = None) -> tuple[int, ...]:
     return tuple(_most_at_once(_of_stage(lives, stage).values()) for stage in range(table.stages))
 
 
-def slots_of(table: Table, until: str | None = None) -> Slots:
-    """A static place for everything that outlives a tick, with as few slots as possible.
-
-    What F saved is kept `until` as in `in_flight`: "B" if B hands on to W all that W needs.
-    """
+def slots_of(table: Table) -> Slots:
+    """A static place for everything that outlives a tick, with as few slots as possible."""
     ran = _ran(table)
     activations: _Lives = {}
     gradients: _Lives = {}
@@ -60,7 +57,7 @@ def slots_of(table: Table, until: str | None = None) -> Slots:
             gradients[key] = _Life(ran[sender] + 1, tick)
         if task.direction == "W":
             weight[key] = _Life(ran[task._replace(direction="B")], tick)
-    lives = (_saved(table, until or _last(table)), weight, activations, gradients)
+    lives = (_saved(table, _last(table)), weight, activations, gradients)
     return Slots(*(_place(each, table.stages) for each in lives))
 
 

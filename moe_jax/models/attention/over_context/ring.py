@@ -99,11 +99,12 @@ def _backward(
         return dquery, (dkeys[0], dkeys[1])
 
     # Own keys come at both ends: there is something to compute while the first keys travel, and while the last sums do.
-    half, held = first.pairs_CP2.shape[1] // 2, own_held
+    first_half, last_half = _halves(first)
+    held = own_held
     if others:
         held = _passed_on(held, others[0].distance)
     dquery = jnp.zeros(query.shape, jnp.float32)
-    dquery, begun = gradients(dquery, first._replace(pairs_CP2=first.pairs_CP2[:, :half]), own_keys)
+    dquery, begun = gradients(dquery, first_half, own_keys)
     travelling: Pair | None = None
     of_weights, distance = [], 0  # that keys have travelled
     for hop, following in zip(others, (*others[1:], None), strict=True) if others else ():
@@ -111,16 +112,20 @@ def _backward(
         if following is not None:
             held, dquery = jax.lax.optimization_barrier((held, dquery))
             held = _passed_on(held, following.distance - hop.distance)
+        # also in two halves, for GPUs transfer one thing at a time: keys beside the first, sums beside the last
+        begin, end = _halves(hop)
+        dquery, dkeys = gradients(dquery, begin, keys)
         if travelling is not None:
+            travelling, dquery = jax.lax.optimization_barrier((travelling, dquery))
             travelling = _passed_on(travelling, hop.distance - distance)
-        dquery, dkeys = gradients(dquery, hop, keys)
-        dweights, dheld = pull(dkeys)
+        dquery, more = gradients(dquery, end, keys)
+        dweights, dheld = pull(_sum(dkeys, more))
         of_weights.append(dweights)
         travelling = dheld if travelling is None else _sum(travelling, dheld)
         distance = hop.distance
     if travelling is not None:
         travelling = _passed_on(travelling, -distance)
-    dquery, ended = gradients(dquery, first._replace(pairs_CP2=first.pairs_CP2[:, half:]), own_keys)
+    dquery, ended = gradients(dquery, last_half, own_keys)
     dweights, dheld = pull_own(_sum(begun, ended))
     dheld = dheld if travelling is None else _sum(dheld, travelling)
     dweights = jax.tree.map(lambda *parts: sum(parts), dweights, *of_weights)
@@ -150,6 +155,12 @@ def _pullback(make: Make | None, weights: Any, held: Pair) -> tuple[Pair, Callab
         return dweights, (dheld[0].astype(jnp.float32), dheld[1].astype(jnp.float32))
 
     return keys, pulled
+
+
+def _halves(hop: Hop) -> tuple[Hop, Hop]:
+    """The pairs of tiles of a hop, in two."""
+    half = hop.pairs_CP2.shape[1] // 2
+    return hop._replace(pairs_CP2=hop.pairs_CP2[:, :half]), hop._replace(pairs_CP2=hop.pairs_CP2[:, half:])
 
 
 def _square(hop: Hop, query_BnGJK: jax.Array, keys: Pair, tile: int, window: int | None, scale: float) -> Square:
