@@ -77,7 +77,7 @@ def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, in
     """Parameters whose moments a device has; ZeRO cuts them over the devices that hold the same ones."""
     parts, total = parts_of(config, mesh), 0.0
     for each, owners in Counter(owned).items():  # most blocks are alike
-        held = held_by(each, config, mesh).items()
+        held = held_by(each._replace(whole=each.whole - each.biases), config, mesh).items()
         total += owners * sum(count / parts[group] for group, count in held)
     return total
 

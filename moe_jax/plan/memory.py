@@ -22,7 +22,7 @@ from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
-from moe_jax.plan.resources import owned_parameters, state_bytes_per_device
+from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.working import head_bytes, in_blocks, period_of, working_bytes
 
@@ -39,7 +39,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.is_pipelined:
         return pipelined_memory(config, platform, mesh)
     model, sizes = config.model, sizes_of(config, platform, mesh)
-    count = state_bytes_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"]) // 12
+    count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"])
     matrix = model.vocab_size * model.d_model
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)

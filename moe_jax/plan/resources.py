@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.config import Model
-from moe_jax.gate_table import gate_parameters
+from moe_jax.gate_table import SCORE_BIAS, gate_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class Owned(NamedTuple):
     heads_and_hidden: int = 0  # over tensor ranks
     expert: int = 0  # over expert and tensor ranks
     expert_whole: int = 0  # over expert ranks
+    biases: int = 0  # those among `whole` that no gradient moves, and that have no moments
 
 
 def owned_parameters(model: Model) -> tuple[Owned, ...]:
@@ -95,6 +96,7 @@ def owned_by_kind(model: Model) -> dict[str, Owned]:
             cut + shared.total + (dense.total if moe.dense_residual else 0),
             experts * expert.cut + experts * expert.whole_matrices,
             experts * expert.whole_vectors,
+            experts if SCORE_BIAS.name in gate_parameters(model) else 0,
         ),
     }
 
@@ -170,9 +172,9 @@ def _mean_seen(window: int | None, seq_len: int) -> float:
     return width - width**2 / (2 * seq_len)
 
 
-def state_bytes_per_device(model: Model, expert_ranks: int, tensor_ranks: int) -> int:
-    """Float32 parameters and two AdamW moments on one device, experts cut over `expert_ranks`."""
+def parameters_per_device(model: Model, expert_ranks: int, tensor_ranks: int) -> int:
+    """Parameters that one device has, experts cut over `expert_ranks`."""
     counts = count_parameters(model)
     whole = counts.total - counts.expert - counts.heads_and_hidden
     experts = counts.expert_whole + (counts.expert - counts.expert_whole) // tensor_ranks
-    return 12 * (whole + counts.heads_and_hidden // tensor_ranks + experts // expert_ranks)
+    return whole + counts.heads_and_hidden // tensor_ranks + experts // expert_ranks

@@ -16,7 +16,7 @@ from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.handling import handled
 from moe_jax.plan.measured import Measured
 from moe_jax.plan.over_tensor import Stages, form_seconds
-from moe_jax.plan.resources import Owned, owned_parameters, state_bytes_per_device
+from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
@@ -102,7 +102,7 @@ class Step:
         """Gradients of a part that are added to those of the parts before."""
         if self.config.optimizer.zero == 2:
             return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
-        return state_bytes_per_device(self.config.model, self.experts.ranks, self.tensor) // 12
+        return parameters_per_device(self.config.model, self.experts.ranks, self.tensor)
 
     def adding_s(self, parameters: float) -> float:
         """To add a part's gradients to those of the parts before: both are read, and their sum is written."""

@@ -5,14 +5,14 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from moe_jax.config import Config, Latent, Mesh
+from moe_jax.config import Config, Latent, Mesh, Optimizer
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import make_mesh
@@ -110,6 +110,15 @@ def test_the_state_is_exact(mesh: tuple[int, ...], shared: bool) -> None:
     state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
     assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("moe", [{"gate": "deepseek_v3"}, {"gate": "sigmoid", "bias_update_rate": 0.01}])
+def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero: Literal[0, 1]) -> None:
+    config = dataclasses.replace(config_of(every=2, **moe), optimizer=Optimizer(zero=zero))
+    state = make_trainer(config, make_mesh(config.mesh)).state_shapes["optimizer"]
+    arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert step_memory(config, "cpu").optimizer == sum(4 * math.prod(shape) for shape in arrays)
 
 
 def test_what_saves_memory_does_so_in_the_model() -> None:

@@ -7,7 +7,7 @@ from moe_jax.config import Attention, Latent, Mesh, Model, MoE
 from moe_jax.gate_table import GATES
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.plan.resources import count_parameters, state_bytes_per_device, train_flops_per_token
+from moe_jax.plan.resources import count_parameters, parameters_per_device, train_flops_per_token
 from moe_jax.train.step import make_trainer
 from tests.small import small_config, tokens_of
 
@@ -48,14 +48,12 @@ LATENTS = {"num_kv_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12
 @pytest.mark.parametrize(
     ("data", "expert", "tensor", "model"), [(2, 4, 1, {}), (2, 2, 2, ALL_BIASES), (1, 2, 2, LATENTS)]
 )
-def test_state_bytes_equal_the_real_state(data, expert, tensor, model):
+def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, model):
     moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
     config = small_config(data, expert, tensor=tensor, model=model, **moe)
-    state = jax.tree.leaves(
-        make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).init()
-    )
-    largest = sum(x.addressable_shards[0].data.nbytes for x in state if x.ndim)
-    assert state_bytes_per_device(config.model, expert, tensor) == largest
+    state = make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).init()
+    held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state["params"]))
+    assert parameters_per_device(config.model, expert, tensor) == held
 
 
 def test_flops_of_a_dense_step_equal_what_xla_counts():
