@@ -336,6 +336,9 @@ class Log:
     dir: str = "runs/default"
     every: int = 10  # steps between two lines
     tensorboard: bool = True
+    # every n-th record has the load of each expert of each block; null: as many records as keep it to 1,024 numbers in
+    # each on average
+    expert_load_every: int | None = None
     # warnings, once until the block recovers: an expert that no token chose for so many steps; a step's load whose
     # entropy is a smaller part of an even load's. null: none
     alarm_unused_steps: int | None = 100

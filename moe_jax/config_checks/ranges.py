@@ -75,6 +75,7 @@ _AT_LEAST: dict[str, float] = {
     "migration.patience": 1,
     "migration.payback_steps": 1,
     "log.every": 1,
+    "log.expert_load_every": 1,
     "log.alarm_unused_steps": 1,
     "log.trace_step": 2,  # the first step includes the process's start-up
     "log.sample_tokens": 0,

@@ -18,6 +18,7 @@ from moe_jax.train.metrics import RunLog
 Metrics = dict[str, jax.Array]
 
 _TELLING = ("loss", "grad_norm")  # metrics that must stay finite
+_LOADS_OF_A_RECORD = 1024  # of experts, on average
 
 
 class DivergedError(UserError):
@@ -32,6 +33,8 @@ class Meter:
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
+        loads = config.model.block_kinds.count("moe") * moe.num_experts
+        self._loads_every = config.log.expert_load_every or max(1, math.ceil(loads / _LOADS_OF_A_RECORD))
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._alarms = Alarms(config, log)
         self._waiting: tuple[int, Metrics, bool] | None = None
@@ -115,9 +118,10 @@ class Meter:
     def _record(self, step: int, metrics: Metrics) -> None:
         now = time.perf_counter()
         read = jax.device_get(metrics)
-        values = {name: _rounded(value) for name, value in read.items()}
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
-        values |= statistics
+        if not self._has_loads(step):
+            read.pop("expert_load", None)
+        values = {name: _rounded(value) for name, value in read.items()} | statistics
         if self._timed_steps:
             step_s = (now - self._since) / self._timed_steps
             values |= {
@@ -129,6 +133,10 @@ class Meter:
         self._log.write({"step": step} | values)
         if statistics:
             self._alarms.look(step, statistics)
+
+    def _has_loads(self, step: int) -> bool:
+        """Whether the record of a step has the load of each expert: the first, the last and every n-th one."""
+        return step in (1, self._config.train.steps) or step // self._config.log.every % self._loads_every == 0
 
 
 def _rounded(value: NDArray[np.float32]) -> float | list[float]:

@@ -138,6 +138,30 @@ def test_speeds_follow_from_the_step_time(clock):
     assert records == [{**expected, "expert_load": [[0.333333] * 3] * 4, **balance}]
 
 
+def records_with_loads(experts: int, expert_load_every: int | None, clock) -> list[int]:
+    """Steps of them, of the 4 blocks of a run of 24 steps."""
+    config = Config(
+        model=Model(moe=MoE(num_experts=experts)),
+        train=Train(steps=24),
+        log=Log(every=2, expert_load_every=expert_load_every, alarm_entropy=None),
+    )
+    records = Records()
+    reader = Meter(config, records, MATRIX_RATE)
+    for step in range(1, 25):
+        clock.now_s += 1
+        reader.add(step, {"expert_load": jnp.full((4, experts), 1 / experts)})
+    reader.finish()
+    assert all(len(record["block_load_entropy"]) == 4 for record in records)
+    return [record["step"] for record in records if "expert_load" in record]
+
+
+def test_loads_of_many_experts_are_in_fewer_records(clock):
+    """So that metrics.jsonl stays small, and the numbers made of the loads are in all records."""
+    assert records_with_loads(256, None, clock) == [1, *range(2, 25, 2)]
+    assert records_with_loads(1280, None, clock) == [1, 10, 20, 24]
+    assert records_with_loads(1280, 2, clock) == [1, *range(4, 25, 4)]
+
+
 def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records(clock):
     reader, records = metered(every=5, capacity_factor=None)
     for step, fraction in enumerate((0, 0, 0.125, 0, 0.5), start=1):
