@@ -16,7 +16,9 @@ from moe_jax.config import Config
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report import write_report
-from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, load_svg, thin
+from moe_jax.report.load_plots import experts_svg, ranks_svg
+from moe_jax.report.loads import loads_of
+from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, thin
 from moe_jax.report.style import CSS
 from moe_jax.train.metrics import RunLog
 
@@ -153,24 +155,11 @@ def test_diverged_run_says_so(tmp_path: Path) -> None:
     assert page.row("Final training loss") == ["nan", "cross-entropy nan, at step 60"]
 
 
-def test_migrations_are_marked_where_they_happened(tmp_path: Path) -> None:
-    """A line in the panel of each block whose experts changed ranks."""
-    run = make_run(tmp_path / "run")
-    with (run / "metrics.jsonl").open("a") as file:
-        for step, blocks in ((20, [0, 2]), (40, [0])):
-            file.write(json.dumps({"step": step, "rank_load_max_over_mean": 1.5, "migrated_blocks": blocks}) + "\n")
-    source = Page(write_report(run)).source
-    panels = source[source.index("<h2>Expert load") :].split("</figure>")
-    assert [panel.count("stroke-dasharray") for panel in panels[:3]] == [2, 0, 1]
-    assert "Busiest rank / mean load" in source
-
-
-def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
+def test_curve_of_a_long_run_stays_small() -> None:
     rng = np.random.default_rng(0)
     steps, values = np.arange(50_000.0), rng.normal(size=50_000)
     svg = curves_svg("Loss", [Curve(steps, values)])
     assert 100 < svg.count("\nL ") < 2 * MAX_POINTS
-    assert len(load_svg("Load", steps, rng.uniform(0, 2, (50_000, 8)))) < 200_000
 
 
 def test_thinning_keeps_the_mean_and_shows_where_values_are_missing() -> None:
@@ -185,9 +174,11 @@ def test_thinning_keeps_the_mean_and_shows_where_values_are_missing() -> None:
 
 def test_plots_take_their_colours_from_the_page_so_that_both_themes_can_read_them() -> None:
     steps = np.arange(3.0)
+    loads = loads_of([{"step": 1, "expert_load": [[0.5, 0.5]]}, {"step": 2, "rank_load": [1.5, 1.2]}])
     for svg in (
         curves_svg("Loss", [Curve(steps, steps, "a"), Curve(steps, steps, "b")]),
-        load_svg("Load", steps, steps[:, None]),
+        experts_svg(loads, 0),
+        ranks_svg(loads),
     ):
         assert not re.search(r"#[0-9a-f]{6}(?![0-9a-f])", svg)
         assert "var(--muted)" in svg

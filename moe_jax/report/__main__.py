@@ -13,6 +13,7 @@ from moe_jax.report.compiled_text import assumptions, compare, describe
 from moe_jax.report.measured import Measured, describe_measured, measure, read_traced, variant_of
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import compiled_bars, draw, measured_bars, predicted_bars, write_trace
+from moe_jax.report.watch import watch
 from moe_jax.schedule.xla_flags import Value
 
 
@@ -32,6 +33,12 @@ def main() -> None:
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="folder of a run (its log.dir); it may still be running")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --compile: settings")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=int,
+        help="write the page of a running run this often, until it ends or Ctrl-C; browsers follow",
+    )
     compiled = parser.add_argument_group("a compiled step")
     compiled.add_argument(
         "--compile", metavar="TARGET", help="v5p:2x2x2, v6e:4x4, h100:1x8x8 (slices × hosts × GPUs), …"
@@ -62,10 +69,18 @@ def _page(arguments: argparse.Namespace) -> None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
         raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
-    print(f"wrote {write_report(Path(arguments.run))}")
+    run, every_s = Path(arguments.run), arguments.watch
+    if every_s is None:
+        print(f"wrote {write_report(run)}")
+        return
+    if every_s < 1:
+        raise UsageError(f"--watch={every_s} must be at least 1 second")
+    watch(run, every_s)
 
 
 def _compiled(arguments: argparse.Namespace) -> None:
+    if arguments.watch is not None:
+        raise UsageError(f"--watch={arguments.watch} is for the page of a run, and --compile writes none: drop one")
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
     target = find_target(arguments.compile)

@@ -2,14 +2,28 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moe_jax.errors import UserError
 from moe_jax.report.plots import Curve
-from moe_jax.train.metrics import human_count, human_seconds
+from moe_jax.train.metrics import human_count, human_seconds, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
+
+
+class ReportError(UserError):
+    """A run that cannot be reported on."""
+
+
+def records_of(run: Path) -> Records:
+    """At least one. Raises MetricsError (no such run, damaged records), or ReportError if there is none."""
+    records = read_metrics(run)
+    if not records:
+        raise ReportError(f"run {run} has no records yet: wait until it has trained for log.every steps")
+    return records
 
 
 def curve(records: Records, key: str, name: str = "") -> Curve:

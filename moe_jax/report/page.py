@@ -1,22 +1,21 @@
 """The page: sections of tables, plots and texts around a run's records."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moe_jax import __version__
-from moe_jax.errors import UserError
 from moe_jax.files import write_atomically
-from moe_jax.report.numbers import Records, curve, key_numbers, not_finite
-from moe_jax.report.plots import LOAD_LIMIT, SPANS, Curve, curves_svg, load_gradient, load_svg
+from moe_jax.report.html import plots, table, text
+from moe_jax.report.load_sections import expert_section, rank_section
+from moe_jax.report.loads import loads_of
+from moe_jax.report.numbers import Records, ReportError, curve, key_numbers, not_finite, records_of
+from moe_jax.report.plots import SPANS, Curve, curves_svg
 from moe_jax.report.style import CSS
-from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.metrics import FILE_NAME
 
 # Section → title, key and axis of each of its curves.
 _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
@@ -33,26 +32,17 @@ _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
         ("Router z-loss", "router_z_loss", {}),
         ("Dropped (token, expert) pairs", "dropped_fraction", {"from_zero": True, "percent": True}),
         ("Busiest expert / mean load", "load_max_over_mean", {}),
-        ("Busiest rank / mean load, worst block", "rank_load_max_over_mean", {}),
     ),
 }
 
 
-class ReportError(UserError):
-    """A run that cannot be reported on."""
-
-
-def write_report(run: Path) -> Path:
-    """Write `report.html` into the run's folder and return its path.
+def write_report(run: Path, refresh_s: int | None = None) -> Path:
+    """Write `report.html` into the run's folder and return its path; browsers load it again every `refresh_s` seconds.
 
     Raises MetricsError (no such run, damaged records), ReportError (no records, a damaged or unwritable file), or
     PlotError (matplotlib is not installed).
     """
-    records = read_metrics(run)
-    if not records:
-        raise ReportError(f"run {run} has no records yet: wait until it has trained for log.every steps")
-    path = run / "report.html"
-    page = _page(run, records)
+    path, page = run / "report.html", _page(run, records_of(run), refresh_s)
     try:
         write_atomically(path, page)
     except OSError as error:
@@ -60,9 +50,10 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def _page(run: Path, records: Records) -> str:
+def _page(run: Path, records: Records, refresh_s: int | None) -> str:
     name = escape(run.resolve().name)
     last_written = datetime.fromtimestamp((run / FILE_NAME).stat().st_mtime, UTC)
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""
     sections = "".join(
         f"<section><h2>{heading}</h2>\n{content}</section>\n" for heading, content in _sections(run, records) if content
     )
@@ -70,7 +61,7 @@ def _page(run: Path, records: Records) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+{refresh}<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{name} · moe_jax</title>
 <style>{CSS}</style>
@@ -87,13 +78,15 @@ def _page(run: Path, records: Records) -> str:
 
 
 def _sections(run: Path, records: Records) -> Iterator[tuple[str, str]]:
-    yield "Key numbers", _warning(records) + _table("numbers", key_numbers(records))
-    yield "Loss", _hint(records) + _plots(_loss_plots(records))
+    yield "Key numbers", _warning(records) + table("numbers", key_numbers(records))
+    yield "Loss", _hint(records) + plots(_loss_plots(records))
     for heading, wanted in _CURVES.items():
-        yield heading, _plots(_curve_plots(records, wanted))
-    yield "Expert load", _expert_load(records)
-    yield "Sample", _text(run / "sample.txt")
-    yield "Config", _text(run / "config.yaml")
+        yield heading, plots(_curve_plots(records, wanted))
+    loads = loads_of(records)
+    yield "Rank load", rank_section(loads)
+    yield "Expert load", expert_section(loads)
+    yield "Sample", text(run / "sample.txt")
+    yield "Config", text(run / "config.yaml")
     yield "Provenance", _provenance(run / "provenance.json")
 
 
@@ -135,50 +128,6 @@ def _curve_plots(records: Records, wanted: tuple[tuple[str, str, dict[str, bool]
             yield title, curves_svg(title, [values], **options)
 
 
-def _expert_load(records: Records) -> str:
-    having = [record for record in records if record.get("expert_load")]
-    if not having:
-        return ""
-    steps = np.array([record["step"] for record in having], dtype=np.float64)
-    share = np.array([record["expert_load"] for record in having], dtype=np.float64)  # [record, block, expert]
-    load = share * share.shape[-1]
-    moves = [(record["step"], record["migrated_blocks"]) for record in records if "migrated_blocks" in record]
-
-    def panel(b: int) -> tuple[str, str]:
-        marks = [step for step, blocks in moves if b in blocks]
-        return f"MoE block {b}", load_svg(f"Expert load, block {b}", steps, load[:, b], marks)
-
-    panels = map(panel, range(load.shape[1]))
-    marked = " Lines: experts changed ranks." if moves else ""
-    return (
-        "<p>Routed pairs that each expert received, relative to an even share. Across: step; up: expert."
-        f"{marked}</p>\n"
-        '<p class="legend"><span>0, idle</span>'
-        f'<span class="bar" style="background: {load_gradient()}"></span><span>{LOAD_LIMIT:g} × even or more</span>'
-        "<span>(no colour: even)</span></p>\n" + _plots(panels, "panels")
-    )
-
-
-def _plots(plots: Iterator[tuple[str, str]], kind: str = "plots") -> str:
-    figures = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>\n" for title, svg in plots)
-    return figures and f'<div class="{kind}">\n{figures}</div>\n'
-
-
-def _table(kind: str, rows: Iterator[tuple[str, ...]]) -> str:
-    lines = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>\n'
-        for row in rows
-    )
-    return f'<table class="{kind}">\n{lines}</table>\n'
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    text = re.sub(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", "�", path.read_text(encoding="utf-8", errors="replace"))
-    return f"<pre>{escape(text)}</pre>\n"
-
-
 def _provenance(path: Path) -> str:
     if not path.is_file():
         return ""
@@ -188,7 +137,7 @@ def _provenance(path: Path) -> str:
         values = None
     if not isinstance(values, dict):
         raise ReportError(f"{path} is not a JSON object: delete the file, the report does without it")
-    return _table("facts", _flat(values))
+    return table("facts", _flat(values))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ...]]:

@@ -26,6 +26,7 @@ h2 { margin: 0 0 0.7rem; font-size: 1.1rem; }
 section > p { margin: 0 0 0.6rem; color: var(--muted); }
 section > p.warning { color: var(--warning); font-weight: 600; }
 .plots, .panels { display: grid; gap: 0.9rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); }
+.wide { margin-bottom: 0.9rem; }
 .panels { grid-template-columns: repeat(auto-fill, minmax(min(100%, 14.5rem), 1fr)); }
 figure, table, pre { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 figure { padding: 0.8rem 0.8rem 0.5rem; }

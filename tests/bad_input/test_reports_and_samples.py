@@ -34,6 +34,17 @@ NO_RUNS = [
         "report full",
         "full is not a run (no metrics.jsonl in it): give the folder that a run has as log.dir",
     ),
+    ("report: no seconds", "report runn --watch 0", "--watch=0 must be at least 1 second"),
+    (
+        "report: a missing run to watch",
+        "report runn --watch 5",
+        "run runn does not exist: give the folder that a run has as log.dir",
+    ),
+    (
+        "report: nothing that goes on",
+        "report --compile cpu:8 --config tiny.yaml --watch 5",
+        "--watch=5 is for the page of a run, and --compile writes none: drop one",
+    ),
 ]
 
 

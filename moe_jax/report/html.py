@@ -1,0 +1,29 @@
+"""Parts of the page: plots, tables and texts."""
+
+import re
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+
+def plots(found: Iterable[tuple[str, str]], kind: str = "plots") -> str:
+    """Titles and SVGs side by side; nothing if there are none."""
+    figures = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>\n" for title, svg in found)
+    return figures and f'<div class="{kind}">\n{figures}</div>\n'
+
+
+def table(kind: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of a name and what belongs to it."""
+    lines = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>\n'
+        for row in rows
+    )
+    return f'<table class="{kind}">\n{lines}</table>\n'
+
+
+def text(path: Path) -> str:
+    """What a file says, word for word; nothing if there is none."""
+    if not path.is_file():
+        return ""
+    content = re.sub(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", "�", path.read_text(encoding="utf-8", errors="replace"))
+    return f"<pre>{escape(content)}</pre>\n"

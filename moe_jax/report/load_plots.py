@@ -1,0 +1,161 @@
+"""Load of experts as heat maps and load of ranks as a curve, with the steps at which experts changed ranks.
+
+On the page each is an SVG of its own; `load_figure` has all of them, for notebooks.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_jax.report.loads import Loads, Move, loads_of
+from moe_jax.report.numbers import ReportError, records_of
+from moe_jax.report.plots import COLORS, Array, count_steps, new_figure, style, svg_of, thin
+
+MAX_COLUMNS = 400  # of a heat map
+MAX_WINDOWS = 400  # between looks at the load of ranks
+LOAD_LIMIT = 2.0  # times the even share, at full colour
+# Too little, even, too much: transparent in the middle, so that even load is the page's own background.
+_COLORS = [(0.13, 0.42, 0.85, 1.0), (0.13, 0.42, 0.85, 0.0), (0.92, 0.36, 0.10, 0.0), (0.92, 0.36, 0.10, 1.0)]
+_NO_GRID = {"axes.grid": False}
+_MANY = 24  # blocks, above which there are more in a row
+_TOLD = 2  # moves
+_BAR_INCHES = 2.5
+
+
+def experts_svg(loads: Loads, block: int) -> str:
+    """Load of the experts of one block: x step, y expert."""
+    with style(**_NO_GRID):
+        figure, axes = new_figure(width=2.5, height=1.6, ticks=4)
+        _draw_experts(axes, loads, block)
+        return svg_of(figure, f"Expert load, block {block}")
+
+
+def ranks_svg(loads: Loads) -> str:
+    """Load of the busiest rank over training steps, for all blocks."""
+    with style():
+        figure, axes = new_figure(width=8.2, height=2.05, ticks=12)
+        _draw_ranks(axes, loads, COLORS["series-1"])
+        axes.set_xlabel("step")
+        figure.legend(loc="outside upper right", ncols=3)
+        return svg_of(figure, "Load of the busiest rank")
+
+
+def load_figure(run: Path) -> Any:
+    """All of it as one matplotlib Figure, which notebooks show.
+
+    Raises MetricsError (no such run, damaged records), ReportError (no records, or a dense run), or PlotError
+    (matplotlib is not installed).
+    """
+    loads = loads_of(records_of(run))
+    if not len(loads.step_R):
+        raise ReportError(
+            f"run {run} has no records of experts: wait until it has trained for log.every steps, or name a run whose "
+            "model has experts"
+        )
+    with style(**_NO_GRID):
+        return _drawn(loads)
+
+
+def _drawn(loads: Loads) -> Any:
+    from matplotlib.figure import Figure
+
+    blocks, has_ranks = loads.expert_RME.shape[1], len(loads.look_L) > 0
+    columns = min(blocks, 4 if blocks <= _MANY else 6)
+    rows = math.ceil(blocks / columns)
+    heights = [1.8] * has_ranks + [1.5 * rows + 0.6]
+    figure = Figure(figsize=(max(2.2 * columns + 1, 6), sum(heights)), dpi=200, layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    if has_ranks:
+        axes = parts[0].subplots()
+        count_steps(axes, ticks=12)
+        _draw_ranks(axes, loads, "C0")
+        axes.set(xlabel="step", ylabel="busiest rank / mean", title=_told(loads))
+        parts[0].legend(loc="outside right upper")
+    panels = parts[-1].subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in panels.flat[blocks:]:
+        axes.remove()
+    for block, axes in enumerate(panels.flat[:blocks]):
+        count_steps(axes, ticks=4)
+        image = _draw_experts(axes, loads, block)
+        axes.set_title(f"MoE block {block}")
+        if block + columns >= blocks:  # nothing is below
+            axes.set_xlabel("step")
+            axes.tick_params(labelbottom=True)
+    parts[-1].supylabel("expert", fontsize=7)
+    parts[-1].colorbar(
+        image,
+        ax=list(panels.flat[:blocks]),
+        location="bottom",
+        shrink=_BAR_INCHES / figure.get_figwidth(),
+        aspect=30,
+        extend="max",
+        ticks=[0, 1, LOAD_LIMIT],
+        label="load / even share",
+    )
+    return figure
+
+
+def load_gradient() -> str:
+    """The colours of the heat maps as CSS, for the legend."""
+    stops = ", ".join(f"rgb({r:.0%} {g:.0%} {b:.0%} / {a:.0%})" for r, g, b, a in _COLORS)
+    return f"linear-gradient(to right, {stops.replace('/ 0%)', '/ 0%) 50%')})"
+
+
+def _told(loads: Loads) -> str:
+    """What the last moves made of the load of ranks."""
+
+    def told(move: Move) -> str:
+        after = f"{move.planned:.2f} (planned)" if move.after is None else f"{move.after:.2f}"
+        return f"{move.before:.2f} → {after} at step {move.step:,}"
+
+    return ", ".join(map(told, loads.moves[-_TOLD:]))
+
+
+def _draw_experts(axes: Any, loads: Loads, block: int) -> Any:
+    """A heat map of at most MAX_COLUMNS columns, each a mean of neighbours."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    step_R, load_RE = thin(loads.step_R, MAX_COLUMNS), thin(loads.expert_RME[:, block], MAX_COLUMNS)
+    image = axes.pcolormesh(
+        _edges(step_R),
+        np.arange(load_RE.shape[1] + 1) - 0.5,
+        load_RE.T,
+        cmap=LinearSegmentedColormap.from_list("load", list(zip((0, 0.5, 0.5, 1), _COLORS, strict=True))),
+        vmin=0,
+        vmax=LOAD_LIMIT,
+        rasterized=True,
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=6))
+    _mark(axes, [move.step for move in loads.moves if block in move.blocks])
+    return image
+
+
+def _edges(step_R: Array) -> Array:
+    middles = (step_R[1:] + step_R[:-1]) / 2
+    half = (step_R[1] - step_R[0]) / 2 if len(step_R) > 1 else 0.5
+    return np.concatenate([[step_R[0] - half], middles, [step_R[-1] + half]])
+
+
+def _draw_ranks(axes: Any, loads: Loads, color: str) -> None:
+    """The worst block, and all from the best to the worst, over the steps between two looks."""
+    windows = min(len(loads.look_L), MAX_WINDOWS)
+    ends = [part[-1] for part in np.array_split(loads.look_L, windows)]
+    start = max(2 * ends[0] - ends[1], 0.0) if windows > 1 else 0.0
+    rank_LM = thin(loads.rank_LM, windows)
+    best, worst = rank_LM.min(axis=1), rank_LM.max(axis=1)
+    if rank_LM.shape[1] > 1:
+        axes.stairs(worst, [start, *ends], baseline=best, fill=True, color=color, alpha=0.25, label="all blocks")
+    axes.stairs(worst, [start, *ends], baseline=None, color=color, linewidth=1.3, label="worst block")
+    axes.set_ylim(bottom=1)
+    axes.set_xlim(0, max([*loads.step_R[-1:], loads.look_L[-1]]))
+    _mark(axes, [move.step for move in loads.moves])
+
+
+def _mark(axes: Any, steps: list[int]) -> None:
+    """Where experts changed ranks."""
+    for number, step in enumerate(steps):
+        label = "experts changed ranks" if number == 0 else None
+        axes.axvline(step, color=COLORS["ink"], linewidth=0.8, linestyle="--", label=label)

@@ -1,0 +1,33 @@
+"""The page of a run that goes on, written again and again."""
+
+import time
+from pathlib import Path
+
+from moe_jax.config_files import load_config
+from moe_jax.report.page import write_report
+from moe_jax.train.metrics import read_metrics
+
+
+def watch(run: Path, every_s: int) -> None:
+    """Write the page every so many seconds until the run has ended, or somebody presses Ctrl-C.
+
+    Browsers load it as often meanwhile. A run without records is waited for. Raises what `write_report` does, and
+    ConfigError if the run's config cannot be read.
+    """
+    if not _has_ended(run):
+        print(f"renewing {run / 'report.html'} every {every_s} s until the run has ended; Ctrl-C stops", flush=True)
+    try:
+        while not _has_ended(run):
+            if read_metrics(run):
+                write_report(run, refresh_s=every_s)
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        pass
+    if read_metrics(run):
+        print(f"wrote {write_report(run)}")
+
+
+def _has_ended(run: Path) -> bool:
+    """Whether it has validated behind its last step."""
+    records, steps = read_metrics(run), load_config(run).train.steps
+    return any("validation_loss" in record and record["step"] >= steps for record in records)
