@@ -102,7 +102,10 @@ def test_the_documentation_has_every_gate_and_what_it_reached():
     reached = json.loads((root / "profiling" / "results" / "gates.json").read_text())["gates"]
     assert list(reached) == list(GATES)
     for gate, values in reached.items():
-        assert f"| `{gate}` | {values['validation_loss']:.3f} | {values['training_loss']:.3f} |" in text
+        losses = f"{values['validation_loss']:.3f} | {values['training_loss']:.3f}"
+        dropped = f"{100 * values['dropped_fraction']:.1f} %"
+        reached_row = f"{losses} | {values['load_max_over_mean']:.2f} | {dropped} | {values['parameters']:,}"
+        assert f"| `{gate}` | {reached_row} |" in text
         assert text.count(f"\n| `{gate}` |") == 2, "what it is, and what was measured"
 
 

@@ -1,0 +1,88 @@
+"""What was measured of balance and migration bears what the documentation says of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "profiling" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def rows(name: str) -> dict[str, list[str]]:
+    """Of all tables of a page: the first cell and the others."""
+    lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
+    return {first: others for first, *others in cells}
+
+
+def seeds_of(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return [values for name, values in run.items() if name.startswith("seed")]
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def test_biases_balance_as_well_as_the_loss_does_and_cost_nothing() -> None:
+    runs = result("balance")["runs"]
+    with_loss, with_bias, neither = (
+        seeds_of(runs[name]) for name in ("load-balance loss", "bias, rate 0.01", "neither")
+    )
+    assert max(seed["load_max_over_mean"] for seed in with_bias) <= 1.2 < 2 < neither[0]["load_max_over_mean"]
+    reached, wanted = (sum(seed["validation_loss"] for seed in seeds) / 2 for seeds in (with_bias, with_loss))
+    spread = abs(with_loss[0]["validation_loss"] - with_loss[1]["validation_loss"])
+    assert abs(reached - wanted) < spread, "seeds differ more"
+
+
+def test_the_page_of_balance_has_what_was_measured() -> None:
+    runs, told = result("balance")["runs"], rows("balance")
+    for name, row in (
+        ("load-balance loss", "load-balance loss, weight 0.01"),
+        ("bias, rate 0.01", "bias, rate 0.01, no loss"),
+        ("neither", "neither"),
+    ):
+        seeds = seeds_of(runs[name])
+        of_steps = [max(seed["load_max_over_mean_of_a_step_of_each_block"]) for seed in seeds]
+        assert told[row] == [
+            " / ".join(f"{seed['validation_loss']:.3f}" for seed in seeds),
+            " / ".join(f"{seed['load_max_over_mean']:.2f}" for seed in seeds),
+            " / ".join(f"{load:.2f}" for load in of_steps),
+            " / ".join(percent(seed["dropped_fraction"]) for seed in seeds),
+            " / ".join(percent(seed["dropped_fraction_of_all_steps"]) for seed in seeds),
+        ]
+
+
+def test_one_move_balances_ranks_and_changes_no_loss() -> None:
+    found = result("migration")
+    (move,) = found["moves"]
+    assert min(move["rank_load"]) >= 2.0
+    behind = [loads for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
+    assert len(behind) == 3
+    assert max(map(max, behind)) <= 1.15
+    assert found["curves_equal_bit_for_bit"]
+    assert found["curves"] == {"loss": 250, "grad_norm": 250, "load_balance_loss": 250, "validation_loss": 1}
+    assert found["overhead"] <= 0.05
+    assert found["bytes_of_each"] == [found["expert_bytes_predicted"]]
+    assert move["migration_bytes"] == found["sends"][0] * found["expert_bytes_predicted"]
+
+
+def test_the_page_of_migration_has_what_was_measured() -> None:
+    found, told = result("migration"), rows("migration")
+    (move,) = found["moves"]
+    worst = [max(loads) for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
+    expected = {
+        "load of the busiest rank / mean, steps 51 to 100": "{:.2f} and {:.2f} in the two blocks".format(
+            *move["rank_load"]
+        ),
+        f"behind one move of {sum(move['migration_swaps'])} pairs of experts, as planned": ", ".join(
+            f"{load:.2f}" for load in move["migration_load_after"]
+        ),
+        "the same, found in the 150 steps behind it": f"{min(worst):.2f} to {max(worst):.2f}",
+        "looks and the move, of the time of all steps": percent(found["overhead"]),
+        "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
+    }
+    assert {name: told[name] for name in expected} == {name: [value] for name, value in expected.items()}
