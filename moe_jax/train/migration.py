@@ -13,7 +13,6 @@ import numpy as np
 from moe_jax.config import Mesh
 from moe_jax.plan.migration import Plan, Prices, load_ratio, plan
 from moe_jax.plan.migration_costs import MigrationCosts, migration_costs
-from moe_jax.train.choose import run_cluster
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.mover import Moved, Mover
@@ -33,14 +32,14 @@ class Migration:
             return
         self._mover = Mover(run.config, run.trainer)
         self._costs: MigrationCosts | None = None
-        if migration.payback_steps is not None:
+        if run.cluster is not None:
             sizes = Mesh(
                 **{str(axis): size for axis, size in run.trainer.mesh.shape.items()},
                 experts_over_context=run.config.mesh.experts_over_context,
             )
             config = dataclasses.replace(run.config, mesh=sizes)
             largest = max(map(self._mover.expert_bytes, self._mover.groups))
-            self._costs = migration_costs(config, run_cluster(config.plan.cluster), largest)
+            self._costs = migration_costs(config, run.cluster, largest)
 
     def after(self, step: int, state: State) -> State:
         """The state to go on with behind a step."""

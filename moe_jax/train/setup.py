@@ -21,13 +21,15 @@ from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.clusters import Cluster
 from moe_jax.train.capacities import Change, changes_of, config_at
 from moe_jax.train.checkpoint import check_same_run
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.choices import Choices, choices_of
+from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.metrics import FILE_NAME, read_metrics
-from moe_jax.train.processes import allgather, is_main_process
+from moe_jax.train.processes import allgather, is_main_process, read_alike
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer, slots_of
 from moe_jax.train.tokens import open_tokens
@@ -45,6 +47,7 @@ class Run:
     first_step: int  # steps done before; 0: a new run
     choices: Choices | None  # that it may change to while it trains
     changes: tuple[Change, ...] = ()  # of its capacity, ahead
+    cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -102,6 +105,7 @@ def open_run(config: Config) -> Run:
         first_step=first_step,
         choices=choices,
         changes=changes_of(config, mesh, first_step),
+        cluster=_cluster_of_prices(config),
     )
 
 
@@ -159,6 +163,14 @@ def _agree(first_step: int, folder: Path) -> int:
             "put it on a disk that all share"
         )
     return first_step
+
+
+def _cluster_of_prices(config: Config) -> Cluster | None:
+    """By which moves of experts are priced, in all processes the same. Raises ConfigError or ClusterError."""
+    settings, name = config.migration, config.plan.cluster
+    if not settings.enabled or settings.payback_steps is None:
+        return None
+    return read_alike(lambda: run_cluster(name), f"plan.cluster={name or 'null'}")
 
 
 def _check_folder(folder: Path) -> None:

@@ -61,6 +61,11 @@ CONFIG = [
         "plan.cluster=h10x8: cluster 'h10x8' is unknown: did you mean h100-8?",
     ),
     (
+        "moves of experts priced for other devices",
+        "mesh.expert=2 migration.enabled=true model.moe.capacity_factor=null plan.cluster=h100x16",
+        "plan.cluster=h100x16 has 16 devices, and this run has 8: name a cluster of as many, or use plan.cluster=null",
+    ),
+    (
         "a plan that nothing fits",
         "schedule.policy=auto mesh.tensor=3 mesh.data=auto",
         "nothing trains on cpux8 (mesh.expert=1 × mesh.tensor=3 is no mesh of 8 devices: use mesh.tensor=2)",
