@@ -1,5 +1,6 @@
 """Two and four real processes train exactly like one with the same devices, and stop and go on as one."""
 
+import json
 import signal
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.loop import train
-from tests.train.test_resume import compiled_once, config_in, losses_of, started, wait_until
+from tests.train.test_resume import compiled_once, config_in, lines_of, losses_of, started, wait_until
 
 SETTINGS = [
     "mesh.data=2",
@@ -71,15 +72,24 @@ def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
     assert_equal(losses_of(tmp_path), losses_of(tmp_path / "one"))
 
 
-def test_two_processes_stopped_by_sigterm_go_on_as_one(expected, tmp_path):
-    """The launcher gets the signal, and one process goes on with the devices of both."""
-    with launched(tmp_path, 2, "train.steps=10000") as process:
-        wait_until(lambda: len(losses_of(tmp_path)) >= 3, tmp_path, process)
+def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_one(expected, tmp_path):
+    """Both decide the same, so that losses are those without migration. The launcher gets the signal, and one process
+    goes on with the devices of both, and experts in their order.
+    """
+    moving = ["migration.enabled=true", "migration.every=2", "migration.threshold=1", "migration.patience=1"]
+    with launched(tmp_path, 2, "train.steps=10000", *moving, "migration.payback_steps=null") as process:
+        wait_until(lambda: moves_in(tmp_path) and len(losses_of(tmp_path)) >= 4, tmp_path, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0, (tmp_path / "output").read_text()
     saved = newest_checkpoint(tmp_path)
     assert saved == max(losses_of(tmp_path)) < STEPS
     said = (tmp_path / "output").read_text()
     assert said.endswith(f"stopped after step {saved}: the same command goes on from there\n")
+    assert said.count("experts of MoE block 0 changed ranks") == len(moves_in(tmp_path))
     train(config_in(tmp_path, f"train.steps={STEPS}", *SETTINGS))
     assert_equal(losses_of(tmp_path), expected)
+
+
+def moves_in(folder) -> list[dict]:
+    """Records of experts that changed ranks."""
+    return [record for record in map(json.loads, lines_of(folder, last=STEPS)) if "migrated_blocks" in record]
