@@ -40,6 +40,11 @@ _GPU = (
     Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
     Flag("xla_gpu_all_gather_combine_threshold_bytes", 0, "as above, for exchange.reduction=scatter_gather"),
     Flag(
+        "xla_gpu_collective_permute_combine_threshold_bytes",
+        0,
+        "a ring's keys are merged with sums that travel half a hop later otherwise, and what is left is synchronous",
+    ),
+    Flag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         2,
         "exchanges inside a node and sums between nodes wait for each other otherwise",
