@@ -92,9 +92,13 @@ def absorbed(sums: Sums, square: Square) -> Sums:
     return jax.lax.scan(add, sums, square.pairs_P2)[0]
 
 
-def with_gradients(dquery_BnGJK: jax.Array, square: Square, seen: Seen) -> Gradients:
-    """Of a square's keys and values, and of queries with those of other squares."""
-    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (square.key_BnGK, square.value_BnGV))
+def no_gradients(square: Square) -> tuple[jax.Array, jax.Array]:
+    """Of keys and values that no query has met."""
+    return jnp.zeros(square.key_BnGK.shape, jnp.float32), jnp.zeros(square.value_BnGV.shape, jnp.float32)
+
+
+def with_gradients(grads: Gradients, square: Square, seen: Seen) -> Gradients:
+    """With those of a square."""
 
     def add(grads: Gradients, pair_2: jax.Array) -> tuple[Gradients, None]:
         start_t, start_s = square.tile * pair_2
@@ -113,7 +117,7 @@ def with_gradients(dquery_BnGJK: jax.Array, square: Square, seen: Seen) -> Gradi
             _add(grads.value_BnGV, dvalue, start_s),
         ), None
 
-    return jax.lax.scan(add, Gradients(dquery_BnGJK, *zeros), square.pairs_P2)[0]
+    return jax.lax.scan(add, grads, square.pairs_P2)[0]
 
 
 def _tiles(square: Square, start_t: Int[Array, ""], start_s: Int[Array, ""]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.models.attention.over_context.products import (
+    Gradients,
     Seen,
     Square,
     absorbed,
+    no_gradients,
     no_sums,
     of_groups,
     with_gradients,
@@ -93,10 +95,11 @@ def _backward(
     # the other way around: XLA would merge hops that are those of the forward pass, and keep what they brought till now
     others.reverse()
 
-    def gradients(dquery: jax.Array, hop: Hop, keys: Pair) -> tuple[jax.Array, Pair]:
-        """Of the queries so far, and of a hop's keys and values."""
-        dquery, *dkeys = with_gradients(dquery, _square(hop, query, keys, tile, window, scale), seen)
-        return dquery, (dkeys[0], dkeys[1])
+    def gradients(dquery: jax.Array, hop: Hop, keys: Pair, dkeys: Pair | None = None) -> tuple[jax.Array, Pair]:
+        """Of the queries and these keys and values so far, with those of a hop."""
+        square = _square(hop, query, keys, tile, window, scale)
+        found = with_gradients(Gradients(dquery, *(dkeys or no_gradients(square))), square, seen)
+        return found.query_BnGJK, (found.key_BnGK, found.value_BnGV)
 
     # Own keys come at both ends: there is something to compute while the first keys travel, and while the last sums do.
     first_half, last_half = _halves(first)
@@ -118,15 +121,15 @@ def _backward(
         if travelling is not None:
             travelling, dquery = jax.lax.optimization_barrier((travelling, dquery))
             travelling = _passed_on(travelling, hop.distance - distance)
-        dquery, more = gradients(dquery, end, keys)
-        dweights, dheld = pull(_sum(dkeys, more))
+        dquery, dkeys = gradients(dquery, end, keys, dkeys)
+        dweights, dheld = pull(dkeys)
         of_weights.append(dweights)
         travelling = dheld if travelling is None else _sum(travelling, dheld)
         distance = hop.distance
     if travelling is not None:
         travelling = _passed_on(travelling, -distance)
-    dquery, ended = gradients(dquery, last_half, own_keys)
-    dweights, dheld = pull_own(_sum(begun, ended))
+    dquery, dkeys = gradients(dquery, last_half, own_keys, begun)
+    dweights, dheld = pull_own(dkeys)
     dheld = dheld if travelling is None else _sum(dheld, travelling)
     dweights = jax.tree.map(lambda *parts: sum(parts), dweights, *of_weights)
     dsink_H = None
