@@ -327,6 +327,7 @@ class Migration:
     patience: int = 2  # looks in a row at which a block was above it before its experts move
     # steps in which a move has to save the time that it takes, and no more than the run has left; null: moves are free
     payback_steps: int | None = 1000
+    replicas: int = 0  # slots of each expert rank for copies of experts that others have, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +381,15 @@ class Config(Sections):
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def replicas(self) -> int:
+        """Slots of each expert rank for copies of others' experts."""
+        return self.migration.replicas if self.migration.enabled else 0
+
+    def expert_slots(self, sizes: Mapping[str, int]) -> int:
+        """Of all ranks, on a mesh of these sizes, for the experts of one block and their copies."""
+        return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
     @property
     def is_pipelined(self) -> bool:

@@ -32,7 +32,8 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.plan.migration import Plan, Swap, plan
+from moe_jax.plan.migration import Plan, plan
+from moe_jax.plan.moves import Move
 from moe_jax.train.mover import Mover
 from moe_jax.train.step import make_trainer
 
@@ -67,15 +68,15 @@ class Stand:
         self._steps(1)
         placement = jax.device_get(self._state["placement"])
         return [
-            plan(load.tolist(), slots.tolist(), RANKS, None)
+            plan(load.tolist(), np.argsort(slots).tolist(), RANKS, None)
             for load, slots in zip(placement["load_ME"], placement["slot_ME"], strict=True)
         ]
 
-    def move(self, swaps_M: Sequence[Sequence[Swap]], slot_ME: Any) -> float:
-        """Make the swaps, behind which experts lie like this; returns the seconds."""
+    def move(self, moves_M: Sequence[Sequence[Move]], slot_ME: Any) -> float:
+        """Make the moves, behind which experts lie like this; returns the seconds."""
 
         def run() -> None:
-            self._state = jax.block_until_ready(self.mover.move(self._state, swaps_M))
+            self._state = jax.block_until_ready(self.mover.move(self._state, moves_M))
 
         seconds = _together(run)
         slots = self.mover.replicated(np.asarray(slot_ME, np.int32))
@@ -145,14 +146,14 @@ def measure(arguments: argparse.Namespace, config: Config) -> None:
     alone, send = experts_alone(config), send_alone(stand.mesh, stand.mover.expert_bytes(group))
     box.set_data_rate(box.parse_rate(arguments.rate))
     plans = stand.plans()
-    there = [found.swaps for found in plans]
-    back = [tuple(reversed(swaps)) for swaps in there]
+    there = [found.moves for found in plans]
+    back = [tuple(reversed(moves)) for moves in there]
     first = np.tile(np.arange(config.model.moe.num_experts), (len(plans), 1))
     found: dict[str, list[float]] = {"uneven_s": [], "even_s": [], "experts_s": [], "move_s": [], "send_s": []}
     for turn in range(arguments.rounds + 1):
         experts_s, uneven_s = alone(), stand.seconds(arguments.steps)
         before = _sent_bytes()
-        move_s = stand.move(there, [found.slot_E for found in plans])
+        move_s = stand.move(there, [np.argsort(found.expert_S) for found in plans])
         wire_bytes = _sent_bytes() - before
         even_step_s = stand.seconds(arguments.steps)
         stand.move(back, first)
@@ -167,7 +168,7 @@ def measure(arguments: argparse.Namespace, config: Config) -> None:
         found
         | {"ratios": [[found.ratio_before, found.ratio_after] for found in plans]}
         | {
-            "swaps": [len(swaps) for swaps in there],
+            "swaps": [len(moves) for moves in there],
             "sends": cost.sends,
             "num_bytes": cost.num_bytes,
             "wire": wire_bytes,

@@ -289,6 +289,15 @@ REFUSED = {
         "migration.enabled=true with model.moe.capacity_factor=1.5, which pads all experts alike, so that no step is "
         "faster behind a move: use model.moe.capacity_factor=null, or migration.payback_steps=null to move all the same"
     ),
+    "migration.enabled=true mesh.expert=2 migration.payback_steps=null migration.replicas=1": (
+        "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads copies as it pads experts: "
+        "use model.moe.capacity_factor=null, or migration.replicas=0"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 optimizer.zero=1": (
+        "migration.replicas=2 with optimizer.zero=1, which cuts what copies sum: "
+        "use optimizer.zero=0, or migration.replicas=0"
+    ),
+    "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
     "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
     "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (

@@ -39,3 +39,13 @@ def check_migration(config: "Config") -> None:
             "alike, so that no step is faster behind a move: use model.moe.capacity_factor=null, or "
             "migration.payback_steps=null to move all the same"
         )
+    if settings.replicas and moe.capacity_factor is not None:
+        raise ConfigError(
+            f"migration.replicas={settings.replicas} with model.moe.capacity_factor={moe.capacity_factor}, which pads "
+            "copies as it pads experts: use model.moe.capacity_factor=null, or migration.replicas=0"
+        )
+    if settings.replicas and config.optimizer.zero:
+        raise ConfigError(
+            f"migration.replicas={settings.replicas} with optimizer.zero={config.optimizer.zero}, which cuts what "
+            "copies sum: use optimizer.zero=0, or migration.replicas=0"
+        )

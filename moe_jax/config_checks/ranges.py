@@ -74,6 +74,7 @@ _AT_LEAST: dict[str, float] = {
     "migration.threshold": 1,
     "migration.patience": 1,
     "migration.payback_steps": 1,
+    "migration.replicas": 0,
     "log.every": 1,
     "log.expert_load_every": 1,
     "log.alarm_unused_steps": 1,

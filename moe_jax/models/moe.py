@@ -52,12 +52,12 @@ def route(
 
     Router logits are computed in float32. `room` (None: all) is what earlier parts of the batch left; `seen` what else
     the gate looks at, if it does. `sequences` are how many the tokens are of; None: nothing is balanced. `slot_E` is
-    where experts lie, if not in their order.
+    where experts lie, if not in their order (`models/placement.py`).
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, seen, moe)
-    placed, room = in_slots(decision, room, slot_E)
-    sent, ticket = order_of(moe, ragged).order(h_TD, placed, moe, ranks, room)
+    placed, room, of_slots = in_slots(decision, room, slot_E, moe)
+    sent, ticket = order_of(moe, ragged).order(h_TD, placed, of_slots, ranks, room)
     stats = RouterStats(
         count_E=decision.count_E(),
         prob_sum_E=_prob_sum(decision, moe, sequences),

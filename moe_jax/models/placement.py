@@ -1,31 +1,67 @@
 """Where experts lie: each in a slot, of which rank r has those from r·L to (r+1)·L - 1. By default e is in slot e.
 
+`slot_E` tells it of a block. If experts may have copies there are S > E slots, and what tells it is `expert_S`: the
+expert of each slot, E of a free one. Who only passes it on calls both slot_E.
+
 Gates, counts and losses know experts by their numbers. Orders know slots only: a decision is renamed for them, which
 changes neither the order of an expert's rows nor that of a token's choices.
 
-E experts, L of each rank, M blocks with experts.
+E experts, L slots of each rank, M blocks with experts, R rows of a stack of blocks.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
+from numpy.typing import NDArray
 
-from moe_jax.models.gates.choice import Choice
+from moe_jax.config import MoE
+from moe_jax.models.gates.choice import Choice, expert_counts
 from moe_jax.models.orders.protocol import Room
 from moe_jax.stages import Stages, segments
 
 
-def in_slots(decision: Any, room: Room | None, slot_E: Int[Array, " E"] | None) -> tuple[Any, Room | None]:
-    """A decision, and what earlier parts of the batch used, with slots instead of experts."""
+def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
+    """`expert_S` without any copy: all in their order, and the last slots of each rank free."""
+    own_PL = np.arange(experts, dtype=np.int32).reshape(ranks, -1)
+    return np.pad(own_PL, ((0, 0), (0, replicas)), constant_values=experts).ravel()
+
+
+def in_slots(
+    decision: Any, room: Room | None, slot_E: Int[Array, " _"] | None, moe: MoE
+) -> tuple[Any, Room | None, MoE]:
+    """A decision, and what earlier parts of the batch used, with slots instead of experts; and a layer of so many."""
     if slot_E is None:
-        return decision, room
+        return decision, room, moe
     assert isinstance(decision, Choice), "gates that fill slots load all experts alike"
+    if len(slot_E) > moe.num_experts:  # without a capacity: what was used does not matter
+        slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts)
+        return decision._replace(expert_Tk=slot_Tk), room, dataclasses.replace(moe, num_experts=len(slot_E))
     nobody_too_E = jnp.append(slot_E, len(slot_E))  # a choice that a token does without
     if room is not None:
         room = room._replace(used_E=jnp.zeros_like(room.used_E).at[slot_E].set(room.used_E, unique_indices=True))
-    return decision._replace(expert_Tk=nobody_too_E[decision.expert_Tk]), room
+    return decision._replace(expert_Tk=nobody_too_E[decision.expert_Tk]), room, moe
+
+
+def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int) -> Int[Array, "T k"]:
+    """Where each pair goes: an expert's copies take tokens in turn. S: a choice that a token does without."""
+    copies_E = expert_counts(expert_S[:, None], experts)
+    slot_S = jnp.argsort(expert_S)  # copies of an expert are neighbours
+    first_E = jnp.cumsum(copies_E) - copies_E
+    chosen_Tk = jnp.minimum(expert_Tk, experts - 1)
+    turn_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
+    slot_Tk = slot_S[first_E[chosen_Tk] + turn_T1 % copies_E[chosen_Tk]]
+    return jnp.where(expert_Tk < experts, slot_Tk, len(expert_S))
+
+
+def first_slots(slot_ME: Int[Array, "M _"], experts: int) -> Int[Array, "M E"]:
+    """The slot of each expert; of copies the first one's."""
+    if slot_ME.shape[1] == experts:
+        return slot_ME
+    return jnp.argmax(slot_ME[:, None, :] == jnp.arange(experts)[:, None], axis=2)
 
 
 def moe_blocks(stages: Stages) -> list[tuple[int, int, int]]:
@@ -38,20 +74,43 @@ def moe_blocks(stages: Stages) -> list[tuple[int, int, int]]:
     return found
 
 
-def by_expert(tree: Any, slot_ME: Int[Array, "M E"], stages: Stages) -> Any:
-    """Parameters, or a state of them, whose experts lie in slots, in the order of experts."""
+def by_expert(tree: Any, slot_ME: Int[Array, "M _"], stages: Stages) -> Any:
+    """Parameters, or a state of them, whose experts lie in slots, in the order of experts; one copy of each."""
+    experts = stages.model.moe.num_experts
+    slot_ME = first_slots(slot_ME, experts)
     rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for m, (segment, place, row) in enumerate(moe_blocks(stages)):
         rows.setdefault((segment, place), []).append((row, m))
 
-    def sorted_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        group = expert_group(path)
-        if group is None:
-            return leaf
+    def sorted_leaf(group: tuple[int, int], leaf: jax.Array) -> jax.Array:
         row, m = (jnp.asarray(numbers) for numbers in zip(*rows[group], strict=True))
-        return leaf.at[row].set(leaf[row[:, None], slot_ME[m]])
+        return leaf[:, :experts].at[row].set(leaf[row[:, None], slot_ME[m]])
 
-    return jax.tree.map_with_path(sorted_leaf, tree)
+    return map_experts(sorted_leaf, tree)
+
+
+def by_slot(tree: Any, expert_S: Int[Array | np.ndarray, " S"]) -> Any:
+    """The inverse, where all blocks are alike: parameters of experts in the order of slots, 0 in free ones."""
+    return map_experts(lambda _, leaf: jnp.take(leaf, expert_S, axis=1, mode="fill", fill_value=0), tree)
+
+
+def slot_shapes(shapes: Any, slots: int) -> Any:
+    """Shapes of parameters with so many slots of experts, sharded as before."""
+
+    def in_slots_too(_: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0], slots, *x.shape[2:]), x.dtype, sharding=x.sharding)
+
+    return map_experts(in_slots_too, shapes)
+
+
+def map_experts(function: Any, tree: Any) -> Any:
+    """`function(group, leaf)` of each leaf [R, E, …] of stacked experts; other leaves as they are."""
+
+    def mapped(path: tuple[Any, ...], leaf: Any) -> Any:
+        group = expert_group(path)
+        return leaf if group is None else function(group, leaf)
+
+    return jax.tree.map_with_path(mapped, tree)
 
 
 def expert_group(path: tuple[Any, ...]) -> tuple[int, int] | None:

@@ -15,14 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.parallel.mesh import Axes, Axis
 
 Leaves = list[jax.Array]  # [R, L, …]
+Index = jax.Array | np.ndarray
 
 
 class Place(NamedTuple):
-    """Of the expert that each rank sends one way; where it has none to send, that of the other way."""
+    """Of the expert that each rank sends one way; any where it has none to send. Half way around, down is as up."""
 
     row: Int[Array | np.ndarray, "*nSP"]
     slot: Int[Array | np.ndarray, "*nSP"]  # of the rank's own
-    exists: Bool[Array | np.ndarray, "*nSP"]  # or else what is sent is nobody's
+    gets: Bool[Array | np.ndarray, "*nSP"]  # whether what comes the other way is put there
 
 
 class Trips(NamedTuple):
@@ -38,22 +39,25 @@ class Trips(NamedTuple):
 
 
 def encode(
-    trips: Sequence[tuple[int, Sequence[tuple[int, int, int, int]]]], most: int, stages: int, ranks: int, held: int
+    trips: Sequence[tuple[int, Sequence[tuple[int, int, int, int, bool, bool]]]],
+    most: int,
+    stages: int,
+    ranks: int,
+    held: int,
 ) -> Trips:
-    """At most `most` trips (shift, swaps of [stage, row, slot, slot] among all ranks') as arrays."""
+    """At most `most` trips as arrays: each a shift, and moves of [stage, row, slot, slot, whether the first, and
+    whether the second gets what the other one holds], slots among all ranks'."""
     shift, size = np.ones(most, np.int32), (most, stages, ranks)
-    rows, slots = ([np.zeros(size, np.int32) for _ in range(2)] for _ in range(2))
-    exist = [np.zeros(size, np.bool_) for _ in range(2)]
-    for number, (distance, swaps) in enumerate(trips):
+    up, down = (Place(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.bool_)) for _ in range(2))
+    for number, (distance, moves) in enumerate(trips):
         shift[number] = distance
-        for stage, row, *pair in swaps:
-            for way, slot in zip((0, 0 if 2 * distance == ranks else 1), pair, strict=True):
+        for stage, row, first, second, first_gets, second_gets in moves:
+            other = up if 2 * distance == ranks else down
+            for way, slot, gets in ((up, first, first_gets), (other, second, second_gets)):
                 place = number, stage, slot // held
-                rows[way][place], slots[way][place], exist[way][place] = row, slot % held, True
-    for numbers in (rows, slots):
-        for way, other in ((0, 1), (1, 0)):
-            np.copyto(numbers[way], numbers[other], where=~exist[way] & exist[other])
-    up, down = (Place(*of_way) for of_way in zip(rows, slots, exist, strict=True))
+                way.row[place], way.slot[place], way.gets[place] = row, slot % held, gets
+        if 2 * distance == ranks:
+            down.row[number], down.slot[number] = up.row[number], up.slot[number]
     return Trips(np.asarray(len(trips), np.int32), shift, up, down)
 
 
@@ -68,47 +72,53 @@ def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
 
     def trip(number: jax.Array, leaves: Leaves) -> Leaves:
         up, down = (Place(*(x[number][here] for x in place)) for place in (trips.up, trips.down))
-        sent = _taken(leaves, up), _taken(leaves, down), up.exists, down.exists
+        same = (up.row == down.row) & (up.slot == down.slot)
+        sent = taken(leaves, up.row, up.slot), taken(leaves, down.row, down.slot), up.gets, down.gets, same
         # all is read before anything is written, and comes out of a branch, or arrays would be copied
         new_up, new_down = jax.lax.switch(trips.shift[number] - 1, ways, *sent)
-        return _put(_put(leaves, up, new_up), down, new_down)
+        return put(put(leaves, up.row, up.slot, new_up), down.row, down.slot, new_down)
 
     with jax.named_scope("migrate"):
         return jax.lax.fori_loop(0, trips.made, trip, leaves)
 
 
 def _send(
-    own_up: jax.Array, own_down: jax.Array, has_up: jax.Array, has_down: jax.Array, distance: int, axis: Axes
+    own_up: jax.Array,
+    own_down: jax.Array,
+    up_gets: jax.Array,
+    down_gets: jax.Array,
+    same: jax.Array,
+    distance: int,
+    axis: Axes,
 ) -> tuple[jax.Array, jax.Array]:
-    """What is to lie where the experts lay that went up and down."""
+    """What is to lie where the experts lay that went up and down, which may be the `same` one; down is put last."""
     ranks = jax.lax.axis_size(axis)
     up = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
     from_below = jax.lax.ppermute(own_up, axis, up)
     if 2 * distance == ranks:
-        new = jnp.where(has_up, from_below, own_up)
+        new = jnp.where(up_gets, from_below, own_up)
         return new, new
     from_above = jax.lax.ppermute(own_down, axis, [(there, rank) for rank, there in up])
-    new_up = jnp.where(has_up, from_above, jnp.where(has_down, from_below, own_up))
-    return new_up, jnp.where(has_down, from_below, new_up)
+    new_up = jnp.where(up_gets, from_above, own_up)
+    return new_up, jnp.where(down_gets, from_below, jnp.where(same, new_up, own_down))
 
 
-def _taken(leaves: Leaves, place: Place) -> Float[Array, " n"]:
+def taken(leaves: Leaves, row: Index, slot: Index) -> Float[Array, " n"]:
     """All of an expert, flattened."""
-    return jnp.concatenate([_slice(leaf, place).ravel() for leaf in leaves])
+    return jnp.concatenate(
+        [jax.lax.dynamic_slice(leaf, _start(leaf, row, slot), (1, 1, *leaf.shape[2:])).ravel() for leaf in leaves]
+    )
 
 
-def _slice(leaf: jax.Array, place: Place) -> jax.Array:
-    return jax.lax.dynamic_slice(leaf, _start(leaf, place), (1, 1, *leaf.shape[2:]))
-
-
-def _put(leaves: Leaves, place: Place, expert: Float[Array, " n"]) -> Leaves:
+def put(leaves: Leaves, row: Index, slot: Index, expert: Float[Array, " n"]) -> Leaves:
+    """The leaves with another expert in a slot."""
     sizes = [leaf[0, 0].size for leaf in leaves]
     parts = jnp.split(expert, np.cumsum(sizes)[:-1].tolist())
     return [
-        jax.lax.dynamic_update_slice(leaf, part.reshape(1, 1, *leaf.shape[2:]), _start(leaf, place))
+        jax.lax.dynamic_update_slice(leaf, part.reshape(1, 1, *leaf.shape[2:]), _start(leaf, row, slot))
         for leaf, part in zip(leaves, parts, strict=True)
     ]
 
 
-def _start(leaf: jax.Array, place: Place) -> list[Any]:
-    return [place.row, place.slot, *(0,) * (leaf.ndim - 2)]
+def _start(leaf: jax.Array, row: Index, slot: Index) -> list[Any]:
+    return [row, slot, *(0,) * (leaf.ndim - 2)]

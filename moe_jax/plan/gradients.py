@@ -43,11 +43,12 @@ def sums_of(config: Config, mesh: Mapping[str, int], chunk_mb: float | None) -> 
 def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
     """Parameters of one device, by the devices of its pipeline stage that hold the same ones."""
     expert, tensor = config.mesh.expert_ranks(mesh), mesh["tensor"]
+    slots, experts = config.expert_slots(mesh), max(config.model.moe.num_experts, 1)
     everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in _axes_of_copies(config))
     of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
     of_group[everyone] += owned.whole
     of_group[tensor_apart] += owned.heads_and_hidden // tensor
-    of_group[copies] += owned.expert // (expert * tensor) + owned.expert_whole // expert
+    of_group[copies] += (owned.expert // (expert * tensor) + owned.expert_whole // expert) * slots // experts
     return of_group
 
 

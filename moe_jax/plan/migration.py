@@ -1,157 +1,48 @@
-"""Which experts change places so that ranks are loaded alike (Piper, section VI, algorithm 2: hill climbing).
+"""Which experts change places, or get copies, so that ranks are loaded alike, and whether that pays.
 
-Experts lie in slots: rank r holds slots r·L to (r+1)·L - 1. E experts, P ranks, L = E/P slots of each.
+`expert_S` is the expert in each slot, E in a free one, as in `plan/climb.py`. E experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
-_MOST_SWAPS = 100
+from moe_jax.plan.climb import Placed, climb, without_copies
+from moe_jax.plan.moves import Move, moves_between
 
 
-class Swap(NamedTuple):
-    """Two slots, of different ranks, whose experts change places."""
-
-    first: int
-    second: int
-
-
-def rank_loads(load_E: Sequence[float], slot_E: Sequence[int], ranks: int) -> list[float]:
-    """What the experts of each rank are loaded with together."""
-    held = len(load_E) // ranks
-    load_P = [0.0] * ranks
-    for load, slot in zip(load_E, slot_E, strict=True):
-        load_P[slot // held] += load
-    return load_P
-
-
-def load_ratio(load_E: Sequence[float], slot_E: Sequence[int], ranks: int) -> float:
+def load_ratio(load_E: Sequence[float], expert_S: Sequence[int], ranks: int) -> float:
     """Load of the busiest rank / mean of all: what a step waits for. 1 without any load."""
-    load_P = rank_loads(load_E, slot_E, ranks)
-    return max(load_P) * ranks / sum(load_P) if any(load_P) else 1.0
+    return Placed.of(load_E, expert_S, ranks).ratio
 
 
-def climb(load_E: Sequence[float], slot_E: Sequence[int], ranks: int) -> Iterator[tuple[int, ...]]:
-    """Slots of the experts after one swap, two, and so on, until none helps.
-
-    Each swap is the one between the most and the least loaded rank that brings their loads closest together. Where
-    none does, ranks that are loaded more are tried instead of the least loaded one, which algorithm 2 does not.
-    """
-    held, slots = len(load_E) // ranks, list(slot_E)
-    for _ in range(_MOST_SWAPS):
-        load_P = rank_loads(load_E, slots, ranks)
-        by_load = sorted(range(ranks), key=lambda rank: load_P[rank])
-        experts_P = [[e for e, slot in enumerate(slots) if slot // held == rank] for rank in range(ranks)]
-        busiest = by_load[-1]
-        for other in by_load[:-1]:
-            pair = _best_pair(load_E, experts_P[busiest], experts_P[other], load_P[busiest] - load_P[other])
-            if pair is not None:
-                break
-        else:
-            return
-        one, two = pair
-        slots[one], slots[two] = slots[two], slots[one]
-        yield tuple(slots)
+def num_copied(expert_S: Sequence[int], experts: int) -> int:
+    """How many experts have copies."""
+    count = Counter(expert_S)
+    return sum(count[expert] > 1 for expert in range(experts))
 
 
-def _best_pair(
-    load_E: Sequence[float], from_busy: Sequence[int], from_idle: Sequence[int], apart: float
-) -> tuple[int, int] | None:
-    """The experts whose swap leaves two ranks, whose loads are `apart`, closest to each other; None: no swap helps."""
-    best, found = apart * (1 - 1e-9), None  # less than rounding is no gain
-    for one in from_busy:
-        for two in from_idle:
-            left = abs(apart - 2 * (load_E[one] - load_E[two]))
-            if left < best:
-                best, found = left, (one, two)
-    return found
-
-
-def swaps_between(old_E: Sequence[int], new_E: Sequence[int], ranks: int) -> tuple[tuple[Swap, ...], tuple[int, ...]]:
-    """Few swaps after which every expert is on the rank of its new slot, to be made in order; and where all are then.
-
-    Two experts that go each other's way take one swap, a circle of n ranks n - 1. Slots of a rank are as good as each
-    other, so experts keep theirs if their rank does.
-    """
-    held, slots, swaps = len(old_E) // ranks, list(old_E), list[Swap]()
-    goal_E = [slot // held for slot in new_E]
-    for direct in (True, False):
-        while (pair := _misplaced(slots, goal_E, held, direct)) is not None:
-            one, two = pair
-            swaps.append(Swap(slots[one], slots[two]))
-            slots[one], slots[two] = slots[two], slots[one]
-    return tuple(swaps), tuple(slots)
-
-
-def _misplaced(slots: Sequence[int], goal_E: Sequence[int], held: int, direct: bool) -> tuple[int, int] | None:
-    """An expert, and one on the rank where it is to be; `direct`: that one has to go where the first one comes from."""
-    for one, slot in enumerate(slots):
-        if slot // held == goal_E[one]:
-            continue
-        for two, other in enumerate(slots):
-            there = other // held == goal_E[one] != goal_E[two]
-            if there and (not direct or goal_E[two] == slot // held):
-                return one, two
-    return None
-
-
-class Trip(NamedTuple):
-    """Swaps that are made at once, of ranks that lie `shift` apart.
-
-    Of `up`, the expert in the first slot goes `shift` ranks up, and the one in the second slot as many down. Each is
-    [stage, row, slot, slot]: of the pipeline stage's own rows of blocks, and of all ranks' slots.
-    """
-
-    shift: int
-    up: tuple[tuple[int, int, int, int], ...]
-
-    def sent_experts(self, ranks: int) -> int:
-        """By every rank: what some rank has no expert for is sent as well. Half way around, up and down are one."""
-        return 1 if 2 * self.shift == ranks else 2
-
-
-def trips_of(swaps: Sequence[tuple[int, int, Swap]], held: int, ranks: int) -> tuple[Trip, ...]:
-    """Swaps (stage, row, slots), each in the first trip that is behind all earlier ones of its slots.
-
-    In a trip each rank of a stage sends at most one expert up and one down.
-    """
-    shifts: list[int] = []
-    trips: list[list[tuple[int, int, int, int]]] = []
-    busy: list[set[tuple[int, int, str]]] = []
-    behind: dict[tuple[int, int, int], int] = {}  # the trips before which a slot may not be touched again
-    for stage, row, (first, second) in swaps:
-        shift = (second // held - first // held) % ranks
-        if 2 * shift > ranks:
-            first, second, shift = second, first, ranks - shift
-        way = "up" if 2 * shift == ranks else "down"
-        needs = {(stage, first // held, "up"), (stage, second // held, way)}
-        slots = [(stage, row, slot) for slot in (first, second)]
-        number = max(behind.get(slot, 0) for slot in slots)
-        while number < len(trips) and (shifts[number] != shift or busy[number] & needs):
-            number += 1
-        if number == len(trips):
-            shifts.append(shift)
-            trips.append([])
-            busy.append(set())
-        trips[number].append((stage, row, first, second))
-        busy[number] |= needs
-        behind.update(dict.fromkeys(slots, number + 1))
-    return tuple(Trip(shift, tuple(up)) for shift, up in zip(shifts, trips, strict=True))
+def is_due(load_E: Sequence[float], expert_S: Sequence[int], ranks: int, threshold: float) -> bool:
+    """Whether ranks are loaded too unevenly, or would not be without the copies that there are."""
+    alone_S = without_copies(expert_S, len(load_E))
+    needless = alone_S != tuple(expert_S) and load_ratio(load_E, alone_S, ranks) < threshold
+    return needless or load_ratio(load_E, expert_S, ranks) >= threshold
 
 
 class Prices(NamedTuple):
     """What a move costs, and what imbalance does."""
 
-    swap_s: float  # of one swap: both ranks send an expert
+    swap_s: float  # of one swap: both ranks send an expert; a copy takes half as long
     even_s: float  # per step, of one block's experts where all ranks are loaded alike; 0 if padding hides who is busy
     steps: int  # in which a move has to pay back
+    sum_s: float = 0.0  # per step, of the gradients of an expert that has copies
 
 
 class Plan(NamedTuple):
-    """Of one block: the swaps that pay best, or those that were refused."""
+    """Of one block: the moves that pay best, or those that were refused."""
 
-    swaps: tuple[Swap, ...]
-    slot_E: tuple[int, ...]  # afterwards
+    moves: tuple[Move, ...]
+    expert_S: tuple[int, ...]  # afterwards
     ratio_before: float
     ratio_after: float
     cost_s: float
@@ -159,19 +50,31 @@ class Plan(NamedTuple):
     pays: bool
 
 
-def plan(load_E: Sequence[float], slot_E: Sequence[int], ranks: int, prices: Prices | None) -> Plan:
-    """As many swaps of the climb as pay best, and whether they do at all; without prices all that help, for nothing."""
-    before = load_ratio(load_E, slot_E, ranks)
-    nothing = Plan((), tuple(slot_E), before, before, 0.0, 0.0, pays=False)
+def num_swaps(found: Plan) -> int:
+    """Pairs of experts that change places in a plan."""
+    return sum(not move.copies for move in found.moves)
+
+
+def plan(
+    load_E: Sequence[float], expert_S: Sequence[int], ranks: int, prices: Prices | None, threshold: float = 1.0
+) -> Plan:
+    """As many changes of the climb as pay best, and whether they do at all; without prices all that help, for nothing.
+
+    Copies that were there and are not chosen again are given up.
+    """
+    experts, before = len(load_E), load_ratio(load_E, expert_S, ranks)
+    nothing = Plan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
     best, best_gain = nothing, -float("inf")
-    for climbed in climb(load_E, slot_E, ranks):
-        swaps, slots = swaps_between(slot_E, climbed, ranks)
+    for climbed in climb(load_E, expert_S, ranks, threshold):
+        moves, slots = moves_between(expert_S, climbed, ranks, experts)
         after = load_ratio(load_E, slots, ranks)
         if prices is None:
-            best = Plan(swaps, slots, before, after, 0.0, 0.0, pays=True)
+            best = nothing if slots == tuple(expert_S) else Plan(moves, slots, before, after, 0.0, 0.0, pays=True)
             continue
-        saved_s, cost_s = (before - after) * prices.even_s, len(swaps) * prices.swap_s
+        more_copied = num_copied(slots, experts) - num_copied(expert_S, experts)
+        saved_s = (before - after) * prices.even_s - more_copied * prices.sum_s
+        cost_s = sum(0.5 if move.copies else 1.0 for move in moves) * prices.swap_s
         gain = saved_s * prices.steps - cost_s
         if gain > best_gain:
-            best, best_gain = Plan(swaps, slots, before, after, cost_s, saved_s, pays=gain > 0), gain
+            best, best_gain = Plan(moves, slots, before, after, cost_s, saved_s, pays=gain > 0), gain
     return best

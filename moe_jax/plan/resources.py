@@ -172,9 +172,10 @@ def _mean_seen(window: int | None, seq_len: int) -> float:
     return width - width**2 / (2 * seq_len)
 
 
-def parameters_per_device(model: Model, expert_ranks: int, tensor_ranks: int) -> int:
-    """Parameters that one device has, experts cut over `expert_ranks`."""
+def parameters_per_device(model: Model, expert_ranks: int, tensor_ranks: int, replicas: int = 0) -> int:
+    """Parameters that one device has, experts cut over `expert_ranks` of which each has room for so many replicas."""
     counts = count_parameters(model)
     whole = counts.total - counts.expert - counts.heads_and_hidden
     experts = counts.expert_whole + (counts.expert - counts.expert_whole) // tensor_ranks
-    return whole + counts.heads_and_hidden // tensor_ranks + experts // expert_ranks
+    held = experts // expert_ranks + replicas * (experts // max(model.moe.num_experts, 1))
+    return whole + counts.heads_and_hidden // tensor_ranks + held

@@ -102,7 +102,7 @@ class Step:
         """Gradients of a part that are added to those of the parts before."""
         if self.config.optimizer.zero == 2:
             return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
-        return parameters_per_device(self.config.model, self.experts.ranks, self.tensor)
+        return parameters_per_device(self.config.model, self.experts.ranks, self.tensor, self.config.replicas)
 
     def adding_s(self, parameters: float) -> float:
         """To add a part's gradients to those of the parts before: both are read, and their sum is written."""

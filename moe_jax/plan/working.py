@@ -58,14 +58,20 @@ def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
         return 0.0
     copies, ranks = mesh["data"] * mesh["context"] * mesh["expert"], config.mesh.expert_ranks(mesh)
     summed = counts.heads_and_hidden / mesh["tensor"] * (copies > 1)
-    summed += counts.expert / (ranks * mesh["tensor"]) * (copies > ranks)
+    summed += _expert_parameters(config, mesh) / mesh["tensor"] * (copies > ranks)
     return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_layers, 1)
 
 
 def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters of a device in products of blocks, which are cast to the compute type."""
     counts = count_parameters(config.model)
-    return (counts.heads_and_hidden + counts.expert / config.mesh.expert_ranks(mesh)) / mesh["tensor"]
+    return (counts.heads_and_hidden + _expert_parameters(config, mesh)) / mesh["tensor"]
+
+
+def _expert_parameters(config: Config, mesh: Mapping[str, int]) -> float:
+    """Of an expert rank, its tensor ranks together, with room for copies."""
+    of_slot = count_parameters(config.model).expert / max(config.model.moe.num_experts, 1)
+    return of_slot * config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
 
 
 def period_of(config: Config) -> int:

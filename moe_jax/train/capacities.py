@@ -14,7 +14,8 @@ from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.train.metrics import RunLog
-from moe_jax.train.step import Trainer, make_trainer, slots_of
+from moe_jax.train.placement import slots_of
+from moe_jax.train.step import Trainer, make_trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Checkpoints of a run: the training state and the data position, saved in the background by orbax."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,10 +12,11 @@ from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.gate_table import gate_parameters
+from moe_jax.models.placement import slot_shapes
 from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
-from moe_jax.train.checkpoint_files import FOLDER, first_line, has_placement, newest_checkpoint
-from moe_jax.train.placement import first_placement, ordered, placement_shapes
+from moe_jax.train.checkpoint_files import FOLDER, first_line, newest_checkpoint, saved_slots
+from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
 _FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
@@ -81,21 +81,24 @@ class Checkpoints:
             f"log.dir={self._run}: its {told}: make room, or use another log.dir; the same command then {goes_on}"
         )
 
-    def resume(self, step: int, state_shapes: Any, stages: Stages) -> tuple[Any, dict[str, Any]]:
-        """`restore`, whether experts migrated before and migrate now or not. Raises CheckpointError."""
-        saved, wanted = has_placement(self._run, step), "placement" in state_shapes
-        if saved == wanted:
-            return self.restore(step, state_shapes)
-        placement = placement_shapes(stages.model, state_shapes["step"].sharding)
-        if saved:
-            state, data_position = self.restore(step, state_shapes | {"placement": placement})
-            return ordered(state, state_shapes, stages), data_position
-        rest = {name: shapes for name, shapes in state_shapes.items() if name != "placement"}
-        state, data_position = self.restore(step, rest)
-        first = jax.jit(
-            partial(first_placement, stages.model), out_shardings=jax.tree.map(lambda x: x.sharding, placement)
-        )
-        return state | {"placement": first()}, data_position
+    def resume(self, step: int, state_shapes: Any, config: Config) -> tuple[Any, dict[str, Any]]:
+        """`restore`, whether experts migrated before and migrate now or not, and had copies or may have some.
+
+        Raises CheckpointError.
+        """
+        sharding, migrates = state_shapes["step"].sharding, "placement" in state_shapes
+        ranks, slots = config.mesh.expert_ranks(sharding.mesh.shape), saved_slots(self._run, step)
+        in_order = {name: shapes for name, shapes in state_shapes.items() if name != "placement"}
+        in_order = slot_shapes(in_order, config.model.moe.num_experts)
+        if slots is None:
+            state, data_position = self.restore(step, in_order)
+        else:
+            placement = placement_shapes(config.model, slots, sharding)
+            state, data_position = self.restore(step, slot_shapes(in_order, slots) | {"placement": placement})
+            if migrates and fits(state["placement"], config, ranks):
+                return state, data_position
+            state = ordered(state, state_shapes, Stages.of(config))
+        return (with_first_placement(state, state_shapes, config, ranks) if migrates else state), data_position
 
     def restore(self, step: int, state_shapes: Any) -> tuple[Any, dict[str, Any]]:
         """State and data position of a step, placed as the shapes' shardings say. Raises CheckpointError."""
@@ -117,15 +120,16 @@ def load_params(run: Path, params_shapes: Any) -> Any:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     path = run.absolute() / FOLDER / str(step) / "state"
     wanted = {"params": params_shapes}
-    stages = Stages.of(load_config(run)) if has_placement(run, step) else None
-    if stages is not None:
-        wanted["placement"] = placement_shapes(stages.model, jax.tree.leaves(params_shapes)[0].sharding)
+    slots, stages = saved_slots(run, step), Stages.of(load_config(run))
+    if slots is not None:
+        placement = placement_shapes(stages.model, slots, jax.tree.leaves(params_shapes)[0].sharding)
+        wanted = slot_shapes(wanted, slots) | {"placement": placement}
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
             found = checkpointer.restore(path, args)
-            return (found if stages is None else ordered(found, wanted, stages))["params"]
+            return (found if slots is None else ordered(found, wanted, stages))["params"]
     except Exception as error:  # orbax and its storage layer have no common error type
         raise _not_restored(run, step, error) from error
 

@@ -1,5 +1,6 @@
 """The files of a run's checkpoints: which there are, and whether they are whole."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -30,13 +31,31 @@ def newest_checkpoint(run: Path) -> int | None:
     return step
 
 
-def has_placement(run: Path, step: int) -> bool:
-    """Whether the experts of a checkpoint lie where its own placement says. Raises CheckpointError."""
-    path = run / FOLDER / str(step) / "state" / "_METADATA"
+def saved_slots(run: Path, step: int) -> int | None:
+    """In how many slots of a block the experts of a checkpoint lie as its own placement says; None: in their order.
+
+    Raises CheckpointError.
+    """
+    folder = run / FOLDER / str(step) / "state"
     try:
-        return any(key.startswith("('placement'") for key in json.loads(path.read_bytes())["tree_metadata"])
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}).result()
+        for name, file in itertools.product(("slot_ME", "expert_MS"), (".zarray", "zarr.json")):  # of zarr 2 and 3
+            found = store.read(f"placement.{name}/{file}").result()
+            if found.state == "value":
+                return int(json.loads(found.value)["shape"][1])
     except (OSError, ValueError, KeyError) as error:
         raise _damaged(run, step, error) from error
+    return None
+
+
+def check_slots(run: Path, step: int, ranks: int) -> None:
+    """Raise CheckpointError if so many expert ranks cannot share what the experts of a checkpoint lie in."""
+    slots = saved_slots(run, step) or 0
+    if slots % ranks:
+        raise CheckpointError(
+            f"mesh: {ranks} expert ranks cannot share the {slots} slots that experts and their copies have in "
+            f"log.dir={run}: use a mesh whose expert ranks divide {slots}, or another log.dir"
+        )
 
 
 def _steps(run: Path) -> list[int]:

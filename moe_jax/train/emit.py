@@ -16,6 +16,7 @@ from moe_jax.config import Config, Model
 from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.orders.irregular import Stored
 from moe_jax.models.parameters import param_dims, param_shapes
+from moe_jax.models.placement import slot_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
@@ -89,7 +90,7 @@ def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[R
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
 
-    shapes = jax.tree.map(local, param_shapes(model), specs)
+    shapes = jax.tree.map(local, slot_shapes(param_shapes(model), config.expert_slots(mesh.shape)), specs)
     return tuple(
         Reduction.of(
             _owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),

@@ -7,7 +7,6 @@ from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
-from moe_jax.stages import Stages
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
@@ -15,11 +14,12 @@ from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.migration import Migration
+from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.room import check_room
 from moe_jax.train.setup import Run, compile_programs, open_run, write_start
-from moe_jax.train.step import State, slots_of
+from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
 
 
@@ -41,7 +41,7 @@ def train(config: Config) -> State:
         last, step = config.train.steps, run.first_step
         with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
             if step > 0:
-                state, data_position = checkpoints.resume(step, run.trainer.state_shapes, Stages.of(config))
+                state, data_position = checkpoints.resume(step, run.trainer.state_shapes, config)
                 run.batches.set_state(data_position)
                 _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
             else:

@@ -5,13 +5,14 @@ M blocks with experts, E experts.
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from moe_jax.config import Mesh
-from moe_jax.plan.migration import Plan, Prices, load_ratio, plan
+from moe_jax.plan.migration import Plan, Prices, is_due, load_ratio, num_swaps, plan
 from moe_jax.plan.migration_costs import MigrationCosts, migration_costs
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, human_seconds
@@ -53,27 +54,28 @@ class Migration:
         """Move what pays of blocks that have been above the threshold for long enough, and begin a new window."""
         start, migration = time.perf_counter(), self._run.config.migration
         seen = jax.device_get(state["placement"])
-        load_ME, slot_ME = seen["load_ME"].tolist(), seen["slot_ME"].tolist()
-        ratio_M = [load_ratio(load, slots, self._mover.ranks) for load, slots in zip(load_ME, slot_ME, strict=True)]
-        over_M = [n + 1 if r >= migration.threshold else 0 for n, r in zip(seen["over_M"], ratio_M, strict=True)]
+        blocks = list(zip(seen["load_ME"].tolist(), _experts(seen), strict=True))
+        ratio_M = [load_ratio(load_E, expert_S, self._mover.ranks) for load_E, expert_S in blocks]
+        uneven_M = [is_due(load_E, expert_S, self._mover.ranks, migration.threshold) for load_E, expert_S in blocks]
+        over_M = [n + 1 if uneven else 0 for n, uneven in zip(seen["over_M"], uneven_M, strict=True)]
         due = [m for m, windows in enumerate(over_M) if windows >= migration.patience]
-        plans = {m: plan(load_ME[m], slot_ME[m], self._mover.ranks, self._prices(step)) for m in due}
+        prices = self._prices(step)
+        plans = {m: plan(*blocks[m], self._mover.ranks, prices, migration.threshold) for m in due}
         moved = {m: found for m, found in plans.items() if found.pays}
         rounded_M = [round(ratio, 6) for ratio in ratio_M]
         record: dict[str, Any] = {"step": step, "rank_load": rounded_M, "rank_load_max_over_mean": max(rounded_M)}
         if moved:
-            swaps_M = [moved[m].swaps if m in moved else () for m in range(len(slot_ME))]
-            cost, before = self._mover.cost(swaps_M), time.perf_counter()
+            moves_M = [moved[m].moves if m in moved else () for m in range(len(blocks))]
+            cost, before = self._mover.cost(moves_M), time.perf_counter()
             # one program at a time: simulated devices can keep the threads that each other's collectives wait for
-            state = jax.block_until_ready(self._mover.move(jax.block_until_ready(state), swaps_M))
+            state = jax.block_until_ready(self._mover.move(jax.block_until_ready(state), moves_M))
             record |= self._said(step, moved, cost, time.perf_counter() - before)
-        refused = {m: found for m, found in plans.items() if found.swaps and not found.pays}
+        refused = {m: found for m, found in plans.items() if found.moves and not found.pays}
         record |= self._refused(step, refused)
         for m in due:
             over_M[m] = 0  # what was refused is asked again as late
-        slots = [moved[m].slot_E if m in moved else slots for m, slots in enumerate(slot_ME)]
-        placement = {
-            "slot_ME": np.asarray(slots, np.int32),
+        expert_MS = [moved[m].expert_S if m in moved else expert_S for m, (_, expert_S) in enumerate(blocks)]
+        placement = _placed(seen, expert_MS) | {
             "load_ME": np.zeros_like(seen["load_ME"]),
             "over_M": np.asarray(over_M, np.int32),
         }
@@ -81,20 +83,27 @@ class Migration:
         self._log.write(record | {"look_s": time.perf_counter() - start})
         return state | {"placement": placement}
 
+    def _num_copies(self, found: Plan) -> int:
+        experts = self._run.config.model.moe.num_experts
+        return sum(expert < experts for expert in found.expert_S) - experts
+
     def _prices(self, step: int) -> Prices | None:
         limit = self._run.config.migration.payback_steps
         if self._costs is None or limit is None:
             return None
         left = self._run.config.train.steps - step
-        return Prices(swap_s=2 * self._costs.send_s, even_s=self._costs.even_s, steps=min(limit, left))
+        costs = self._costs
+        return Prices(2 * costs.send_s, costs.even_s, min(limit, left), costs.sum_s)
 
     def _said(self, step: int, moved: dict[int, Plan], cost: Moved, took_s: float) -> dict[str, Any]:
         for m, found in moved.items():
             self._log.tell(
-                f"step {step}: {len(found.swaps)} pair(s) of experts of MoE block {m} changed ranks, the "
+                f"step {step}: {num_swaps(found)} pair(s) of experts of MoE block {m} changed ranks, the "
                 f"busiest of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
+                + (f" with {self._num_copies(found)} replica(s)" if self._run.config.replicas else "")
             )
         predicted = {} if self._costs is None else {"migration_predicted_s": cost.sends * self._costs.send_s}
+        copies = {"migration_copies": [*map(self._num_copies, moved.values())]} if self._run.config.replicas else {}
         saved = {} if self._costs is None else {"migration_saved_s": sum(found.saved_s for found in moved.values())}
         self._log.tell(
             f"step {step}: {cost.num_bytes / _MB:,.1f} MB left each device in {human_seconds(took_s)}"
@@ -103,10 +112,11 @@ class Migration:
         )
         return {
             "migrated_blocks": [*moved],
-            "migration_swaps": [len(found.swaps) for found in moved.values()],
+            "migration_swaps": [num_swaps(found) for found in moved.values()],
             "migration_load_after": [round(found.ratio_after, 6) for found in moved.values()],
             "migration_bytes": cost.num_bytes,
             "migration_s": took_s,
+            **copies,
             **predicted,
             **saved,
         }
@@ -126,3 +136,18 @@ class Migration:
             "refused_cost_s": [found.cost_s for found in refused.values()],
             "refused_saved_s": [found.saved_s for found in refused.values()],
         }
+
+
+def _experts(placement: Mapping[str, np.ndarray]) -> list[list[int]]:
+    """Of each slot, block by block; their number in a free one."""
+    if "expert_MS" in placement:
+        return placement["expert_MS"].tolist()
+    return np.argsort(placement["slot_ME"], axis=1).tolist()
+
+
+def _placed(placement: Mapping[str, np.ndarray], expert_MS: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The inverse, in the form that a placement has."""
+    experts = np.asarray(expert_MS, np.int32)
+    if "expert_MS" in placement:
+        return {"expert_MS": experts}
+    return {"slot_ME": np.argsort(experts, axis=1).astype(np.int32)}

@@ -19,7 +19,7 @@ from moe_jax.models.placement import expert_group, moe_blocks
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.migrate import Trips, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.plan.migration import Swap, Trip, trips_of
+from moe_jax.plan.moves import Move, Trip, trips_of
 from moe_jax.stages import Stages
 from moe_jax.train.step import State, Trainer
 
@@ -43,7 +43,7 @@ class Mover:
     def __init__(self, config: Config, trainer: Trainer):
         self._config, self._mesh, self._stages = config, trainer.mesh, Stages.of(config)
         self.ranks = config.mesh.expert_ranks(trainer.mesh.shape)
-        self._held = config.model.moe.num_experts // self.ranks
+        self._held = config.expert_slots(trainer.mesh.shape) // self.ranks
         self._shapes = {group: [leaf for _, leaf in found] for group, found in _leaves(trainer.state_shapes).items()}
         pool = ThreadPoolExecutor(max_workers=1)
         self._programs: dict[Group, Future[Compiled]] = {
@@ -81,17 +81,17 @@ class Mover:
             int(np.prod(x[2:])) * shape.dtype.itemsize for x, shape in zip(local, self._shapes[group], strict=True)
         )
 
-    def trips(self, swaps_M: Sequence[Sequence[Swap]]) -> dict[Group, tuple[Trip, ...]]:
-        """In which the swaps of all blocks are made."""
-        of_group: defaultdict[Group, list[tuple[int, int, Swap]]] = defaultdict(list)
-        for (segment, place, row), swaps in zip(moe_blocks(self._stages), swaps_M, strict=True):
+    def trips(self, moves_M: Sequence[Sequence[Move]]) -> dict[Group, tuple[Trip, ...]]:
+        """In which the moves of all blocks are made."""
+        of_group: defaultdict[Group, list[tuple[int, int, Move]]] = defaultdict(list)
+        for (segment, place, row), moves in zip(moe_blocks(self._stages), moves_M, strict=True):
             stage, own = divmod(row, self._stages.layout[segment][0] // self._stages.stages)
-            of_group[segment, place] += [(stage, own, swap) for swap in swaps]
-        return {group: trips_of(swaps, self._held, self.ranks) for group, swaps in of_group.items()}
+            of_group[segment, place] += [(stage, own, move) for move in moves]
+        return {group: trips_of(moves, self._held, self.ranks) for group, moves in of_group.items()}
 
-    def cost(self, swaps_M: Sequence[Sequence[Swap]]) -> Moved:
-        """Of making the swaps of all blocks."""
-        trips = self.trips(swaps_M)
+    def cost(self, moves_M: Sequence[Sequence[Move]]) -> Moved:
+        """Of making the moves of all blocks."""
+        trips = self.trips(moves_M)
         sends = {group: sum(trip.sent_experts(self.ranks) for trip in each) for group, each in trips.items()}
         return Moved(
             trips=sum(map(len, trips.values())),
@@ -99,9 +99,9 @@ class Mover:
             num_bytes=sum(count * self.expert_bytes(group) for group, count in sends.items()),
         )
 
-    def move(self, state: State, swaps_M: Sequence[Sequence[Swap]]) -> State:
+    def move(self, state: State, moves_M: Sequence[Sequence[Move]]) -> State:
         """The state with experts in other slots, which its placement does not know yet. `state` is donated in part."""
-        for group, trips in self.trips(swaps_M).items():
+        for group, trips in self.trips(moves_M).items():
             program = self._programs[group].result()
             for first in range(0, len(trips), _MOST_TRIPS):
                 found = _leaves(state)[group]

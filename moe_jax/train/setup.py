@@ -24,14 +24,15 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.train.capacities import Change, changes_of, config_at
 from moe_jax.train.checkpoint import check_same_run
-from moe_jax.train.checkpoint_files import newest_checkpoint
+from moe_jax.train.checkpoint_files import check_slots, newest_checkpoint
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import allgather, is_main_process, read_alike
 from moe_jax.train.sample import encode_prompt
-from moe_jax.train.step import Trainer, make_trainer, slots_of
+from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
 
 
@@ -78,7 +79,7 @@ def open_run(config: Config) -> Run:
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
-    first_step = _agree(_resume_step(config, folder), folder)
+    first_step = _agree(_resume_step(config, folder, config.mesh.expert_ranks(mesh.shape)), folder)
     if config.log.sample_tokens:
         encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
@@ -133,7 +134,7 @@ def write_start(run: Run) -> None:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 
 
-def _resume_step(config: Config, folder: Path) -> int:
+def _resume_step(config: Config, folder: Path, ranks: int) -> int:
     _check_folder(folder)
     step = newest_checkpoint(folder)
     if step is None:
@@ -144,6 +145,7 @@ def _resume_step(config: Config, folder: Path) -> int:
             "use another log.dir, or checkpoint.resume=true"
         )
     check_same_run(config, folder)
+    check_slots(folder, step, ranks)
     if step > config.train.steps:
         raise CheckpointError(
             f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "

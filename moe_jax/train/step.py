@@ -18,6 +18,7 @@ from jax.stages import Wrapped
 from moe_jax.config import Config
 from moe_jax.models.gates.seen import When
 from moe_jax.models.parameters import init_params, param_dims
+from moe_jax.models.placement import by_slot, first_experts
 from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background, zero
@@ -36,7 +37,7 @@ from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, 
 from moe_jax.train.pipeline import plan as pipeline
 from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
 from moe_jax.train.pipeline.stage import Stage
-from moe_jax.train.placement import experts_here, first_placement
+from moe_jax.train.placement import experts_here, first_placement, slots_of, with_copies_summed
 
 # Random numbers run once, and LLVM takes seconds to optimise them; the values are the same without.
 _INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
@@ -78,14 +79,18 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     own_specs = zero.part_specs(cuts, specs)
     moments = state_partitions(optimizer, shapes, own_specs)
     layout = {"step": REPLICATED, "params": specs, "optimizer": moments}
+    ranks = config.mesh.expert_ranks(mesh.shape)
+    placement = functools.partial(first_placement, config.model, ranks, config.replicas)
     if config.migration.enabled:
-        layout["placement"] = dict.fromkeys(first_placement(config.model), REPLICATED)
+        layout["placement"] = dict.fromkeys(jax.eval_shape(placement), REPLICATED)
     placed = shardings(mesh, layout)
 
     def init() -> State:
         params = stored(init_params(config.model, config.train.seed), stages)
-        state = {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
-        return state | ({"placement": first_placement(config.model)} if config.migration.enabled else {})
+        where = {"placement": placement()} if config.migration.enabled else {}
+        if config.replicas:
+            params = by_slot(params, first_experts(config.model.moe.num_experts, ranks, config.replicas))
+        return {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params), **where}
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     how = Computation.of(config, mesh)
@@ -101,6 +106,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         grads, parts = gradients_of(
             state["params"], token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"], slot_ME
         )
+        if config.replicas:
+            grads = with_copies_summed(grads, slot_ME, stages, how.expert_axis)
         norm = global_norm(grads, own_specs, how.platform, experts_here(dims, slot_ME, stages, how.expert_axis))
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
@@ -156,11 +163,6 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             )(params, token_BN1, slot_ME)
         ),
     )
-
-
-def slots_of(state: State) -> Any:
-    """Where experts of each block lie [M, E]; None: in their order."""
-    return state["placement"]["slot_ME"] if "placement" in state else None
 
 
 def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:

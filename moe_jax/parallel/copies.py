@@ -1,0 +1,37 @@
+"""Experts with copies on several ranks: all copies learn from the sum of their gradients, inside `shard_map`.
+
+P expert ranks, S slots in all, L = S/P of each; E experts, whose number stands for a free slot; R rows of a stack of
+blocks on this pipeline stage.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moe_jax.parallel.mesh import Axes
+from moe_jax.parallel.migrate import Leaves, put, taken
+
+
+def sum_copies(leaves: Leaves, expert_RS: Int[Array, "R S"], experts: int, axis: Axes) -> Leaves:
+    """Gradients [R, L, …] of stacked experts with those of an expert's copies added up, the same bits in each.
+
+    One expert that has copies after another, so nothing is sent where none has. A rank has no two of the same.
+    """
+    rows, slots = expert_RS.shape
+    held = slots // jax.lax.axis_size(axis)
+    own_RL = jax.lax.dynamic_slice_in_dim(expert_RS, jax.lax.axis_index(axis) * held, held, axis=1)
+    copies_RE = jnp.sum(expert_RS[:, :, None] == jnp.arange(experts), axis=1)
+    has_copies_RE = copies_RE > 1
+    most = rows * min(slots - experts, experts)  # each takes a slot more
+    row_G, expert_G = jnp.nonzero(has_copies_RE, size=most)
+
+    def sum_one(number: jax.Array, leaves: Leaves) -> Leaves:
+        row = row_G[number]
+        is_it_L = own_RL[row] == expert_G[number]
+        slot, is_here = jnp.argmax(is_it_L), is_it_L.any()
+        own = taken(leaves, row, slot)
+        total = jax.lax.psum(jnp.where(is_here, own, 0), axis)
+        return put(leaves, row, slot, jnp.where(is_here, total, own))
+
+    with jax.named_scope("sum_copies"):
+        return jax.lax.fori_loop(0, jnp.sum(has_copies_RE), sum_one, leaves)
