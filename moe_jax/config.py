@@ -262,6 +262,7 @@ class Data:
     seq_len: int = 256  # tokens per sequence
     validation_fraction: float = 0.1  # of a .txt file: its end; a folder has its own validation file
     prefetch: int = 8  # batches read ahead
+    damaged_chunks: int = 0  # pieces of a prepared file that may be damaged and are passed over, see docs/data.md
 
 
 @dataclass(frozen=True, kw_only=True)

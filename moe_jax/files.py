@@ -5,6 +5,9 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self, final
+
+from moe_jax.errors import is_full_disk
 
 _UNFINISHED = ".part"
 
@@ -33,6 +36,31 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             for part in parts.values():
                 with suppress(OSError):  # none was made, and why is told already
                     part.unlink()
+
+
+@final
+class Appended:
+    """A file that grows by lines, as a context; what finds no room on the disk waits in memory until there is some."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._waiting = path.open("ab", buffering=0), b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, line: str) -> bool:
+        """Append a line behind those that wait; returns whether all are written. Raises OSError, but of a full disk."""
+        self._waiting += f"{line}\n".encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+        return not self._waiting
 
 
 def check_writable(*paths: Path) -> None:

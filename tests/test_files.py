@@ -1,10 +1,14 @@
 """Files are written whole or not at all, and a question whether they can be leaves nothing behind."""
 
+import errno
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_jax.files import check_writable, write_together
+from moe_jax.files import Appended, check_writable, write_together
 from tests.bad_input.cases import tree
 
 
@@ -28,3 +32,24 @@ def test_what_can_be_written_is_not_touched_by_the_question(tmp_path: Path) -> N
     (tmp_path / "a").write_text("old")
     check_writable(tmp_path / "a", tmp_path / "in" / "there" / "b")
     assert tree(tmp_path) == {"a": b"old"}
+
+
+def test_lines_that_find_no_room_wait_for_some(tmp_path: Path) -> None:
+    class AlmostFull(io.FileIO):
+        room = 6
+
+        def write(self, data: Any) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = super().write(data[: self.room])
+            self.room -= written
+            return written
+
+    with Appended(tmp_path / "lines") as lines, AlmostFull(tmp_path / "lines", "ab") as disk:
+        lines._file.close()
+        lines._file = disk
+        assert [lines.write(text) for text in ("one", "two", "three")] == [True, False, False]
+        assert (tmp_path / "lines").read_text() == "one\ntw"
+        disk.room = 1000
+        assert lines.write("four")
+    assert (tmp_path / "lines").read_text() == "one\ntwo\nthree\nfour\n"

@@ -56,6 +56,7 @@ _AT_LEAST: dict[str, float] = {
     "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
     "data.seq_len": 2,
     "data.prefetch": 0,
+    "data.damaged_chunks": 0,
     "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.weight_decay": 0,

@@ -31,9 +31,13 @@ def origin() -> dict[str, Any]:
         "command": f"{_program()} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **versions(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that numbers depend on."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 
 def _program() -> str:

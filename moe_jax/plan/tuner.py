@@ -3,8 +3,8 @@
 A search tries some of the choices and keeps the fastest, until its steps no longer take as long as they did.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 from moe_jax.plan.bayes import Choice, Search
 
@@ -49,6 +49,23 @@ class Tuner:
         self._search.drop(self.in_use)
         self.sample += 1
         return self._next(self._search)
+
+    @property
+    def under_way(self) -> dict[str, Any] | None:
+        """The search under way as plain values; None without one."""
+        if self._search is None:
+            return None
+        samples = {"tried": [*self._search.tried], "seconds": [*self._search.seconds], "sample": self.sample}
+        return samples | {"dropped": [*self._dropped], "in_use": self.in_use}
+
+    def go_on(self, under_way: Mapping[str, Any]) -> None:
+        """Take up what another tuner of the same choices, with a search, had `under_way`."""
+        assert self._search is not None
+        self._dropped = [*under_way["dropped"]]
+        self._search = self._new_search()
+        for choice, seconds in zip(under_way["tried"], under_way["seconds"], strict=True):
+            self._search.observe(choice, seconds)
+        self.in_use, self.sample = under_way["in_use"], under_way["sample"]
 
     def _new_search(self) -> Search:
         search = Search(self._choices)

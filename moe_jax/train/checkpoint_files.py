@@ -1,80 +1,95 @@
-"""The files of a run's checkpoints: which there are, and whether they are whole."""
+"""The files of a run's checkpoints: which there are, and whether they are whole. Nothing is changed here."""
 
-import itertools
 import json
+import re
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import tensorstore
 
 from moe_jax.errors import CheckpointError
+from moe_jax.train.checkpoint_record import Record, read_record
 
 FOLDER = "checkpoints"
+STATE = "state"  # the item's folder in a checkpoint
+_COMMITTED = "_CHECKPOINT_METADATA"  # orbax's, with the time of the commit
 
 
-def newest_checkpoint(run: Path) -> int | None:
-    """The step of the newest complete checkpoint below a run's folder; touches nothing.
+class DamagedError(Exception):
+    """A checkpoint that is not what was saved. The message is the reason, to stand in brackets."""
 
-    Raises CheckpointError if one of its files is missing, cut short, or not what orbax writes.
+
+def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None) -> int | None:
+    """The step of the newest checkpoint below a run's folder that is whole, as far as its files tell.
+
+    `damaged` are steps that are passed over, with the reason; those found here are added. Raises CheckpointError if
+    there are checkpoints and none is whole.
     """
+    damaged = {} if damaged is None else damaged
+    steps = _steps(run)
+    for step in steps:
+        if step not in damaged:
+            try:
+                check_files(run, step)
+                return step
+            except DamagedError as error:
+                damaged[step] = str(error)
+    if steps:
+        told = "; ".join(f"{step}: {damaged[step]}" for step in steps)
+        raise CheckpointError(
+            f"no checkpoint in {run / FOLDER} is whole ({told}): use another log.dir, or move them away to start again"
+        )
+    return None
+
+
+def check_files(run: Path, step: int) -> Record:
+    """The record of a step whose files are all there in full length. Raises DamagedError."""
+    checkpoint = run / FOLDER / str(step)
+    try:
+        _check_commit(checkpoint)
+        record = read_record(checkpoint)
+        if record.step != step:
+            raise ValueError(f"it holds step {record.step}")
+        _check_arrays(checkpoint)
+    except Exception as error:  # tensorstore's errors have no common type
+        raise DamagedError(first_line(error)) from error
+    return record
+
+
+def first_line(error: Exception) -> str:
+    """What an error of orbax or tensorstore says first, without the description of the store behind it."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200]
+    if "TensorStore" in said:  # where in which array, and the names of C++ functions
+        return "some of its numbers cannot be read"
+    return said
+
+
+def _steps(run: Path) -> list[int]:
+    """Newest first. Raises CheckpointError if there cannot be any."""
     folder = run / FOLDER
     try:
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder: remove it, or use another log.dir")
+        found = [path.name for path in folder.glob("*") if path.is_dir()]
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another log.dir") from None
-    step = max(_steps(run), default=None)
-    if step is not None:
-        try:
-            _check_files(folder / str(step))
-        except ValueError as error:
-            raise _damaged(run, step, error) from error
-    return step
+    return sorted((int(name) for name in found if re.fullmatch(r"0|[1-9][0-9]*", name)), reverse=True)
 
 
-def saved_slots(run: Path, step: int) -> int | None:
-    """In how many slots of a block the experts of a checkpoint lie as its own placement says; None: in their order.
-
-    Raises CheckpointError.
-    """
-    folder = run / FOLDER / str(step) / "state"
-    try:
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}).result()
-        for name, file in itertools.product(("slot_ME", "expert_MS"), (".zarray", "zarr.json")):  # of zarr 2 and 3
-            found = store.read(f"placement.{name}/{file}").result()
-            if found.state == "value":
-                return int(json.loads(found.value)["shape"][1])
-    except (OSError, ValueError, KeyError) as error:
-        raise _damaged(run, step, error) from error
-    return None
+def _check_commit(checkpoint: Path) -> None:
+    """Raise ValueError unless orbax has finished it."""
+    if not isinstance(_json(checkpoint, _COMMITTED).get("commit_timestamp_nsecs"), int):
+        raise ValueError("it was not committed")
 
 
-def check_slots(run: Path, step: int, ranks: int) -> None:
-    """Raise CheckpointError if so many expert ranks cannot share what the experts of a checkpoint lie in."""
-    slots = saved_slots(run, step) or 0
-    if slots % ranks:
-        raise CheckpointError(
-            f"mesh: {ranks} expert ranks cannot share the {slots} slots that experts and their copies have in "
-            f"log.dir={run}: use a mesh whose expert ranks divide {slots}, or another log.dir"
-        )
-
-
-def _steps(run: Path) -> list[int]:
-    return [int(p.name) for p in (run / FOLDER).glob("*") if p.name.isdigit() and p.is_dir()]
-
-
-def _check_files(checkpoint: Path) -> None:
-    """Raise ValueError unless every file that the checkpoint's indices name is there in its full length.
+def _check_arrays(checkpoint: Path) -> None:
+    """Raise ValueError unless every file that the arrays' indices name is there in its full length.
 
     Restoring would fail as well, but in many threads at once, each of which prints its stack.
     """
-    for name in ("state/_METADATA", "data/metadata"):
-        _require(checkpoint, name, 1)
-        try:
-            json.loads((checkpoint / name).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    _require(checkpoint, "state/manifest.ocdbt", 1)
-    store = tensorstore.KvStore.open(f"file://{(checkpoint / 'state').absolute()}/").result()
+    _json(checkpoint, f"{STATE}/_METADATA")
+    _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{(checkpoint / STATE).absolute()}/"}).result()
     nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
     sizes: dict[str, int] = {}
     while nodes:
@@ -90,10 +105,21 @@ def _check_files(checkpoint: Path) -> None:
         _require(checkpoint, name, sizes[name])
 
 
+def _json(checkpoint: Path, name: str) -> dict[str, object]:
+    _require(checkpoint, name, 1)
+    try:
+        found = json.loads((checkpoint / name).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return found
+
+
 def _extent(location: str) -> tuple[str, int]:
     """The file of a `kind:folder:name:offset:length`, and the bytes that it must have for it."""
     _, folder, name, offset, length = location.split(":")
-    return f"state/{folder}{name}", int(offset) + int(length)
+    return f"{STATE}/{folder}{name}", int(offset) + int(length)
 
 
 def _require(checkpoint: Path, name: str, size: int) -> None:
@@ -102,15 +128,3 @@ def _require(checkpoint: Path, name: str, size: int) -> None:
         raise ValueError(f"{name} is missing")
     if file.stat().st_size < size:
         raise ValueError(f"{name} has {file.stat().st_size} of {size} bytes")
-
-
-def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
-    older = max((other for other in _steps(run) if other < step), default=None)
-    cure = "start again" if older is None else f"go on from step {older}"
-    folder = run / FOLDER / str(step)
-    return CheckpointError(f"checkpoint {folder} is damaged ({first_line(error)}): delete that folder to {cure}")
-
-
-def first_line(error: Exception) -> str:
-    """What an error of orbax or tensorstore says first, without the description of the store behind it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200]

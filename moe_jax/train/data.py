@@ -4,13 +4,14 @@ N tokens in a sequence; a sample is N + 1 tokens, so that inputs and targets are
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.errors import DataError
+from moe_jax.train.token_chunks import Chunks
 
 Batches = grain.DatasetIterator[NDArray[np.int32]]
 
@@ -25,13 +26,15 @@ def train_batches(
     seed: int,
     rows: Sequence[range],
     prefetch: int,
+    chunks: Chunks | None = None,
 ) -> Batches:
     """Shuffled batches for ever: int32 arrays [len of all `rows`, N + 1].
 
     `tokens` are 1-D; `rows` are this process's rows of a global batch of `batch_size`; `prefetch` batches are read
     ahead in the background. Every epoch holds each sample once, in an order of its own; a batch may span two epochs.
-    Batch b depends on (tokens, seq_len, batch_size, seed, b) alone, and the iterator's `get_state()`, which
-    `set_state()` takes back, is `{"next_index": b}`: any number of processes may go on from it.
+    With `chunks`, a sample with damaged tokens is replaced by the next that has none, and DataError raised if too many
+    are damaged. Batch b depends on (tokens, seq_len, batch_size, seed, b) alone, and the iterator's `get_state()`,
+    which `set_state()` takes back, is `{"next_index": b}`: any number of processes may go on from it.
     """
     tokens = np.asarray(tokens)  # slices of a memmap cost ten times those of an array
     # grain adds the epoch to the seed: hashed first, so that seed 1 does not start with the second epoch of seed 0
@@ -40,7 +43,8 @@ def train_batches(
     local = [row for part in rows for row in part]
 
     def read(batch: int) -> NDArray[np.int32]:
-        return _read_samples(tokens, (order[batch * batch_size + row] for row in local), len(local), seq_len)
+        samples = [order[batch * batch_size + row] for row in local]
+        return _read_samples(tokens, samples, seq_len, chunks)
 
     batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)
@@ -48,7 +52,13 @@ def train_batches(
 
 
 def validation_batches(
-    tokens: NDArray[np.integer], *, seq_len: int, batch_size: int, num_batches: int, rows: Sequence[range]
+    tokens: NDArray[np.integer],
+    *,
+    seq_len: int,
+    batch_size: int,
+    num_batches: int,
+    rows: Sequence[range],
+    chunks: Chunks | None = None,
 ) -> list[NDArray[np.int32]]:
     """The same batches at each call: int32 arrays [len of all `rows`, N + 1], spread evenly over 1-D `tokens`.
 
@@ -68,12 +78,25 @@ def validation_batches(
     batches = []
     for batch in range(num_batches):
         samples = [(batch * batch_size + row) * num_samples // used for row in local]
-        batches.append(_read_samples(np.asarray(tokens), samples, len(local), seq_len))
+        batches.append(_read_samples(np.asarray(tokens), samples, seq_len, chunks))
     return batches
 
 
-def _read_samples(tokens: NDArray[np.integer], samples: Iterable[int], count: int, seq_len: int) -> NDArray[np.int32]:
-    out = np.empty((count, seq_len + 1), np.int32)
+def _read_samples(
+    tokens: NDArray[np.integer], samples: Sequence[int], seq_len: int, chunks: Chunks | None
+) -> NDArray[np.int32]:
+    out = np.empty((len(samples), seq_len + 1), np.int32)
     for row, sample in zip(out, samples, strict=True):
-        row[:] = tokens[sample * seq_len : (sample + 1) * seq_len + 1]
+        start = sample * seq_len if chunks is None else _first_whole(chunks, sample, seq_len, len(tokens))
+        row[:] = tokens[start : start + seq_len + 1]
     return out
+
+
+def _first_whole(chunks: Chunks, sample: int, seq_len: int, num_tokens: int) -> int:
+    """Where the first sample from this one on begins that is whole, around the end if need be. Raises DataError."""
+    num_samples = (num_tokens - 1) // seq_len
+    for other in range(sample, sample + num_samples):
+        start = other % num_samples * seq_len
+        if chunks.whole(start, start + seq_len + 1):
+            return start
+    raise DataError("no sequence is whole: data.damaged_chunks allows too much")

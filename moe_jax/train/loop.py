@@ -17,8 +17,9 @@ from moe_jax.train.migration import Migration
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
+from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
-from moe_jax.train.setup import Run, compile_programs, open_run, write_start
+from moe_jax.train.setup import Programs, Run, about, compile_programs, open_run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
 
@@ -28,26 +29,28 @@ def train(config: Config) -> State:
 
     Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
     ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
-    checkpoints that do not fit each other, CheckpointError for one that cannot be restored, and DivergedError for a
-    loss or a gradient that is not finite, at the next record or before a state made with it is saved.
+    checkpoints that do not fit each other, CheckpointError if the last state could not be saved, and DivergedError for
+    a loss or a gradient that is not finite, at the next record or before a state made with it is saved.
     """
     with stop_on_signals() as stop:
         run = open_run(config)
-        _say(table(describe(run)))
         check_room(run)
+        run, restored = restore_newest(config, run)
+        _say(table(describe(run)))
         peak = matrix_flops_per_s(config.train.compute_dtype)
         programs = compile_programs(run)
         write_start(run)
         last, step = config.train.steps, run.first_step
-        with Checkpoints(run.folder, config.checkpoint.keep) as checkpoints, _open_log(run) as log:
-            if step > 0:
-                state, data_position = checkpoints.resume(step, run.trainer.state_shapes, config)
-                run.batches.set_state(data_position)
+        with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints:
+            if restored:
+                state = restored.state
+                run.batches.set_state(restored.record.data)
                 _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
             else:
                 state = programs.init.result()()
             meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
-            tuning, migration = Tuning(run, programs.step, meter, log), Migration(run, meter, log)
+            under_way = restored.record.tuner if restored else None
+            tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
             evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
             while step < last and not stop.reached(step):
                 batch = run.on_mesh(next(run.batches))
@@ -71,12 +74,12 @@ def train(config: Config) -> State:
                 if _is_due(step, config.checkpoint.every, last):
                     with meter.paused():
                         meter.check()
-                        checkpoints.save(step, state, run.batches.get_state())
+                        checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
             meter.finish(stopping=True)
             if step > run.first_step:
                 tuning.finish()
             if 0 < step < last:
-                checkpoints.save(step, state, run.batches.get_state())
+                checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
         if step < last:
             _say(f"stopped after step {step}: the same command goes on from there")
     return state
@@ -99,6 +102,11 @@ def _open_log(run: Run) -> RunLog:
         tensorboard=run.config.log.tensorboard,
         quiet=not is_main_process(),
     )
+
+
+def _open_checkpoints(run: Run, programs: Programs, log: RunLog) -> Checkpoints:
+    digests = programs.digests
+    return Checkpoints(run.folder, run.config.checkpoint.keep, log, lambda state: digests.result()(state), about(run))
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

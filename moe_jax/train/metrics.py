@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self, TextIO, final
+from typing import Any, Self, final
 
 from moe_jax.errors import UserError
-from moe_jax.files import write_atomically
+from moe_jax.files import Appended, write_atomically
 
 FILE_NAME = "metrics.jsonl"
+_SCALARS_ROOM = 10**6  # bytes on the disk without which TensorBoard gets no scalars: its thread would not survive it
 
 
 class MetricsError(UserError):
@@ -41,9 +42,10 @@ class RunLog:
         self._quiet = quiet
         self._recent_step_s: deque[float] = deque(maxlen=10)
         self._closing = ExitStack()
-        self._file: TextIO | None = None
+        self._file: Appended | None = None
         self._scalars: Any = None
         self._line_is_open = False
+        self._told_full = False
 
     def __enter__(self) -> Self:
         if self._quiet:
@@ -55,7 +57,7 @@ class RunLog:
                 f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
             ) from None
         _forget_after(self._folder / FILE_NAME, self._start_step)
-        self._file = self._closing.enter_context((self._folder / FILE_NAME).open("a"))
+        self._file = self._closing.enter_context(Appended(self._folder / FILE_NAME))
         if self._tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -63,7 +65,7 @@ class RunLog:
                 str(self._folder / "tensorboard"),
                 purge_step=self._start_step + 1 if self._start_step else 0,
                 filename_suffix=f".from{self._start_step}",
-                flush_secs=10,
+                flush_secs=1,  # what it holds back would end its thread if the disk fills up meanwhile
             )
             self._closing.callback(self._scalars.close)
         return self
@@ -82,9 +84,10 @@ class RunLog:
         if self._file is None:
             return
         step = record["step"]
-        self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step}) + "\n")
-        self._file.flush()
-        if self._scalars is not None:
+        if not self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step})) and not self._told_full:
+            self._told_full = True
+            self.warn(f"{self._folder / FILE_NAME} finds no room on the disk, and waits for some: make room")
+        if self._scalars is not None and shutil.disk_usage(self._folder).free > _SCALARS_ROOM:
             for key, value in record.items():
                 if key != "step" and not isinstance(value, list | str) and math.isfinite(value):
                     self._scalars.add_scalar(key, value, step)

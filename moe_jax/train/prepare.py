@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.errors import DataError
+from moe_jax.train.token_chunks import CHUNK_BYTES, write_checksums
 from moe_jax.train.tokenizer import (
     BPE_FILE,
     MIN_BPE_VOCAB_SIZE,
@@ -205,6 +206,7 @@ def _write(
                 data = np.asarray(tokens, dtype.newbyteorder("<")).tobytes()
                 out.write(data)
                 count, crc32 = count + len(tokens), zlib.crc32(data, crc32)
+        write_checksums(folder / f"{split}.bin")
         sizes |= {f"{split}_tokens": count, f"{split}_crc32": crc32}
     meta = Meta(
         tokenizer=kind,
@@ -212,6 +214,7 @@ def _write(
         end_of_text=tokenizer.end_of_text,
         dtype=dtype.name,
         sources=sources,
+        chunk_bytes=CHUNK_BYTES,
         **sizes,
     )
     (folder / META_FILE).write_text(json.dumps({"format": FORMAT} | asdict(meta), indent=1) + "\n")

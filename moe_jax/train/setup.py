@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import json
-import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,21 +17,20 @@ from numpy.typing import NDArray
 from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
-from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
-from moe_jax.measure.provenance import provenance
+from moe_jax.measure.provenance import provenance, versions
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.train.capacities import Change, changes_of, config_at
-from moe_jax.train.checkpoint import check_same_run
-from moe_jax.train.checkpoint_files import check_slots, newest_checkpoint
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
-from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.digest import digest_program
 from moe_jax.train.placement import slots_of
-from moe_jax.train.processes import allgather, is_main_process, read_alike
+from moe_jax.train.processes import is_main_process, read_alike
+from moe_jax.train.run_folder import resume_step
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
@@ -49,6 +49,7 @@ class Run:
     choices: Choices | None  # that it may change to while it trains
     changes: tuple[Change, ...] = ()  # of its capacity, ahead
     cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
+    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # newer checkpoints, with the reason
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -63,15 +64,20 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Compiled for one run's shapes. `init` and `evaluate` may still be compiling."""
+    """Compiled for one run's shapes. Only `step` is certain to be ready."""
 
     step: Compiled
     init: Future[Compiled]
     evaluate: Future[Compiled]
+    digests: Future[Compiled]  # of a state, see train/digest.py
 
 
-def open_run(config: Config) -> Run:
-    """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing."""
+def open_run(config: Config, damaged: Mapping[int, str] | None = None) -> Run:
+    """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing.
+
+    It goes on from the newest checkpoint that is whole as far as its files tell and not among the `damaged`.
+    """
+    damaged = dict(damaged or {})
     mesh = make_mesh(config.mesh)
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
@@ -79,7 +85,7 @@ def open_run(config: Config) -> Run:
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
-    first_step = _agree(_resume_step(config, folder, config.mesh.expert_ranks(mesh.shape)), folder)
+    first_step = resume_step(config, folder, damaged)
     if config.log.sample_tokens:
         encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
@@ -94,6 +100,7 @@ def open_run(config: Config) -> Run:
             batch_size=batch_size,
             num_batches=config.train.eval_batches,
             rows=rows,
+            chunks=tokens.validation_chunks,
         ),
         batches=train_batches(
             tokens.train,
@@ -102,11 +109,13 @@ def open_run(config: Config) -> Run:
             seed=config.train.seed,
             rows=rows,
             prefetch=config.data.prefetch,
+            chunks=tokens.train_chunks,
         ),
         first_step=first_step,
         choices=choices,
         changes=changes_of(config, mesh, first_step),
         cluster=_cluster_of_prices(config),
+        damaged=damaged,
     )
 
 
@@ -117,15 +126,21 @@ def compile_programs(run: Run) -> Programs:
     step = pool.submit(trainer.step.lower(state, run.batch_shape).compile)
     init = pool.submit(trainer.init.lower().compile)
     evaluate = pool.submit(trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)).compile)
+    digests = pool.submit(digest_program(state).lower(state).compile)
     pool.shutdown(wait=False)
-    return Programs(step=step.result(), init=init, evaluate=evaluate)
+    return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What each checkpoint's record says of the run."""
+    return {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
 
 
 def write_start(run: Run) -> None:
     """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written."""
     if not is_main_process():
         return
-    facts = provenance() | {"mesh": {str(axis): size for axis, size in run.trainer.mesh.shape.items()}}
+    facts = provenance() | {"mesh": _sizes(run)}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
@@ -134,37 +149,8 @@ def write_start(run: Run) -> None:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 
 
-def _resume_step(config: Config, folder: Path, ranks: int) -> int:
-    _check_folder(folder)
-    step = newest_checkpoint(folder)
-    if step is None:
-        return 0
-    if not config.checkpoint.resume:
-        raise CheckpointError(
-            f"log.dir={folder} holds checkpoints up to step {step} and checkpoint.resume=false would overwrite them: "
-            "use another log.dir, or checkpoint.resume=true"
-        )
-    check_same_run(config, folder)
-    check_slots(folder, step, ranks)
-    if step > config.train.steps:
-        raise CheckpointError(
-            f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "
-            f"use train.steps={step} or more, or another log.dir"
-        )
-    if (folder / FILE_NAME).exists():
-        read_metrics(folder)
-    return step
-
-
-def _agree(first_step: int, folder: Path) -> int:
-    """The step that all processes found. Raises CheckpointError if they differ."""
-    steps = allgather(first_step)
-    if len(set(steps)) > 1:
-        raise CheckpointError(
-            f"log.dir={folder} holds other checkpoints on other processes (steps {steps}): "
-            "put it on a disk that all share"
-        )
-    return first_step
+def _sizes(run: Run) -> dict[str, int]:
+    return {str(axis): size for axis, size in run.trainer.mesh.shape.items()}
 
 
 def _cluster_of_prices(config: Config) -> Cluster | None:
@@ -173,20 +159,6 @@ def _cluster_of_prices(config: Config) -> Cluster | None:
     if not settings.enabled or settings.payback_steps is None:
         return None
     return read_alike(lambda: run_cluster(name), f"plan.cluster={name or 'null'}")
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder cannot be made."""
-    existing = folder
-    try:
-        while not existing.exists():
-            existing = existing.parent
-    except OSError as error:
-        raise ConfigError(f"log.dir={folder} cannot be created ({error.strerror}): name another folder") from None
-    if not existing.is_dir():
-        raise ConfigError(f"log.dir={folder} cannot be created ({existing} is a file): name another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"log.dir={folder} cannot be created (no right to write in {existing}): name another folder")
 
 
 def _rows_here(sharding: NamedSharding, batch_size: int) -> list[range]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Data
 from moe_jax.errors import DataError
+from moe_jax.train.token_chunks import AGAIN, CHUNK_BYTES, Chunks
 
 FORMAT = 1  # of a folder; raised when an older reader would misread it
 META_FILE = "meta.json"
@@ -21,7 +22,6 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 TokenArray = NDArray[np.unsignedinteger]  # 1-D, a np.memmap
 
 _DTYPES = ("uint8", "uint16", "uint32")
-_AGAIN = "make the folder again with scripts/prepare_text.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Meta:
     validation_tokens: int
     validation_crc32: int
     sources: list[str]  # files read, in their order
+    chunk_bytes: int | None = None  # of which there are checksums (train/token_chunks.py); None: older folders
 
     def count(self, split: Split) -> int:
         return self.train_tokens if split == "train" else self.validation_tokens
@@ -53,18 +54,23 @@ class Tokens:
     validation: TokenArray
     vocab_size: int
     path: Path
+    train_chunks: Chunks | None = None  # to check what is read; None: a .txt file, or checked already
+    validation_chunks: Chunks | None = None
 
 
 def open_tokens(data: Data, vocab_size: int) -> Tokens:
-    """Map the tokens behind `data.path` for a model of `vocab_size` tokens; nothing is read yet.
+    """Map the tokens behind `data.path` for a model of `vocab_size` tokens; only older folders are read, and checked.
 
     Raises DataError if they are missing, damaged, of a larger vocabulary, or too few for one sequence.
     """
     path = find_data(data.path)
+    chunks: list[Chunks | None] = []
     if path.is_dir():
         meta = read_meta(path)
         needed = meta.vocab_size
         train, validation = (_open_split(path, meta, split) for split in SPLITS)
+        chunks = [_chunks(path, meta, "train", train, data.damaged_chunks)]
+        chunks += [_chunks(path, meta, "validation", validation, data.damaged_chunks)]
     else:
         needed = BYTES_VOCAB_SIZE
         text = _map(path, "uint8")
@@ -83,7 +89,7 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
                 f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
-    return Tokens(train, validation, needed, path)
+    return Tokens(train, validation, needed, path, *chunks)
 
 
 def find_data(path: str | Path) -> Path:
@@ -109,18 +115,18 @@ def read_meta(folder: Path) -> Meta:
     try:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not readable JSON ({error}): {_AGAIN}") from None
+        raise DataError(f"{file} is not readable JSON ({error}): {AGAIN}") from None
     if not isinstance(values, dict):
-        raise DataError(f"{file} holds no JSON object: {_AGAIN}")
+        raise DataError(f"{file} holds no JSON object: {AGAIN}")
     if (found := values.pop("format", None)) != FORMAT:
-        raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {_AGAIN}")
+        raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {AGAIN}")
     kinds = Meta.__annotations__ | {"sources": list}
     wrong = [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
     if not wrong and values["dtype"] not in _DTYPES:
         wrong = ["dtype"]
     if wrong:
-        raise DataError(f"{file} has no usable {', '.join(wrong)}: {_AGAIN}")
-    return Meta(**{key: values[key] for key in kinds})
+        raise DataError(f"{file} has no usable {', '.join(wrong)}: {AGAIN}")
+    return Meta(**{key: values[key] for key in kinds if key in values})
 
 
 def verify_tokens(folder: Path) -> Meta:
@@ -128,13 +134,25 @@ def verify_tokens(folder: Path) -> Meta:
     meta = read_meta(folder)
     for split in SPLITS:
         tokens = _open_split(folder, meta, split)
-        found = zlib.crc32(tokens.data)
-        if found != meta.crc32(split):
-            raise DataError(
-                f"{folder / split}.bin is damaged: its crc32 is {found}, and {META_FILE} says {meta.crc32(split)}: "
-                f"{_AGAIN}"
-            )
+        _check_whole(folder, meta, split, tokens)
+        if meta.chunk_bytes:
+            Chunks(folder / f"{split}.bin", tokens).whole(0, len(tokens))
     return meta
+
+
+def _check_whole(folder: Path, meta: Meta, split: Split, tokens: TokenArray) -> None:
+    found = zlib.crc32(tokens.data)
+    if found != meta.crc32(split):
+        raise DataError(
+            f"{folder / split}.bin is damaged: its crc32 is {found}, and {META_FILE} says {meta.crc32(split)}: {AGAIN}"
+        )
+
+
+def _chunks(folder: Path, meta: Meta, split: Split, tokens: TokenArray, allowed: int) -> Chunks | None:
+    if meta.chunk_bytes == CHUNK_BYTES:
+        return Chunks(folder / f"{split}.bin", tokens, allowed)
+    _check_whole(folder, meta, split, tokens)
+    return None
 
 
 def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
@@ -142,11 +160,10 @@ def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror}): {_AGAIN}") from None
+        raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
     if size != count * width:
         raise DataError(
-            f"{file} holds {size} bytes, and {META_FILE} says {count} tokens × {width} bytes = {count * width}: "
-            f"{_AGAIN}"
+            f"{file} holds {size} bytes, and {META_FILE} says {count} tokens × {width} bytes = {count * width}: {AGAIN}"
         )
     return _map(file, meta.dtype)
 

@@ -1,9 +1,11 @@
 """The training step of a run, exchanged for others while it trains, until the fastest is found."""
 
+import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from jax.stages import Compiled
 
@@ -27,9 +29,12 @@ class Tuning:
     """`step` is the compiled step in use. Without `tune.over` it stays the first one.
 
     Steps are counted in rounds, which are as long on all processes. At the end of each, process 0 says what to use.
+    `under_way` is what this property was where the run goes on.
     """
 
-    def __init__(self, run: Run, first: Compiled, meter: Meter, log: RunLog):
+    def __init__(
+        self, run: Run, first: Compiled, meter: Meter, log: RunLog, under_way: Mapping[str, Any] | None = None
+    ):
         self.step = first
         self._run, self._meter, self._log = run, meter, log
         self._compiling: Future[Compiled] | None = None
@@ -39,6 +44,15 @@ class Tuning:
             self._programs = {run.choices.first: first}
             self._searching = run.choices.best_s is None
             self._decider = _Decider(run.choices, run.config.tune, run.folder, log)
+            if under_way and self._searching and under_way["choices"] == _plain(run.choices):
+                self._use(run.first_step, self._decider.go_on(under_way["search"]))
+
+    @property
+    def under_way(self) -> dict[str, Any] | None:
+        """The search of process 0 as plain values, for a checkpoint; None without one."""
+        if self._run.choices is None or not self._searching:
+            return None
+        return {"choices": _plain(self._run.choices), "search": self._decider.under_way}
 
     def step_started(self, step: int) -> None:
         """Count a step that was started. All processes call it behind every step.
@@ -121,6 +135,16 @@ class _Decider:
     def searching(self) -> bool:
         return self._tuner.searching
 
+    @property
+    def under_way(self) -> dict[str, Any] | None:
+        return self._tuner.under_way
+
+    def go_on(self, under_way: Mapping[str, Any]) -> int:
+        """What to use where a search was interrupted."""
+        self._tuner.go_on(under_way)
+        self._log.tell(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
+        return self._tuner.in_use
+
     def measured(self, step: int, seconds: float) -> int:
         """What to use after a round whose steps took `seconds`."""
         tuner, choices, used, best_s = self._tuner, self._choices, self._tuner.in_use, self._tuner.best_s
@@ -145,7 +169,9 @@ class _Decider:
     def unfinished(self) -> None:
         """A search is under way as the run ends."""
         taken = f"{self._tuner.sample} of {self._samples} samples"
-        self._log.tell(f"search not finished: {taken}, so nothing is kept; it needs more steps")
+        self._log.tell(
+            f"search not finished: {taken}, so nothing is chosen; it needs more steps, and goes on with the run"
+        )
 
     def _keep(self, step: int) -> None:
         """What a search found, at its end."""
@@ -164,6 +190,12 @@ class _Decider:
             write()
         except (ConfigError, OSError) as error:
             self._log.warn(f"{file} does not have what was tuned: {error}")
+
+
+def _plain(choices: Choices) -> dict[str, Any]:
+    """As JSON has it: what samples of another run's choices must not be mixed with."""
+    plain: dict[str, Any] = json.loads(json.dumps({"values": choices.values, "key": choices.key}))
+    return plain
 
 
 def _named(prefix: str, choices: Choices, number: int) -> dict[str, float | str]:

@@ -13,10 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.errors import CheckpointError, run_command
+from moe_jax.config_files import load_config
+from moe_jax.errors import run_command
 from moe_jax.train import loop
-from moe_jax.train.checkpoint import Checkpoints, _not_restored
-from moe_jax.train.setup import Run
+from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.checkpoint_record import Record, read_record
+from moe_jax.train.restore import restore_newest
+from moe_jax.train.setup import Run, open_run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
 
@@ -75,53 +78,107 @@ def cut_index(run: Path) -> None:
     index.write_bytes(index.read_bytes()[:10])
 
 
-def lose_newest_files_and_older_step(run: Path) -> None:
-    remove("checkpoints/2")(run)
-    remove("checkpoints/4/state/d")(run)
+def change_record(run: Path, record: Record | None = None) -> None:
+    """Into another one, or one that its checksum does not fit."""
+    file = run / "checkpoints/4/record/metadata"
+    file.write_text(
+        json.dumps(record.to_json()) if record else file.read_text().replace('"next_index": 4', '"next_index": 5')
+    )
 
 
-# HASH: a name that the storage layer makes up.
+def change_numbers(run: Path) -> None:
+    """As if a bit of the head had flipped: its digest is another one than that of the record."""
+    record = read_record(run / "checkpoints/4")
+    head = record.leaves["params.head"]
+    changed = dataclasses.replace(head, digest=(head.digest[0] ^ 1, head.digest[1]))
+    change_record(run, dataclasses.replace(record, leaves={**record.leaves, "params.head": changed}))
+
+
+# Which step is damaged, how it is told and where the run goes on. HASH: a name that the storage layer makes up.
 DAMAGED = [
-    ("no state", remove("checkpoints/4/state"), "4 is damaged (state/_METADATA is missing): … go on from step 2"),
-    ("no data position", remove("checkpoints/4/data"), "4 is damaged (data/metadata is missing): … go on from step 2"),
+    ("no state", remove("checkpoints/4/state"), 4, "state/_METADATA is missing", 2),
+    ("no record", remove("checkpoints/4/record"), 4, "record/metadata is missing", 2),
+    ("no commit mark", remove("checkpoints/4/_CHECKPOINT_METADATA"), 4, "_CHECKPOINT_METADATA is missing", 2),
+    ("no manifest", remove("checkpoints/4/state/manifest.ocdbt"), 4, "state/manifest.ocdbt is missing", 2),
+    ("no values", remove("checkpoints/4/state/ocdbt.process_0"), 4, "state/ocdbt.process_0/d/HASH is missing", 2),
+    ("an index cut short", cut_index, 4, "state/d/HASH has 10 of NUMBER bytes", 2),
     (
-        "no manifest",
-        remove("checkpoints/4/state/manifest.ocdbt"),
-        "4 is damaged (state/manifest.ocdbt is missing): … go on from step 2",
+        "a cut record",
+        write("checkpoints/4/record/metadata", '{"crc32'),
+        4,
+        "record/metadata: Unterminated string starting at: line 1 column 2 (char 1)",
+        2,
     ),
+    ("another record", change_record, 4, "record/metadata: its checksum is another", 2),
+    ("other numbers", change_numbers, 4, "params.head is not what was saved: its digest differs", 2),
+    ("an empty folder", lambda run: (run / "checkpoints/9").mkdir(), 9, "_CHECKPOINT_METADATA is missing", 4),
     (
-        "no values",
-        remove("checkpoints/4/state/ocdbt.process_0"),
-        "4 is damaged (state/ocdbt.process_0/d/HASH is missing): … go on from step 2",
+        "another step",
+        lambda run: (run / "checkpoints/2").rename(run / "checkpoints/7"),
+        7,
+        "it holds step 2",
+        4,
     ),
-    ("an index cut short", cut_index, "4 is damaged (state/d/HASH has 10 of NUMBER bytes): … go on from step 2"),
-    (
-        "a cut data position",
-        write("checkpoints/4/data/metadata", '{"next'),
-        "4 is damaged (data/metadata: Unterminated string starting at: line 1 column 2 (char 1)): … go on from step 2",
-    ),
-    (
-        "an empty folder",
-        lambda run: (run / "checkpoints/9").mkdir(),
-        "9 is damaged (state/_METADATA is missing): … go on from step 4",
-    ),
-    ("nothing older", lose_newest_files_and_older_step, "4 is damaged (state/d/HASH is missing): … start again"),
 ]
 
 
-@pytest.mark.parametrize("line", ["train --config tiny.yaml train.steps=6", "generate --run run"])
-@pytest.mark.parametrize(("damage", "message"), cases(DAMAGED))
-def test_a_damaged_checkpoint_is_named_with_what_is_wrong(
-    line: str, damage: Damage, message: str, run: Path, command: Command
+@pytest.mark.parametrize(("damage", "step", "reason", "goes_on"), cases(DAMAGED))
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
+    damage: Damage, step: int, reason: str, goes_on: int, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Found before anything is restored: in orbax, each of its threads would print a stack of its own."""
     damage(run)
+    kept = tree(run / "checkpoints" / str(step))
+    config = load_config("tiny.yaml", ["train.steps=8"])
+    _, restored = restore_newest(config, open_run(config))
+    assert restored is not None
+    assert restored.record.step == restored.state["step"] == restored.record.data["next_index"] == goes_on
+    pattern = re.escape(reason).replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+")
+    there = f"run/checkpoints/quarantine/{step}"
+    line = rf"warning: checkpoint run/checkpoints/{step} is damaged \(({pattern})\): moved to {there}, "
+    said = capfd.readouterr()
+    told = re.fullmatch(rf"{line}going on from step {goes_on}\n", said.out)
+    assert told
+    assert said.err == ""
+    moved = tree(Path(there))
+    assert moved.pop("reason.txt") == f"{told[1]}\n".encode()
+    assert moved == kept
+
+
+def test_samples_are_of_the_newest_whole_checkpoint_and_nothing_is_moved(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_numbers(run)
     before = tree(run)
-    code, errors = command(line)
-    pattern = re.escape(f"error: checkpoint run/checkpoints/{message}\n".replace("…", "delete that folder to"))
-    assert code == 2
-    assert re.fullmatch(pattern.replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+"), errors)
+    monkeypatch.setattr(sys, "argv", ["generate", "--run", "run", "--tokens", "1"])
+    run_command(COMMANDS["generate"])
+    reason = "params.head is not what was saved: its digest differs"
+    warning = f"warning: checkpoint run/checkpoints/4 is damaged ({reason}); using step 2\n"
+    assert capfd.readouterr().err == warning
     assert tree(run) == before
+
+
+@pytest.mark.parametrize("line", ["train --config tiny.yaml train.steps=6", "generate --run run"])
+def test_where_no_checkpoint_is_whole_none_is_moved(line: str, run: Path, assert_refused: Refusal) -> None:
+    """The disk may be at fault, and nobody wants to begin again unasked."""
+    remove("checkpoints/2/state/_METADATA")(run)
+    change_numbers(run)
+    reasons = "4: params.head is not what was saved: its digest differs; 2: state/_METADATA is missing"
+    assert_refused(
+        line,
+        f"no checkpoint in run/checkpoints is whole ({reasons}): use another log.dir, or move them away to start again",
+    )
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_stays(run: Path, assert_refused: Refusal) -> None:
+    """Though the run's own config is that of this one."""
+    record = read_record(run / "checkpoints/4")
+    model = {**record.config["model"], "num_layers": 2}
+    change_record(run, dataclasses.replace(record, config=record.config | {"model": model}))
+    assert_refused(
+        "train --config tiny.yaml train.steps=6",
+        "model.num_layers=1, but the checkpoints in log.dir=run have model.num_layers=2: "
+        "use model.num_layers=2, or another log.dir",
+    )
 
 
 LOST_CONFIG = [
@@ -212,33 +269,38 @@ def test_a_run_that_diverges_ends_before_what_came_of_it_is_saved(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
 
 
-def test_a_checkpoint_that_finds_no_room_ends_the_run_and_is_not_begun(
-    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full_at", [4, 6])
+def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
+    full_at: int, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     remove("checkpoints/4")(run)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
-    code, errors = command("train --config tiny.yaml")
-    assert code == 2
-    pattern = r"error: log\.dir=run: its checkpoint of step 4 takes .* kB, and there are 5\.0 kB left: .* from step 2\n"
-    assert re.match(pattern, errors)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    save = Checkpoints.save
 
+    def save_on_a_full_disk(self: Checkpoints, step: int, *args: Any, **named: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if step == full_at:
+                patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+            save(self, step, *args, **named)
 
-def test_a_disk_that_others_fill_meanwhile_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object) -> None:
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: [OS error 28: No space left on device]")
-
-    checkpoints = Checkpoints(run, keep=2)
-    monkeypatch.setattr(checkpoints._manager, "close", fail.__get__(checkpoints))
-    with pytest.raises(CheckpointError, match=r"^log\.dir=run: its last checkpoint found no room"), checkpoints:
-        pass
-    with pytest.raises(CheckpointError, match=r"^something else"), checkpoints:
-        raise CheckpointError("something else")
-
-
-def test_numbers_that_cannot_be_read_are_told_in_words() -> None:
-    """orbax quotes a C++ method of TensorStore's."""
-    said = ValueError("Encountered error … See full TensorStore details: <bound method pybind11_detail_function_record")
-    assert str(_not_restored(Path("run"), 4, said)).startswith(
-        "checkpoint run/checkpoints/4 cannot be restored (some of its numbers cannot be read: files are damaged): move"
+    monkeypatch.setattr(Checkpoints, "save", save_on_a_full_disk)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "tiny.yaml", "train.steps=6"])
+    reason = r"was not saved \(it takes .* kB, and there are 5\.0 kB left\)"
+    if full_at == 6:
+        with pytest.raises(SystemExit) as ending:
+            run_command(COMMANDS["train"])
+        assert ending.value.code == 2
+        told = rf"error: log\.dir=run: its last checkpoint, of step 6, {reason}: make room, or .* goes on from step 4\n"
+        assert re.fullmatch(told, capfd.readouterr().err)
+    else:
+        run_command(COMMANDS["train"])
+        assert capfd.readouterr().err == ""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (alarm,) = (record for record in records if "alarm" in record)
+    newest = full_at - 2
+    assert alarm["step"] == full_at
+    assert alarm["failed_saves"] == 1
+    assert re.fullmatch(
+        rf"the checkpoint of step {full_at} {reason}, the newest is of step {newest}: make room", alarm["alarm"]
     )
+    saved = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert saved == sorted({2, 4, 6} - {full_at})

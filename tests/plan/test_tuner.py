@@ -1,5 +1,7 @@
 """Decisions of the tuner, from the seconds that it is told."""
 
+import json
+
 import pytest
 
 from moe_jax.plan.bayes import Choice
@@ -96,3 +98,18 @@ def test_what_does_not_work_is_never_tried_again() -> None:
             found.observe(pace * seconds_of(found.in_use, broken))
     assert len(tried) > SAMPLES
     assert broken not in tried
+
+
+def test_a_search_goes_on_where_another_one_was() -> None:
+    one, other = tuner(), tuner()
+    for _ in range(3):
+        one.observe(seconds_of(one.in_use, best=4))
+    one.drop()
+    assert one.under_way is not None
+    other.go_on(json.loads(json.dumps(one.under_way)))
+    while one.searching:
+        assert (other.in_use, other.sample) == (one.in_use, one.sample)
+        seconds = seconds_of(one.in_use, best=4)
+        assert other.observe(seconds) == one.observe(seconds)
+    assert (other.searching, other.best_s) == (False, one.best_s)
+    assert one.under_way is other.under_way is None

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,10 +107,9 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids: list[int] = []
     original = data._read_samples
 
-    def recording(tokens: NDArray[np.integer], samples: Iterable[int], count: int, seq_len: int) -> NDArray[np.int32]:
-        samples = list(samples)
+    def recording(tokens: NDArray[np.integer], samples: Sequence[int], *rest: Any) -> NDArray[np.int32]:
         ids.extend(samples)
-        return original(tokens, samples, count, seq_len)
+        return original(tokens, samples, *rest)
 
     monkeypatch.setattr(data, "_read_samples", recording)
     return ids

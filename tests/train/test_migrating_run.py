@@ -15,9 +15,9 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
 from moe_jax.train import describe, loop, setup
-from moe_jax.train.checkpoint import load_params
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
+from moe_jax.train.restore import load_params
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.setup import compile_programs
 from tests.train.test_resume import SMALL

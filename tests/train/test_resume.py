@@ -19,9 +19,9 @@ import pytest
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.train import describe, loop
-from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.loop import train
+from moe_jax.train.restore import Restored, restore_newest
 from moe_jax.train.setup import Programs, Run, compile_programs
 
 # The learning rate depends on the step to far behind the checkpoint, but not on train.steps; and there is no capacity,
@@ -82,14 +82,14 @@ def uninterrupted(tmp_path_factory):
 @pytest.fixture
 def restored(monkeypatch) -> list[int]:
     """The steps of the checkpoints restored in this test."""
-    steps, restore = [], Checkpoints.restore
+    steps: list[int] = []
 
-    def spy(self, step, state_shapes):
-        state, data_position = restore(self, step, state_shapes)
-        steps.append(int(state["step"]))
-        return state, data_position
+    def spy(config: Config, run: Run) -> tuple[Run, Restored | None]:
+        run, found = restore_newest(config, run)
+        steps.extend([int(found.state["step"])] if found else [])
+        return run, found
 
-    monkeypatch.setattr(Checkpoints, "restore", spy)
+    monkeypatch.setattr(loop, "restore_newest", spy)
     return steps
 
 

@@ -148,7 +148,7 @@ def test_a_text_shorter_than_one_sequence_is_refused(text: Path) -> None:
     open_tokens(data(text, validation_fraction=0.3, seq_len=4), 256)
 
 
-def test_a_flipped_bit_is_found_by_verification_alone(folder: Path) -> None:
+def test_a_flipped_bit_is_found_by_verification_and_not_by_opening(folder: Path) -> None:
     crc32 = verify_tokens(folder).train_crc32
     file = folder / "train.bin"
     content = bytearray(file.read_bytes())

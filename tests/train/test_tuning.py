@@ -93,12 +93,15 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
     assert [record["chosen_chunk_mb"] for record in records_of(tmp_path, "chosen")] == [0.001]
 
 
-def test_a_run_that_ends_before_its_search_says_so(tmp_path, capsys):
+def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path, capsys):
     train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=9"))
-    assert (
-        capsys.readouterr().out.count("search not finished: 1 of 2 samples, so nothing is kept; it needs more steps\n")
-        == 1
+    unfinished = (
+        "search not finished: 1 of 2 samples, so nothing is chosen; it needs more steps, and goes on with the run"
     )
+    assert capsys.readouterr().out.count(f"{unfinished}\n") == 1
+    train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=10"))
+    said = capsys.readouterr().out
+    assert said.count("the search goes on behind 1 of 2 samples\n") == said.count(f"{unfinished}\n") == 1
     assert not records_of(tmp_path, "chosen")
 
 

@@ -1,0 +1,65 @@
+"""Whether a run can have its folder, and from which of the checkpoints there it goes on. Nothing is written here."""
+
+import os
+from pathlib import Path
+
+from moe_jax.config import Config
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.train.checkpoint_files import newest_checkpoint
+from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.processes import allgather
+from moe_jax.train.same_run import check_same_run
+
+
+def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
+    """The step that a run goes on from, 0 if there is none; steps passed over are added to `damaged`.
+
+    All processes call it. Raises UserError if the folder cannot be made, is of another run, or not the same for all.
+    """
+    return _agree(_own_step(config, folder, damaged), folder)
+
+
+def _own_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
+    _check_folder(folder)
+    step = newest_checkpoint(folder, damaged)
+    if step is None:
+        return 0
+    if not config.checkpoint.resume:
+        raise CheckpointError(
+            f"log.dir={folder} holds checkpoints up to step {step} and checkpoint.resume=false would overwrite them: "
+            "use another log.dir, or checkpoint.resume=true"
+        )
+    check_same_run(config, folder)
+    if step > config.train.steps:
+        raise CheckpointError(
+            f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "
+            f"use train.steps={step} or more, or another log.dir"
+        )
+    if (folder / FILE_NAME).exists():
+        read_metrics(folder)
+    return step
+
+
+def _agree(first_step: int, folder: Path) -> int:
+    """The step that all processes found. Raises CheckpointError if they differ."""
+    steps = allgather(first_step)
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"log.dir={folder} holds other checkpoints on other processes (steps {steps}): "
+            "put it on a disk that all share"
+        )
+    return first_step
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder cannot be made."""
+    existing = folder
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        raise ConfigError(f"log.dir={folder} cannot be created ({error.strerror}): name another folder") from None
+    if not existing.is_dir():
+        raise ConfigError(f"log.dir={folder} cannot be created ({existing} is a file): name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"log.dir={folder} cannot be created (no right to write in {existing}): name another folder")
