@@ -13,17 +13,15 @@ import pytest
 from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError
 from moe_jax.models.parameters import param_shapes
-from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.migration import num_copied
 from moe_jax.stages import Stages
 from moe_jax.train import describe, loop
-from moe_jax.train.checkpoint import Checkpoints, load_params
 from moe_jax.train.loop import train
 from moe_jax.train.placement import first_placement, params_in_order
+from moe_jax.train.restore import load_params, restore_newest
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.setup import compile_programs, open_run
-from moe_jax.train.step import make_trainer
 from tests.train.test_migrating_run import MOE, ON, TINY, records
 
 SMALL = TINY | {
@@ -103,11 +101,12 @@ def test_a_checkpoint_with_copies_goes_on(case, runs, tmp_path):
 @pytest.mark.parametrize("settings", [[ON], REPLICAS, [*REPLICAS, "migration.replicas=3"]])
 def test_experts_are_in_their_order_where_slots_are_others(settings, runs, tmp_path):
     _, (copied, state) = runs
+    shutil.copytree(copied, tmp_path / "run")
     config = config_in(tmp_path / "run", *settings, "mesh.data=4", "mesh.expert=2")
-    trainer = make_trainer(config, make_mesh(config.mesh))
-    with Checkpoints(copied, keep=2) as checkpoints:
-        found, _ = checkpoints.resume(6, trainer.state_shapes, config)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, trainer.state_shapes)
+    run, restored = restore_newest(config, open_run(config))
+    assert restored is not None
+    found = restored.state
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, run.trainer.state_shapes)
     first = first_placement(config.model, 2, config.replicas)
     chex.assert_trees_all_equal(jax.device_get(found["placement"]), jax.device_get(first))
     chex.assert_trees_all_equal(in_order(found, tmp_path / "run"), in_order(state, copied))
@@ -129,7 +128,7 @@ def test_slots_that_ranks_cannot_share_are_refused(runs, tmp_path):
     shutil.copytree(copied, tmp_path / "run")
     config = config_in(tmp_path / "run", *REPLICAS, "mesh.data=1", "mesh.expert=8", "train.steps=8")
     with pytest.raises(CheckpointError) as error:
-        open_run(config)
+        restore_newest(config, open_run(config))
     assert str(error.value) == (
         "mesh: 8 expert ranks cannot share the 20 slots that experts and their copies have in "
         f"log.dir={config.log.dir}: use a mesh whose expert ranks divide 20, or another log.dir"
