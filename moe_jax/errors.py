@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 EXIT_BAD_INPUT = 2
+EXIT_TRY_AGAIN = 75  # of a process that another one dragged along; sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 # What the system says of a path that a user got wrong.
 _BAD_NAME = {

@@ -16,6 +16,7 @@ from moe_jax.plan.cluster import ClusterProfile, ProfileError, write_profile
 from moe_jax.report.plots import PlotError
 from moe_jax.report.profile import draw_profile, table
 from moe_jax.train import processes
+from moe_jax.train.failures import fail_fast
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     if arguments.out.suffix != ".json" or arguments.out.is_dir():
         raise ProfileError(f"--out={arguments.out} must be a file that ends in .json, e.g. cluster_profile.json")
     processes.initialize(processes.options_from(arguments), arguments.cpu_devices)
-    with processes.fail_fast():
+    with fail_fast():
         if processes.is_main_process():
             check_writable(arguments.out, arguments.out.with_suffix(".png"))  # before minutes are spent
         profile = measure(kinds, arguments.quick, rounds, arguments.node_devices)

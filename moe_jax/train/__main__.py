@@ -14,6 +14,7 @@ from moe_jax.stages import Stages
 from moe_jax.train import processes
 from moe_jax.train.choose import choose
 from moe_jax.train.describe import dry_run, table
+from moe_jax.train.failures import fail_fast
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
 from moe_jax.train.sample import write_sample
@@ -37,7 +38,7 @@ def main() -> None:
         draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
     processes.initialize(processes.options_from(arguments), draft.mesh.cpu_devices)
-    with processes.fail_fast():
+    with fail_fast():
         config, chosen = choose(draft)
         if arguments.dry_run:
             _say(table(chosen | dry_run(config)))

@@ -10,6 +10,7 @@ from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
+from moe_jax.train.failures import ends_with_its_peers
 from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
@@ -17,6 +18,7 @@ from moe_jax.train.migration import Migration
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
+from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
 from moe_jax.train.setup import Programs, Run, about, compile_programs, open_run, write_start
@@ -34,6 +36,7 @@ def train(config: Config) -> State:
     """
     with stop_on_signals() as stop:
         run = open_run(config)
+        tell_progress(run.first_step)
         check_room(run)
         run, restored = restore_newest(config, run)
         _say(table(describe(run)))
@@ -41,7 +44,7 @@ def train(config: Config) -> State:
         programs = compile_programs(run)
         write_start(run)
         last, step = config.train.steps, run.first_step
-        with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints:
+        with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints, ends_with_its_peers():
             if restored:
                 state = restored.state
                 run.batches.set_state(restored.record.data)
@@ -64,6 +67,7 @@ def train(config: Config) -> State:
                 else:
                     state, metrics = tuning.step(state, batch)
                 meter.add(step, metrics, timed=step != trace_step)
+                tell_progress(step - 1)
                 tuning.step_started(step)
                 state = migration.after(step, state)
                 if _is_due(step, config.train.eval_every, last):
@@ -80,6 +84,7 @@ def train(config: Config) -> State:
                 tuning.finish()
             if 0 < step < last:
                 checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+        end_of_progress()
         if step < last:
             _say(f"stopped after step {step}: the same command goes on from there")
     return state

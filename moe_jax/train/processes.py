@@ -1,17 +1,13 @@
 """Joining the processes of one run: on a cluster that jax knows, or at an address given on the command line."""
 
 import argparse
-import atexit
 import importlib.util
 import os
 import socket
-import sys
-import threading
 import time
 import typing
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
@@ -20,16 +16,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.config_checks import nearest_multiples
-from moe_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, UserError
+from moe_jax.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 300  # until every process has come
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
-FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
 THREADS_PER_DEVICE = 8  # of simulated ones: more than pieces of exchanges that a step waits for at once
-CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did ends after it
+COLLECTIVE_TIMEOUT = "--xla_cpu_collective_timeout_seconds"
+COLLECTIVE_TIMEOUT_S = 600  # that a collective on CPUs waits for the others, instead of for ever
 
 
 class ProcessError(UserError):
@@ -173,47 +169,6 @@ def read_alike(read: Callable[[], T], name: str) -> T:
     return typing.cast(T, found)
 
 
-@contextmanager
-def fail_fast() -> Iterator[None]:
-    """End this process soon after a failure of the body, with the failure's exit code, and before those it drags along.
-
-    jax would close its connections, so that all others fail too, and then hold every process at its exit until the last
-    has come: nobody could tell who was first, and a process that never comes would hold them for SHUTDOWN_TIMEOUT_S.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if jax.distributed.is_initialized():
-            code = _exit_code(error)
-            timer = threading.Timer(FAILURE_GRACE_S, _exit_now, [code])
-            timer.daemon = True
-            timer.start()
-            atexit.register(_leave, code)  # runs before jax's own handler, which was registered earlier
-        raise
-
-
-def _leave(code: int) -> None:
-    jax.distributed.shutdown()  # returns when every process has come here; the timer does not wait as long
-    time.sleep(CONSEQUENCE_DELAY_S)
-    _exit_now(code)
-
-
-def _exit_now(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, UserError):
-        return EXIT_BAD_INPUT
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    return 1
-
-
 def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
     if options.process_id == 0:
@@ -243,6 +198,9 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | No
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
+    if num_processes > 1 and COLLECTIVE_TIMEOUT not in os.environ.get("XLA_FLAGS", ""):
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{COLLECTIVE_TIMEOUT}={COLLECTIVE_TIMEOUT_S}"])
     share = cpu_devices // num_processes
     if share > 1:  # devices share XLA's pool, and each one's waits for exchanges in the background keep threads of it
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * share))

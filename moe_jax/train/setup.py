@@ -30,6 +30,7 @@ from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
+from moe_jax.train.programs import compiled
 from moe_jax.train.run_folder import resume_step
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer
@@ -123,10 +124,10 @@ def compile_programs(run: Run) -> Programs:
     """Compile the run's programs beside each other; returns when the step is ready."""
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
-    step = pool.submit(trainer.step.lower(state, run.batch_shape).compile)
-    init = pool.submit(trainer.init.lower().compile)
-    evaluate = pool.submit(trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)).compile)
-    digests = pool.submit(digest_program(state).lower(state).compile)
+    step = pool.submit(compiled, trainer.step.lower(state, run.batch_shape))
+    init = pool.submit(compiled, trainer.init.lower())
+    evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
+    digests = pool.submit(compiled, digest_program(state).lower(state))
     pool.shutdown(wait=False)
     return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
 

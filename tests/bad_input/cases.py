@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_jax import generate, launch
+from moe_jax import generate
+from moe_jax.launch import __main__ as launch
 from moe_jax.measure import __main__ as measure
 from moe_jax.plan import __main__ as plan
 from moe_jax.report import __main__ as report

@@ -19,7 +19,23 @@ LAUNCHED = [
         )
         for name in ("nothere", "not.here", "moe_jax.nothere")
     ),
-    ("launch: no such port", "launch --processes 2 --port 70000", "--port=70000 must be 1..65535"),
+    ("launch: no such port", "launch --processes 2 --port 70000", "--port=70000 must be 1..65520"),
+    ("launch: less than no tries", "launch --processes 2 --retries -1", "--retries=-1 must be 0 or more"),
+    (
+        "launch: more than all",
+        "launch --processes 2 --min-processes 3",
+        "--min-processes=3 must be 1..2 (--processes)",
+    ),
+    (
+        "launch: no time for a step",
+        "launch --processes 2 --progress-timeout 0",
+        "--progress-timeout=0 must be above 0 seconds",
+    ),
+    (
+        "launch: no time to start",
+        "launch --processes 2 --start-timeout nan",
+        "--start-timeout=nan must be above 0 seconds",
+    ),
 ]
 
 

@@ -1,14 +1,17 @@
 """A failure after the processes have joined: of process 1, for which the others wait in a collective, or of all."""
 
 import argparse
+import os
+import signal
 
 from jax.experimental import multihost_utils
 
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.train.processes import add_arguments, fail_fast, initialize, options_from
+from moe_jax.train.failures import fail_fast
+from moe_jax.train.processes import add_arguments, initialize, options_from
 
 parser = argparse.ArgumentParser()
-parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all"))
+parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed"))
 add_arguments(parser)
 arguments = parser.parse_args()
 
@@ -19,6 +22,8 @@ def main() -> None:
         multihost_utils.sync_global_devices("all have started")
         if arguments.how == "bad-input-of-all" or (arguments.how == "bad-input" and arguments.process_id == 1):
             raise ConfigError("data.path=x is missing")
+        if arguments.how == "killed" and arguments.process_id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         if arguments.process_id == 1:
             raise ValueError("a bug")
         multihost_utils.sync_global_devices("process 1 never comes")

@@ -1,10 +1,13 @@
-"""A process without jax that acts out one role: `script.py ROLE --coordinator … --num-processes N --process-id I`."""
+"""A process without jax that acts out one role: `script.py ROLE … --coordinator … --num-processes N --process-id I`."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+from moe_jax.train.progress import tell_progress
 
 role, rank = sys.argv[1], int(sys.argv[-1])
 
@@ -35,6 +38,10 @@ elif role == "one-crashes":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+elif role == "one-is-told-to-end":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 elif role == "saves-on-sigterm":
     signal.signal(signal.SIGTERM, leave)
     say(f"rank {rank} runs as {os.getpid()}")
@@ -45,3 +52,41 @@ elif role == "ignores-sigterm":
     helper = subprocess.Popen(["sleep", "60"])
     say(f"rank {rank} runs as {os.getpid()} {helper.pid}")
     time.sleep(60)
+elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2 or 4 processes
+    say(f"rank {rank} in place {os.environ['JAX_LOCAL_DEVICE_IDS']}")
+    if int(sys.argv[sys.argv.index("--num-processes") + 1]) == 3:
+        say("error: no mesh of 3")
+        sys.exit(2)
+    if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1":
+        sys.exit(7)
+    if "4" in sys.argv:  # others wait
+        time.sleep(60)
+elif rank == 0:  # of the roles below: goes on until process 1 is done
+    done = Path(f"{sys.argv[2]}.done")
+    for _ in range(600):
+        tell_progress(0)
+        if done.exists():
+            break
+        time.sleep(0.1)
+elif role == "trains":  # FILE STEP…: at each start it reaches the next of these steps, and fails; then it ends
+    starts = Path(sys.argv[2])
+    before = len(starts.read_text()) if starts.exists() else 0
+    starts.write_text("x" * (before + 1))
+    reaches = [int(text) for text in sys.argv[3 : sys.argv.index("--coordinator")]]
+    if before < len(reaches):
+        for step in range(reaches[before] + 1):
+            tell_progress(step)
+        sys.exit(7)
+    Path(f"{starts}.done").touch()
+elif role == "hangs":  # FILE HOW: the first time, behind step 3
+    started = Path(sys.argv[2])
+    tell_progress(0)
+    if started.exists():
+        Path(f"{started}.done").touch()
+        sys.exit(0)
+    started.touch()
+    say(f"rank {rank} runs as {os.getpid()}")
+    for step in range(600):
+        if step < 4 or sys.argv[3] != "silently":
+            tell_progress(step)
+        time.sleep(0.1)

@@ -12,7 +12,7 @@ from contextlib import closing
 import jax
 import pytest
 
-from moe_jax.launch import free_port
+from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train import processes
 from moe_jax.train.processes import Cluster, ProcessError, Processes, find_cluster, initialize
 
@@ -146,9 +146,10 @@ def test_simulated_devices_win_over_xla_flags(clear: pytest.MonkeyPatch) -> None
 
 
 def test_a_coordinator_that_does_not_answer_is_one_line(clear: pytest.MonkeyPatch) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    options = f"Processes(coordinator={address!r}, num_processes=2, process_id=1)"
-    code, out, err = run_python(f"initialize({options}, None, connect_timeout_s=0.5)")
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        options = f"Processes(coordinator={address!r}, num_processes=2, process_id=1)"
+        code, out, err = run_python(f"initialize({options}, None, connect_timeout_s=0.5)")
     assert (code, out) == (2, "")
     assert err.startswith(f"error: --coordinator={address} does not answer for 0.5 s (Connection refused)")
     assert err.count("\n") == 1
@@ -162,10 +163,10 @@ def test_a_port_in_use_is_one_line(clear: pytest.MonkeyPatch) -> None:
 
 
 def test_the_coordinator_listens_on_the_given_address_only(clear: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    options = f"Processes(coordinator='127.0.0.1:{port}', num_processes=1, process_id=0)"
-    try_both = f"print([socket.socket().connect_ex((host, {port})) == 0 for host in ('127.0.0.1', '127.0.0.2')])"
-    code, out, err = run_python(f"initialize({options}, None); {try_both}")
+    with reserved_port() as port:
+        options = f"Processes(coordinator='127.0.0.1:{port}', num_processes=1, process_id=0)"
+        try_both = f"print([socket.socket().connect_ex((host, {port})) == 0 for host in ('127.0.0.1', '127.0.0.2')])"
+        code, out, err = run_python(f"initialize({options}, None); {try_both}")
     assert (code, out) == (0, "[True, False]\n"), err
 
 

@@ -1,5 +1,6 @@
 """The launcher on real processes: what they compute together, and how they end."""
 
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "moe_jax.launch", *arguments]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as process:
         try:
             yield process
@@ -29,8 +30,8 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def act(role: str, *arguments: str) -> list[str]:
-    return ["--processes", "2", "--module", "tests.launched.script", *arguments, role]
+def act(role: str, *arguments: str, retries: int = 0) -> list[str]:
+    return ["--processes", "2", "--module", "tests.launched.script", f"--retries={retries}", *arguments, role]
 
 
 def wait_for_ids(process: subprocess.Popen[str], count: int) -> list[int]:
@@ -63,7 +64,7 @@ def test_devices_of_all_processes_sum_and_exchange_as_one(processes: int) -> Non
 )
 def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int, told: str) -> None:
     began = time.monotonic()
-    actual, _, err = run("--processes", "2", "--module", "tests.launched.failure", "--grace", "20", how)
+    actual, _, err = run("--processes", "2", "--module", "tests.launched.failure", "--grace=20", "--retries=0", how)
     assert actual == code, err
     assert f"[rank 1] {told}\n" in err
     assert err.endswith(f"launch: rank 1 failed first, with exit code {code}\n")
@@ -101,6 +102,13 @@ def test_a_failure_stops_the_others(role: str, code: int, how: str) -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_signal_that_one_cannot_handle_yet_ends_all() -> None:
+    began = time.monotonic()
+    code, _, err = run(*act("one-is-told-to-end", "--grace=60", retries=3))
+    assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_every_process_save_and_end_well(number: signal.Signals) -> None:
     with started(*act("saves-on-sigterm")) as process:
@@ -122,6 +130,71 @@ def test_a_signal_leaves_nothing_behind_not_even_what_ignores_it() -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "launch: stopped by SIGTERM\n"
     assert_all_end(ids)
+
+
+def test_a_second_signal_ends_all_at_once() -> None:
+    with started(*act("ignores-sigterm", "--grace=60")) as process:
+        ids = wait_for_ids(process, 2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)  # sooner, it would be the same request
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert_all_end(ids)
+
+
+FAILED = "launch: rank 1 failed first, with exit code 7"
+
+
+def test_all_start_again_until_they_get_no_further(tmp_path: Path) -> None:
+    """Three times step 5: the second and the third are tries without a new step."""
+    code, _, err = run(*act("trains", retries=2), str(tmp_path / "starts"), "5", "5", "5")
+    assert (code, err.splitlines()) == (
+        7,
+        [
+            f"{FAILED}: all start again in 0 s, try 1 of 2",
+            f"{FAILED}: all start again in 1 s, try 2 of 2",
+            f"{FAILED}; gave up after 2 more tries",
+        ],
+    )
+
+
+def test_a_new_step_makes_tries_count_anew(tmp_path: Path) -> None:
+    code, _, err = run(*act("trains", retries=1), str(tmp_path / "starts"), "2", "3", "4")
+    assert (code, err.splitlines()) == (0, [f"{FAILED}: all start again in 0 s, try 1 of 1"] * 3)
+
+
+@pytest.mark.parametrize(("how", "why"), [("silently", "no step after 3 for 1 s"), ("stopped", "stopped for 1 s")])
+def test_a_hang_is_noticed_and_all_start_again(how: str, why: str, tmp_path: Path) -> None:
+    with started(*act("hangs", "--progress-timeout=1", retries=1), str(tmp_path / "starts"), how) as process:
+        (hanging,) = wait_for_ids(process, 1)
+        if how == "stopped":
+            os.kill(hanging, signal.SIGSTOP)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert err == f"launch: rank 1 hangs ({why}): all start again in 0 s, try 1 of 1\n"
+    assert_all_end([hanging])
+
+
+def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
+    """Three can form no mesh, so it is two of four."""
+    flags = ["--processes", "4", "--min-processes", "2", "--retries", "1", "--module", "tests.launched.script"]
+    code, _, err = run(*flags, "has-a-broken-place")
+    assert code == 0, err
+    assert [line for line in err.splitlines() if line.startswith("launch:")] == [
+        f"{FAILED}: all start again in 0 s, try 1 of 1",
+        f"{FAILED}: 3 of 4 processes go on",
+        "launch: no mesh: 2 of 4 processes go on",
+    ]
+    assert err.count("[rank 1] rank 1 in place 2\n") == 2
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    with started(*act("hangs"), str(tmp_path / "starts"), "not at all") as process:
+        ids = wait_for_ids(process, 1)
+        process.kill()
+        process.wait(timeout=20)
+        assert_all_end(ids)
 
 
 @pytest.mark.parametrize("arguments", [["--processes", "0"], ["--processes", "2", "--port", "70000"]])

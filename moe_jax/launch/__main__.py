@@ -1,0 +1,86 @@
+"""`python -m moe_jax.launch --processes N …`: train with N processes on this machine, supervised.
+
+What is not a flag of the launcher goes to every process. Process 0 has the terminal; what the others write to stderr
+is passed on behind their rank. When one fails or hangs, all start again; when the launcher is told to stop, none stays
+behind.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.launch.supervisor import PORTS, Launch, supervise
+
+
+class LaunchError(UserError):
+    """Processes that cannot be started."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with 0, or as the process that failed first. Raises LaunchError."""
+    parser = CommandParser(
+        prog="python -m moe_jax.launch",
+        description="Start N processes of one run on this machine, and again from its newest checkpoint when one "
+        "fails. All other arguments go to each of them.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start")
+    parser.add_argument("--port", type=int, metavar="P", help="where they meet on 127.0.0.1; None: a free one")
+    parser.add_argument("--module", default="moe_jax.train", help="what each of them runs")
+    parser.add_argument("--grace", type=float, default=10, metavar="SECONDS", help="left to end in")
+    parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
+    parser.add_argument(
+        "--min-processes", type=int, metavar="N", help="go on with so many if one fails at every start; None: all"
+    )
+    parser.add_argument(
+        "--progress-timeout", type=float, default=600, metavar="SECONDS", help="without a new step, and all start again"
+    )
+    parser.add_argument(
+        "--start-timeout", type=float, default=3600, metavar="SECONDS", help="the same, before the first new step"
+    )
+    arguments, command = parser.parse_known_args(argv)
+    _check(arguments)
+    launch = Launch(
+        module=arguments.module,
+        command=command[1:] if command[:1] == ["--"] else command,
+        processes=arguments.processes,
+        min_processes=arguments.min_processes or arguments.processes,
+        port=arguments.port,
+        grace_s=arguments.grace,
+        retries=arguments.retries,
+        progress_timeout_s=arguments.progress_timeout,
+        start_timeout_s=arguments.start_timeout,
+    )
+    sys.exit(supervise(launch))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.processes < 1:
+        raise LaunchError(f"--processes={arguments.processes} must be at least 1")
+    if arguments.min_processes is not None and not 1 <= arguments.min_processes <= arguments.processes:
+        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{arguments.processes} (--processes)")
+    if arguments.port is not None and not 0 < arguments.port <= 2**16 - PORTS:
+        raise LaunchError(f"--port={arguments.port} must be 1..{2**16 - PORTS}")
+    if not arguments.grace >= 0:
+        raise LaunchError(f"--grace={arguments.grace:g} must be 0 seconds or more")
+    if arguments.retries < 0:
+        raise LaunchError(f"--retries={arguments.retries} must be 0 or more")
+    for name in ("progress_timeout", "start_timeout"):
+        if not getattr(arguments, name) > 0:
+            raise LaunchError(f"--{name.replace('_', '-')}={getattr(arguments, name):g} must be above 0 seconds")
+    if not _exists(arguments.module):
+        raise LaunchError(f"--module={arguments.module} is not found: name what python -m can run, e.g. moe_jax.train")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of the package that it should be in; an empty name
+        return False
+
+
+if __name__ == "__main__":
+    run_command(main)

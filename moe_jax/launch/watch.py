@@ -1,0 +1,87 @@
+"""Waits for the end of workers that run together, and brings it about when one fails or hangs, or on a signal."""
+
+import queue
+import signal
+import time
+from collections.abc import Sequence
+
+from moe_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from moe_jax.launch.worker import Events, Worker
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FINAL = {EXIT_BAD_INPUT, EXIT_INTERRUPTED}  # a mistake would be made again
+LOOK_S = 0.25  # between looks at what hangs
+_SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it twice
+
+
+class Watch:
+    """Of one generation."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        events: Events,
+        *,
+        grace_s: float,
+        start_timeout_s: float,
+        progress_timeout_s: float,
+    ) -> None:
+        self._workers, self._events = workers, events
+        self._grace_s, self._limits_s = grace_s, (start_timeout_s, progress_timeout_s)
+        self._running = set(workers)
+        self._deadline = float("inf")  # for ending by themselves
+        self._next_signal = signal.SIGTERM  # that those get which run at the deadline
+        self._stopped_at = 0.0
+        self.stopped_by = 0  # the signal that stopped the launcher
+        self.failed: Worker | None = None  # first
+        self.how = ""  # it failed
+
+    def until_all_have_ended(self) -> None:
+        while self._running:
+            try:  # not for ever: a signal that comes just before a wait does not end it
+                rank, value = self._events.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._look()
+            else:
+                if rank >= 0:
+                    self._has_ended(self._workers[rank], value)
+                else:
+                    self._is_told_to_stop(value)
+
+    def _look(self) -> None:
+        if time.monotonic() > self._deadline:
+            self._end(self._next_signal)
+        elif self.failed is None and not self.stopped_by:
+            hanging = {worker: how for worker in self._running if (how := worker.overdue(*self._limits_s))}
+            if hanging:  # one that is stopped makes the others wait, and so does the one that has come least far
+                worst = min(hanging, key=lambda worker: (not worker.is_stopped, worker.reached or 0, worker.rank))
+                self.failed, self.how = worst, f"hangs ({hanging[worst]})"
+                self._end(signal.SIGKILL)
+
+    def _has_ended(self, worker: Worker, code: int) -> None:
+        self._running.remove(worker)
+        worker.code = code
+        if not code or self.failed is not None or self.stopped_by:
+            return
+        if -code in STOP_SIGNALS:  # before it could handle the signal: who ends a worker so means the run
+            self._is_told_to_stop(-code)
+            return
+        self.failed, self.how = worker, f"failed first, {worker.how_it_ended()}"
+        if code in FINAL:  # others may be about to say the same, or save
+            self._deadline = time.monotonic() + self._grace_s
+        else:
+            self._end(signal.SIGKILL)
+
+    def _is_told_to_stop(self, number: int) -> None:
+        now = time.monotonic()
+        if not self.stopped_by:
+            self.stopped_by, self._stopped_at = number, now
+            self._end(signal.SIGTERM)
+        elif now - self._stopped_at > _SAME_SIGNAL_S:
+            self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        for worker in self._running:
+            worker.send(number)
+        self._next_signal = signal.SIGKILL
+        self._deadline = time.monotonic() + self._grace_s

@@ -1,0 +1,37 @@
+"""Compiled programs that outlive their process: when a supervisor starts all processes again, they load what they had.
+
+jax's own persistent cache does not do it on CPUs, where each process looks for another key, and only process 0 writes.
+"""
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.stages import Compiled, Lowered
+
+from moe_jax.files import write_together
+from moe_jax.train.progress import PROGRAMS
+
+
+def compiled(lowered: Lowered) -> Compiled:
+    """Compile, unless this process of the same run has done so before."""
+    if PROGRAMS not in os.environ:
+        return lowered.compile()
+    made_of = [
+        lowered.as_text(),
+        jax.process_index(),
+        jax.process_count(),
+        jax.__version__,
+        os.environ.get("XLA_FLAGS"),
+    ]
+    made_of += [jax.local_devices()[0].device_kind, jax.local_devices()[0].client.platform_version]
+    path = Path(os.environ[PROGRAMS]) / hashlib.sha256(repr(made_of).encode()).hexdigest()
+    if path.exists():
+        return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
+    program = lowered.compile()
+    with suppress(ValueError, NotImplementedError, OSError):  # it cannot be kept, or there is no room: compiled again
+        write_together({path: serialize(program)[0]})
+    return program

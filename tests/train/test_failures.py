@@ -1,0 +1,46 @@
+"""How processes end that another one drags along."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from moe_jax.errors import EXIT_TRY_AGAIN, ConfigError
+from moe_jax.launch.supervisor import reserved_port
+from moe_jax.train.failures import is_of_a_peer
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:4242"),
+            True,
+        ),
+        (ValueError("UNKNOWN: Gloo AllReduce failed: Read error [127.0.0.1]:4242: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: sync:0"), True),
+        (ConnectionError("process 1 is gone"), True),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4242 bytes"), False),
+        (ValueError("cannot reshape array"), False),
+        (ConfigError("data.path=connection is missing"), False),
+    ],
+)
+def test_errors_that_come_of_a_peer_are_told_from_others(error: Exception, expected: bool) -> None:
+    assert is_of_a_peer(error) == expected
+
+
+def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() -> None:
+    """Without a launcher, as on a cluster; it waits in a collective."""
+    with reserved_port() as port:
+        meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+        command = [sys.executable, "-m", "tests.launched.failure", "killed", *meeting]
+        with subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as first:
+            subprocess.run([*command, "1"], stderr=subprocess.DEVNULL, timeout=60)
+            _, err = first.communicate(timeout=20)
+    assert first.returncode == EXIT_TRY_AGAIN, err
+    told = [line for line in err.splitlines() if line.startswith("PEER-FAILURE")]
+    assert len(told) == 1
+    assert re.fullmatch(r"PEER-FAILURE rank=0 step=0 cause=.+", told[0])

@@ -1,0 +1,43 @@
+"""Compiled programs are loaded by who starts again."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.stages import Lowered
+
+from moe_jax.train.programs import compiled
+from moe_jax.train.progress import PROGRAMS
+
+ROWS = PartitionSpec("x")
+
+
+def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with collectives, whose state is donated and has names."""
+    monkeypatch.setenv(PROGRAMS, str(tmp_path))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.shard_map, mesh=mesh, in_specs=({"weight": ROWS}, ROWS), out_specs={"weight": ROWS})
+    def step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+        return {"weight": state["weight"] + jax.lax.psum(batch, "x")}
+
+    def on_mesh() -> jax.Array:
+        return jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, ROWS))
+
+    lowered = step.lower({"weight": on_mesh()}, on_mesh())
+    first = compiled(lowered)({"weight": on_mesh()}, on_mesh())
+    assert len(list(tmp_path.iterdir())) == 1
+
+    def compile_again(*_: object) -> None:
+        pytest.fail("compiled twice")
+
+    monkeypatch.setattr(Lowered, "compile", compile_again)
+    state = {"weight": on_mesh()}
+    again = compiled(lowered)(state, on_mesh())
+    assert state["weight"].is_deleted(), "donated"
+    np.testing.assert_array_equal(first["weight"], np.arange(8) + 28)
+    np.testing.assert_array_equal(again["weight"], first["weight"])
