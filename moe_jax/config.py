@@ -294,6 +294,11 @@ class Train:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
     eval_every: int = 250  # steps; 0: only at the end
     eval_batches: int = 8
+    # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its
+    # newest checkpoint, and the next time stops; null: never. See docs/bad_numbers.md
+    max_bad_steps: int | None = 3
+    spike_factor: float | None = None  # loss / median of the last 64 that is told; null: none
+    skip_spikes: bool = False  # and counts as bad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 EXIT_BAD_INPUT = 2
+EXIT_DIVERGED = 3
 EXIT_TRY_AGAIN = 75  # of a process that another one dragged along; sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 # What the system says of a path that a user got wrong.
@@ -24,6 +25,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 class UserError(Exception):
     """Bad input. The message is one line that gives the name, the value and the cure."""
+
+    exit_code = EXIT_BAD_INPUT
 
 
 class ConfigError(UserError):
@@ -42,6 +45,12 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class DivergedError(UserError):
+    """Training that went wrong by its numbers: the same command again would, too."""
+
+    exit_code = EXIT_DIVERGED
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reads a command line; what is wrong with it is told in one line. An empty text is no Path."""
 
@@ -55,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and exit code 2.
+    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and its exit code.
 
     Ctrl-C, where `main` does not handle it, becomes one line and exit code 130.
     """
@@ -65,7 +74,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        _exit_with(str(error))
+        _exit_with(str(error), error.exit_code)
     except KeyboardInterrupt:
         _exit_with("interrupted", EXIT_INTERRUPTED, kind="stopped")
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it

@@ -27,6 +27,10 @@ REFUSED = {
     "train.steps=4 log.trace_step=5": (
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
+    "train.skip_spikes=true": (
+        "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
+        "train.spike_factor=3, or use train.skip_spikes=false"
+    ),
     "model.d_model=50 model.num_heads=4": (
         "model.d_model=50 is not divisible by model.num_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or set model.head_dim"
     ),

@@ -31,3 +31,8 @@ def check_training(config: "Config") -> None:
         raise ConfigError(
             f"log.trace_step={traced} is never reached with train.steps={steps}: use {traced} steps or more, or null"
         )
+    if config.train.skip_spikes and config.train.spike_factor is None:
+        raise ConfigError(
+            "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
+            "train.spike_factor=3, or use train.skip_spikes=false"
+        )

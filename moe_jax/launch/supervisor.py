@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from moe_jax.errors import EXIT_BAD_INPUT
+from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED
 from moe_jax.launch.places import Places
 from moe_jax.launch.watch import FINAL, LOOK_S, STOP_SIGNALS, Watch
 from moe_jax.launch.worker import Events, Worker
@@ -124,7 +124,7 @@ def _run_generation(launch: Launch, generation: int, places: Places, environ: di
     finally:
         for worker in workers:
             worker.send(signal.SIGKILL)
-    everywhere = all(worker.code == EXIT_BAD_INPUT for worker in workers)
+    everywhere = all(worker.code in (EXIT_BAD_INPUT, EXIT_DIVERGED) for worker in workers)
     for worker in workers:
         worker.finish(tell_errors=not everywhere)  # rank 0 has told it for all
     reached = max((worker.reached for worker in workers if worker.reached is not None), default=-1)

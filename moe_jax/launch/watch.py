@@ -5,11 +5,11 @@ import signal
 import time
 from collections.abc import Sequence
 
-from moe_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED
 from moe_jax.launch.worker import Events, Worker
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FINAL = {EXIT_BAD_INPUT, EXIT_INTERRUPTED}  # a mistake would be made again
+FINAL = {EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED}  # a mistake would be made again
 LOOK_S = 0.25  # between looks at what hangs
 _SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it twice
 

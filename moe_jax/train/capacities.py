@@ -74,7 +74,7 @@ class Capacities:
         state = trainer.state_shapes
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = [
-            pool.submit(lambda: trainer.step.lower(state, batch).compile()),
+            pool.submit(lambda: trainer.step.lower(*trainer.step_shapes(batch)).compile()),
             pool.submit(lambda: trainer.evaluate.lower(state["params"], batch, slots_of(state)).compile()),
         ]
         pool.shutdown(wait=False)

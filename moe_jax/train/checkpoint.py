@@ -54,6 +54,12 @@ class Checkpoints:
         if error is None and self._lost:
             raise CheckpointError(self._lost)
 
+    def newest(self) -> int | None:
+        """The last step saved, once it is on the disk; None: there is none. What went wrong with the save is told."""
+        self._finish()
+        step: int | None = self._manager.latest_step()
+        return step
+
     def save(self, step: int, state: Any, *, data: Mapping[str, Any], tuner: Mapping[str, Any] | None = None) -> None:
         """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept.
 

@@ -37,9 +37,7 @@ def train_batches(
     which `set_state()` takes back, is `{"next_index": b}`: any number of processes may go on from it.
     """
     tokens = np.asarray(tokens)  # slices of a memmap cost ten times those of an array
-    # grain adds the epoch to the seed: hashed first, so that seed 1 does not start with the second epoch of seed 0
-    grain_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    order = grain.MapDataset.range((len(tokens) - 1) // seq_len).shuffle(grain_seed).repeat()
+    order = _order(tokens, seq_len, seed)
     local = [row for part in rows for row in part]
 
     def read(batch: int) -> NDArray[np.int32]:
@@ -49,6 +47,19 @@ def train_batches(
     batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)
     return iter(batches.to_iter_dataset(options))
+
+
+def sample_numbers(tokens: NDArray[np.integer], seq_len: int, batch_size: int, seed: int, batch: int) -> list[int]:
+    """Which samples are the rows of a batch: number n has the tokens from n · seq_len on."""
+    order = _order(tokens, seq_len, seed)
+    return [int(order[batch * batch_size + row]) for row in range(batch_size)]
+
+
+def _order(tokens: NDArray[np.integer], seq_len: int, seed: int) -> grain.MapDataset[int]:
+    """Samples of all epochs, one after another."""
+    # grain adds the epoch to the seed: hashed first, so that seed 1 does not start with the second epoch of seed 0
+    grain_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return grain.MapDataset.range((len(tokens) - 1) // seq_len).shuffle(grain_seed).repeat()
 
 
 def validation_batches(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import jax
 
-from moe_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError
+from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError
 from moe_jax.train.progress import steps_done
 
 FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
@@ -89,7 +89,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, UserError):
-        return EXIT_BAD_INPUT
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return 1

@@ -10,8 +10,9 @@ from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
+from moe_jax.train.diverged import GoBack, way_out
 from moe_jax.train.failures import ends_with_its_peers
-from moe_jax.train.interrupt import stop_on_signals
+from moe_jax.train.interrupt import StopRequest, stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.migration import Migration
@@ -32,61 +33,75 @@ def train(config: Config) -> State:
     Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
     ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
     checkpoints that do not fit each other, CheckpointError if the last state could not be saved, and DivergedError for
-    a loss or a gradient that is not finite, at the next record or before a state made with it is saved.
+    `train.max_bad_steps` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
+    has not helped, and for such a validation loss before its state is saved.
     """
+    failed_at = 0
     with stop_on_signals() as stop:
-        run = open_run(config)
-        tell_progress(run.first_step)
-        check_room(run)
-        run, restored = restore_newest(config, run)
-        _say(table(describe(run)))
-        peak = matrix_flops_per_s(config.train.compute_dtype)
-        programs = compile_programs(run)
-        write_start(run)
-        last, step = config.train.steps, run.first_step
-        with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints, ends_with_its_peers():
-            if restored:
-                state = restored.state
-                run.batches.set_state(restored.record.data)
-                _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
+        while True:
+            try:
+                return _train(config, stop, failed_at)
+            except GoBack as back:
+                failed_at = back.step
+
+
+def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
+    """Raises GoBack, too. `failed_at`: the step for which the run has gone back, or 0."""
+    run = open_run(config)
+    tell_progress(run.first_step)
+    check_room(run)
+    run, restored = restore_newest(config, run)
+    _say(table(describe(run)))
+    peak = matrix_flops_per_s(config.train.compute_dtype)
+    programs = compile_programs(run)
+    write_start(run)
+    last, step = config.train.steps, run.first_step
+    with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints, ends_with_its_peers():
+        if restored:
+            state = restored.state
+            run.batches.set_state(restored.record.data)
+            _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
+        else:
+            state = programs.init.result()()
+        if failed_at:
+            log.write({"step": step, "back_from_step": failed_at})
+        meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
+        under_way = restored.record.tuner if restored else None
+        tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
+        evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
+        bad_steps = meter.bad_steps
+        while step < last and not stop.reached(step) and not bad_steps.too_many:
+            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh)
+            step += 1
+            if capacities.begins(step):
+                with meter.paused():
+                    tuning.step, evaluate = capacities.programs()
+            if step == trace_step:
+                with meter.paused():
+                    state, metrics = traced(tuning.step, state, inputs, run.folder)
             else:
-                state = programs.init.result()()
-            meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
-            under_way = restored.record.tuner if restored else None
-            tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
-            evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
-            while step < last and not stop.reached(step):
-                batch = run.on_mesh(next(run.batches))
-                step += 1
-                if capacities.begins(step):
-                    with meter.paused():
-                        tuning.step, evaluate = capacities.programs()
-                if step == trace_step:
-                    with meter.paused():
-                        state, metrics = traced(tuning.step, state, batch, run.folder)
-                else:
-                    state, metrics = tuning.step(state, batch)
-                meter.add(step, metrics, timed=step != trace_step)
-                tell_progress(step - 1)
-                tuning.step_started(step)
-                state = migration.after(step, state)
-                if _is_due(step, config.train.eval_every, last):
-                    with meter.paused():
-                        loss = _validate(evaluate.result(), state, run)
-                        log.write({"step": step, "validation_loss": loss})
-                        meter.check(validation_loss=loss)
-                if _is_due(step, config.checkpoint.every, last):
-                    with meter.paused():
-                        meter.check()
+                state, metrics = tuning.step(state, *inputs)
+            meter.add(step, metrics, timed=step != trace_step)
+            tell_progress(step - 1)
+            tuning.step_started(step)
+            state = migration.after(step, state)
+            if _is_due(step, config.train.eval_every, last):
+                with meter.paused():
+                    meter.validated(step, _validate(evaluate.result(), state, run))
+            if _is_due(step, config.checkpoint.every, last):
+                with meter.paused():
+                    if bad_steps.may_save(step):
                         checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
-            meter.finish(stopping=True)
-            if step > run.first_step:
-                tuning.finish()
-            if 0 < step < last:
-                checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
-        end_of_progress()
-        if step < last:
-            _say(f"stopped after step {step}: the same command goes on from there")
+        meter.finish(stopping=True)
+        if bad_steps.too_many:
+            raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
+        if step > run.first_step:
+            tuning.finish()
+        if 0 < step < last:
+            checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+    end_of_progress()
+    if step < last:
+        _say(f"stopped after step {step}: the same command goes on from there")
     return state
 
 

@@ -10,19 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.errors import UserError
+from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.alarms import Alarms, load_statistics
+from moe_jax.train.bad_steps import BadSteps
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
 
-_TELLING = ("loss", "grad_norm")  # metrics that must stay finite
 _LOADS_OF_A_RECORD = 1024  # of experts, on average
-
-
-class DivergedError(UserError):
-    """A training state that is no use any more: its loss, or the norm of its gradient, is NaN or infinite."""
 
 
 class Meter:
@@ -37,9 +33,8 @@ class Meter:
         self._loads_every = config.log.expert_load_every or max(1, math.ceil(loads / _LOADS_OF_A_RECORD))
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._alarms = Alarms(config, log)
+        self.bad_steps = BadSteps(config, log)
         self._waiting: tuple[int, Metrics, bool] | None = None
-        self._first: int | None = None  # step handed over
-        self._last: tuple[int, Metrics] | None = None  # that has been waited for
         self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
         self._ended = self._since  # the step before, or a pause
         self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
@@ -47,50 +42,35 @@ class Meter:
     def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
         """Hand over the metrics of a step just started; records the step before, if it is due.
 
-        A step that ran while the meter was `paused` is not timed. Raises DivergedError, as `finish`.
+        A step that ran while the meter was `paused` is not timed.
         """
         self.finish()
         self._waiting = step, metrics, timed
-        self._first = self._first or step
         self._timed_steps += timed
 
     def finish(self, stopping: bool = False) -> None:
-        """Wait for the last step handed over and record it, if it is due or the run ends with it.
-
-        Raises DivergedError for a recorded step whose loss or gradient is not finite.
-        """
+        """Wait for the last step handed over and record it, if it is due or the run ends with it."""
         self.step_s = None
         if self._waiting is not None:
             step, metrics, timed = self._waiting
-            self._waiting, self._last = None, (step, metrics)
+            self._waiting = None
             jax.block_until_ready(metrics)
             now = time.perf_counter()
             self.step_s, self._ended = now - self._ended if timed else None, now
             self._warn_of_drops(step, metrics)
-            if "expert_load" in metrics:
+            self.bad_steps.look(step, metrics)
+            if "expert_load" in metrics and not self.bad_steps.in_a_row:
                 self._alarms.count(metrics["expert_load"])
             if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
                 self._record(step, metrics)
-                self.check()
-            elif step == self._first:
-                self.check()
 
-    def check(self, **also: float) -> None:
-        """Raise DivergedError if the last step read, or one of the numbers `also` made of its state, is not finite."""
-        if self._last is None:
-            return
-        step, metrics = self._last
-        values = {name: float(metrics[name]) for name in _TELLING if name in metrics} | also
-        wrong = ", ".join(f"{name}={value:g}" for name, value in values.items() if not math.isfinite(value))
-        if wrong and step == self._first and step > 1:
-            raise DivergedError(
-                f"step {step} has {wrong}, right after the checkpoint of step {step - 1} in "
-                f"log.dir={self._config.log.dir}, which must be damaged: delete it to go on from the one before"
-            )
-        if wrong:
+    def validated(self, step: int, loss: float) -> None:
+        """Record a validation. Raises DivergedError if its loss is not finite, and the state would be saved."""
+        self._log.write({"step": step, "validation_loss": loss})
+        if not math.isfinite(loss) and self.bad_steps.may_save(step):
             rate = self._config.optimizer.learning_rate
             raise DivergedError(
-                f"step {step} has {wrong}: training has diverged, and what came of it is not saved: "
+                f"step {step} has validation_loss={loss:g}: training has diverged, and what came of it is not saved: "
                 f"use an optimizer.learning_rate below {rate:g}, or more optimizer.warmup_steps"
             )
 
@@ -118,10 +98,12 @@ class Meter:
     def _record(self, step: int, metrics: Metrics) -> None:
         now = time.perf_counter()
         read = jax.device_get(metrics)
+        del read["bad_step"]
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
         if not self._has_loads(step):
             read.pop("expert_load", None)
         values = {name: _rounded(value) for name, value in read.items()} | statistics
+        values |= self.bad_steps.numbers()
         if self._timed_steps:
             step_s = (now - self._since) / self._timed_steps
             values |= {

@@ -29,23 +29,49 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [settings.warmup_steps])
 
 
-def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformation:
-    """AdamW. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
+def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformationExtraArgs:
+    """AdamW, as `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
 
-    Score biases are none of its business: they have no moments.
+    Its update takes `is_good`, too: whether moments change. Score biases are none of its business: they have no
+    moments.
     """
     settings = config.optimizer
     is_matrix = map_dims(_is_matrix, dims)
-    adamw = optax.adamw(
-        learning_rate(config),
-        b1=settings.beta1,
-        b2=settings.beta2,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        mask=is_matrix,
+    adamw = optax.chain(
+        _scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        optax.add_decayed_weights(settings.weight_decay, is_matrix),
+        optax.scale_by_learning_rate(learning_rate(config)),
     )
     learned = jax.tree.map(lambda is_bias: not is_bias, score_biases(dims))
     return adamw if all(jax.tree.leaves(learned)) else optax.masked(adamw, learned)
+
+
+def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` whose moments stay in a bad step.
+
+    Chosen behind the whole update, they would all be copied: it would read the old ones, over which they are written.
+    """
+    adam = optax.scale_by_adam(b1, b2, eps)
+
+    def update(grads: Any, state: Any, params: Any = None, *, is_good: jax.Array, **_: Any) -> tuple[Any, Any]:
+        moved = adam.update(grads, state, params)[1]
+        mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
+        mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
+        square = optax.tree_utils.tree_bias_correction(nu, b2, moved.count)
+        updates = jax.tree.map(lambda m, v: m / (jax.numpy.sqrt(v) + eps), mean, square)
+        return updates, moved._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+def unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree, or bit for bit the old one."""
+    return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
+
+
+def with_counts_unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+    """The new state of an optimiser whose moments are right already."""
+    return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
 
 
 def _is_matrix(dims: Dims) -> bool:
@@ -79,6 +105,12 @@ def state_cuts(config: Config, mesh: Mesh) -> Any:
         return no_cuts(specs)
     cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
     return jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
+
+
+def updates_done(state: Any) -> jax.Array:
+    """How many updates an optimiser state has seen: steps without the bad ones."""
+    count: jax.Array = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
+    return count
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """One step of a run under jax's profiler: `report --compile … --trace` draws it beside what was predicted."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ def step_to_trace(config: Config, first_step: int) -> int | None:
     return step if step <= config.train.steps else None
 
 
-def traced(program: Compiled, state: State, batch: jax.Array, run_folder: Path) -> tuple[State, Metrics]:
+def traced(program: Compiled, state: State, inputs: Sequence[jax.Array], run_folder: Path) -> tuple[State, Metrics]:
     """Run one step alone; leaves its trace and its program's HLO text in RUN/trace/PROCESS, whole or not at all."""
     folder = run_folder / FOLDER / str(jax.process_index())
     part = folder.with_name(f"{folder.name}.part")
@@ -36,7 +37,7 @@ def traced(program: Compiled, state: State, batch: jax.Array, run_folder: Path) 
     try:
         with jax.profiler.trace(part, profiler_options=options):
             _wait_for_all("have started to trace")
-            result: tuple[State, Metrics] = jax.block_until_ready(program(state, batch))
+            result: tuple[State, Metrics] = jax.block_until_ready(program(state, *inputs))
         (part / PROGRAM).write_text(program.as_text() or "", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)

@@ -124,7 +124,7 @@ def compile_programs(run: Run) -> Programs:
     """Compile the run's programs beside each other; returns when the step is ready."""
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
-    step = pool.submit(compiled, trainer.step.lower(state, run.batch_shape))
+    step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
     init = pool.submit(compiled, trainer.init.lower())
     evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
     digests = pool.submit(compiled, digest_program(state).lower(state))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 
 from moe_jax.config import Config
@@ -30,10 +30,20 @@ from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.stages import Stages
+from moe_jax.train import faults
 from moe_jax.train.balance import with_moved_biases
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
-from moe_jax.train.optimizer import clip_factor, learning_rate, make_optimizer, state_cuts, state_partitions
+from moe_jax.train.optimizer import (
+    clip_factor,
+    learning_rate,
+    make_optimizer,
+    state_cuts,
+    state_partitions,
+    unless_bad,
+    updates_done,
+    with_counts_unless_bad,
+)
 from moe_jax.train.pipeline import plan as pipeline
 from moe_jax.train.pipeline.gradients import pipelined_gradients, pipelined_loss
 from moe_jax.train.pipeline.stage import Stage
@@ -53,8 +63,14 @@ class Trainer:
     plan: Plan | pipeline.Plan | None  # None: autodiff's and the compiler's order
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     init: Wrapped  # () → State
-    step: Wrapped  # State (donated), batch → State, metrics
+    step: Wrapped  # State (donated), batch, largest loss to learn from (left out: any) → State, metrics
     evaluate: Wrapped  # parameters, batch, where experts lie (None: in their order) → mean nats per token
+    has_loss_bound: bool = False  # whether the step of a run gets its third argument
+
+    def step_shapes(self, batch: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
+        """Of the arguments of a run's step."""
+        bound = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, REPLICATED))
+        return (self.state_shapes, batch, bound) if self.has_loss_bound else (self.state_shapes, batch)
 
     @property
     def schedule(self) -> schedule.Schedule | None:
@@ -70,7 +86,9 @@ class Trainer:
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Build the programs; nothing is compiled or allocated yet.
 
-    Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes.
+    Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes. A step whose loss or
+    gradient norm is not finite, or whose loss is above its bound, is bad (metric `bad_step`): it counts as one, and
+    changes nothing else of the state.
     """
     stages = Stages.of(config)
     dims, shapes = param_dims(config.model), stored_shapes(stages)
@@ -100,11 +118,12 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)
 
-    def step(state: State, token_BN1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    def step_here(state: State, token_BN1: jax.Array, most: jax.Array | None) -> tuple[State, dict[str, jax.Array]]:
         background.new_program()
         slot_ME = slots_of(state)
+        seen = faults.struck(state["params"], state["step"])
         grads, parts = gradients_of(
-            state["params"], token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"], slot_ME
+            seen, token_BN1, config, how, global_tokens, specs, cuts, plan, state["step"], slot_ME
         )
         if config.replicas:
             grads = with_copies_summed(grads, slot_ME, stages, how.expert_axis)
@@ -112,21 +131,31 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
             parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
         total = sum_over_batch(parts)
+        rate = learning_rate(config)(updates_done(state["optimizer"]))
+        metrics = _metrics(total, norm, rate, config)
+        is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        if most is not None:
+            is_good &= metrics["loss"] <= most
         factor = clip_factor(norm, config.optimizer.clip_norm)
         params = zero.own_parts(cuts, state["params"])
         scaled = jax.tree.map(lambda g: g * factor, grads)
-        updates, moments = optimizer.update(scaled, state["optimizer"], params)
-        learned = zero.gathered(cuts, optax.apply_updates(params, updates), how.platform)
+        updates, moments = optimizer.update(scaled, state["optimizer"], params, is_good=is_good)
+        learned = optax.apply_updates(params, updates)
+        learned = with_moved_biases(learned, total.count_ME, stages, config.model.moe.bias_update_rate)
         new_state = {
             "step": state["step"] + 1,
-            "params": with_moved_biases(learned, total.count_ME, stages, config.model.moe.bias_update_rate),
-            "optimizer": moments,
+            "params": zero.gathered(cuts, unless_bad(is_good, learned, params), how.platform),
+            "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         }
-        metrics = _metrics(total, norm, learning_rate(config)(state["step"]), config)
         if slot_ME is not None:
-            load_ME = state["placement"]["load_ME"] + metrics["expert_load"]
+            load_ME = state["placement"]["load_ME"]
+            load_ME = unless_bad(is_good, load_ME + metrics["expert_load"], load_ME)
             new_state["placement"] = state["placement"] | {"load_ME": load_ME}
-        return new_state, metrics
+        return new_state, metrics | {"bad_step": 1 - is_good.astype(jnp.int32)}
+
+    def step(state: State, token_BN1: jax.Array, most: jax.Array | None = None) -> tuple[State, dict[str, jax.Array]]:
+        in_specs = (layout, BATCH_SPEC, REPLICATED)
+        return on_mesh(step_here, in_specs=in_specs, out_specs=(layout, REPLICATED))(state, token_BN1, most)
 
     def evaluate(params: Any, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
@@ -140,7 +169,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             parts = local_objective(params, token_bN1, config.model, how, global_tokens, when, slot_ME)[1]
             return parts.cross_entropy
 
-        parts = _in_parts(token_BN1, config)
+        parts = in_parts(token_BN1, config)
         return sum_over_batch(jax.lax.map(share, (jnp.arange(len(parts)), parts)).sum())
 
     return Trainer(
@@ -153,7 +182,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         ),
         init=jax.jit(init, out_shardings=placed, compiler_options=_INIT_OPTIONS.get(how.platform)),
         step=jax.jit(
-            on_mesh(step, in_specs=(layout, BATCH_SPEC), out_specs=(layout, REPLICATED)),
+            step,
             donate_argnums=0,
             compiler_options=compiler_options(how.platform) if plan else None,
         ),
@@ -162,10 +191,11 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
                 evaluate, in_specs=(specs, BATCH_SPEC, REPLICATED), out_specs=REPLICATED
             )(params, token_BN1, slot_ME)
         ),
+        has_loss_bound=config.train.skip_spikes,
     )
 
 
-def _in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
+def in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
     """This device's sequences as `train.grad_accumulation` parts [A, b, N1]."""
     return token_BN1.reshape(config.train.grad_accumulation, -1, token_BN1.shape[-1])
 
@@ -219,7 +249,7 @@ def gradients_of(
         grads, parts = own(token_bN1, part)
         return sync_gradients(grads, specs, cuts, how.platform), parts
 
-    part_AbN1 = _in_parts(token_BN1, config)
+    part_AbN1 = in_parts(token_BN1, config)
     if count == 1:
         return summed(part_AbN1[0], 0)
     if config.optimizer.zero == 2:

@@ -103,7 +103,7 @@ class Tuning:
             self._compiling.set_exception(error)
             return
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
-        shapes = trainer.state_shapes, self._run.batch_shape
+        shapes = trainer.step_shapes(self._run.batch_shape)
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = pool.submit(lambda: trainer.step.lower(*shapes).compile())
         pool.shutdown(wait=False)

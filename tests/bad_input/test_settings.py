@@ -25,6 +25,8 @@ CONFIG = [
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null",
     ),
     ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
+    ("no bad steps", "train.max_bad_steps=0", "train.max_bad_steps=0 must be at least 1 (or null)"),
+    ("a spike below the median", "train.spike_factor=0.9", "train.spike_factor=0.9 must be at least 1 (or null)"),
     (
         "several lines",
         "'model.moe.gate=\"a\\nb\"'",

@@ -167,7 +167,7 @@ def trace_a_step(config: Config, run: Path) -> None:
     trainer = make_trainer(config, make_mesh(config.mesh))
     batch = jax.device_put(tokens_of(config), NamedSharding(trainer.mesh, BATCH_SPEC))
     state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), trainer.state_shapes)
-    traced(trainer.step.lower(state, batch).compile(), state, batch, run)
+    traced(trainer.step.lower(state, batch).compile(), state, [batch], run)
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:

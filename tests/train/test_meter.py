@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.config import Config, Data, Exchange, Log, Model, MoE, Train
+from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
-from moe_jax.train.meter import DivergedError, Meter
+from moe_jax.train.meter import Meter
 
 BATCH, LENGTH = 4, 32
 MATRIX_RATE = 1e9  # FLOP/s
@@ -42,6 +43,13 @@ class Records(list):
         self.warnings.append(text)
 
 
+class GoodSteps(Meter):
+    """Takes steps for good that do not say that they are bad."""
+
+    def add(self, step: int, metrics: dict, timed: bool = True) -> None:
+        super().add(step, {"bad_step": jnp.int32(0)} | metrics, timed)
+
+
 def metered(every: int, steps: int = 12, **moe: object) -> tuple[Meter, Records]:
     config = Config(
         model=Model(moe=MoE(**moe)),
@@ -50,7 +58,7 @@ def metered(every: int, steps: int = 12, **moe: object) -> tuple[Meter, Records]
         log=Log(every=every, tensorboard=False),
     )
     records = Records()
-    return Meter(config, records, MATRIX_RATE), records
+    return GoodSteps(config, records, MATRIX_RATE), records
 
 
 @pytest.mark.parametrize(("first_step", "recorded"), [(0, [1, 5, 10, 12]), (7, [10, 12]), (11, [12])])
@@ -135,7 +143,7 @@ def test_speeds_follow_from_the_step_time(clock):
     utilisation = tokens_per_s * train_flops_per_token(Config().model, LENGTH) / MATRIX_RATE
     expected = {"step": 1, "step_s": 0.5, "tokens_per_s": tokens_per_s, "mfu": pytest.approx(utilisation)}
     balance = {"block_load_max_over_mean": [1.0] * 4, "block_load_entropy": [1.0] * 4, "load_entropy": 1.0}
-    assert records == [{**expected, "expert_load": [[0.333333] * 3] * 4, **balance}]
+    assert records == [{**expected, "bad_steps": 0, "expert_load": [[0.333333] * 3] * 4, **balance}]
 
 
 def records_with_loads(experts: int, expert_load_every: int | None, clock) -> list[int]:
@@ -146,7 +154,7 @@ def records_with_loads(experts: int, expert_load_every: int | None, clock) -> li
         log=Log(every=2, expert_load_every=expert_load_every, alarm_entropy=None),
     )
     records = Records()
-    reader = Meter(config, records, MATRIX_RATE)
+    reader = GoodSteps(config, records, MATRIX_RATE)
     for step in range(1, 25):
         clock.now_s += 1
         reader.add(step, {"expert_load": jnp.full((4, experts), 1 / experts)})
@@ -185,25 +193,37 @@ def test_a_capacity_that_drops_is_no_reason_for_a_warning(clock):
 
 
 @pytest.mark.parametrize("strange", ["nan", "inf"])
-def test_a_step_that_is_not_finite_is_recorded_and_ends_the_run_before_it_is_saved(strange, clock):
+def test_bad_steps_are_recorded_and_counted_until_there_are_too_many(strange, clock):
+    """What then happens is in test_diverged.py."""
     good, bad = jnp.float32(1), jnp.float32(strange)
     reader, records = metered(every=5)
-    for step, loss in ((1, good), (2, bad), (3, bad)):
+    for step, loss in ((1, good), (2, bad), (3, bad), (4, bad), (5, bad)):
         clock.now_s += 1
-        reader.add(step, {"loss": loss, "grad_norm": good})
-    with reader.paused(), pytest.raises(DivergedError, match=rf"^step 3 has loss={strange}: training has diverged"):
-        reader.check()
-    reader.add(4, {"loss": good, "grad_norm": bad})
-    reader.add(5, {"loss": good, "grad_norm": bad})
-    with pytest.raises(DivergedError, match=rf"^step 5 has grad_norm={strange}: .*learning_rate below 0.001"):
-        reader.finish()
-    assert [record["step"] for record in records] == [1, 5]
+        assert not reader.bad_steps.too_many
+        reader.add(step, {"loss": loss, "grad_norm": good, "bad_step": jnp.int32(loss is bad)})
+    reader.finish()
+    assert reader.bad_steps.too_many
+    assert not reader.bad_steps.may_save(12)
+    assert [(record["step"], str(record["loss"]), record["bad_steps"]) for record in records] == [
+        (1, "1.0", 0),
+        (5, strange, 3),
+    ]
 
 
-def test_a_first_step_that_is_not_finite_blames_the_checkpoint_before(clock):
+def test_a_bad_step_is_no_time_for_a_checkpoint_but_at_the_end(clock):
     reader, _ = metered(every=5)
-    reader.add(8, {"loss": jnp.float32("nan")})
-    with pytest.raises(
-        DivergedError, match=r"^step 8 has loss=nan, right after the checkpoint of step 7 in .*: delete"
-    ):
-        reader.finish()
+    assert reader.bad_steps.may_save(4)
+    reader.add(4, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(1), "bad_step": jnp.int32(1)})
+    reader.finish()
+    assert not reader.bad_steps.may_save(4)
+    assert reader.bad_steps.may_save(12)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(clock):
+    reader, records = metered(every=5)
+    with pytest.raises(DivergedError, match=r"^step 8 has validation_loss=nan: .*learning_rate below 0.001"):
+        reader.validated(8, float("nan"))
+    reader.add(9, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(1), "bad_step": jnp.int32(1)})
+    reader.finish()
+    reader.validated(9, float("nan"))  # bad steps have a way out of their own
+    assert [record["step"] for record in records] == [8, 9]

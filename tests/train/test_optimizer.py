@@ -41,7 +41,7 @@ def test_only_matrices_decay():
     params = first_params(config.model)
     optimizer = make_optimizer(config, param_dims(config.model))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params, is_good=True)
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         name = jax.tree_util.keystr(path)
         is_vector = any(word in name for word in ("norm", "bias", "sink"))

@@ -1,0 +1,99 @@
+"""Bad steps of a run, which change nothing, as the host sees them: how many, how many in a row; losses that jump."""
+
+import math
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from moe_jax.config import Config
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.train.metrics import RunLog
+
+_WINDOW = 64  # finite losses whose median a spike is measured by
+_FEWEST = 8  # of them, before any is
+
+
+class BadStep(NamedTuple):
+    """A step that changed nothing, and why."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+    def __str__(self) -> str:
+        values = {"loss": self.loss, "grad_norm": self.grad_norm}
+        wrong = ", ".join(f"{name}={value:g}" for name, value in values.items() if not math.isfinite(value))
+        return f"step {self.step} has {wrong or f'a spike, loss={self.loss:g}'}"
+
+
+class BadSteps:
+    """Counts them from the metrics of each finished step. All processes see the same."""
+
+    def __init__(self, config: Config, log: RunLog):
+        self._config, self._log = config, log
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._most = math.inf  # a loss above is a spike
+        self.count = self.in_a_row = self.spikes = 0
+        self.last: BadStep | None = None
+
+    @property
+    def too_many(self) -> bool:
+        """Whether `train.max_bad_steps` in a row were bad."""
+        limit = self._config.train.max_bad_steps
+        return limit is not None and self.in_a_row >= limit
+
+    def may_save(self, step: int) -> bool:
+        """Whether a checkpoint of this step is worth it: not while steps are bad, but at the end of the run."""
+        return not self.too_many and (not self.in_a_row or step == self._config.train.steps)
+
+    def look(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Take in the metrics of the next finished step; none behind too many bad ones."""
+        if self.too_many:
+            return
+        is_bad = bool(metrics["bad_step"])
+        if not is_bad and self._config.train.spike_factor is None:
+            self.in_a_row = 0
+            return
+        seen = BadStep(step, float(metrics["loss"]), float(metrics["grad_norm"]))
+        if math.isfinite(seen.loss):
+            self._look_for_spike(step, seen.loss)
+        self.in_a_row = self.in_a_row + 1 if is_bad else 0
+        if is_bad:
+            self._tell(seen)
+
+    def numbers(self) -> dict[str, int]:
+        """For records."""
+        spikes = {} if self._config.train.spike_factor is None else {"loss_spikes": self.spikes}
+        return {"bad_steps": self.count} | spikes
+
+    def bound(self, mesh: Mesh) -> tuple[jax.Array, ...]:
+        """The largest loss that the next step may learn from; nothing if spikes are not skipped."""
+        if not self._config.train.skip_spikes:
+            return ()
+        sharding = NamedSharding(mesh, REPLICATED)
+        return (jax.make_array_from_process_local_data(sharding, np.asarray(self._most, np.float32)),)
+
+    def _tell(self, bad: BadStep) -> None:
+        self.last, self.count = bad, self.count + 1
+        if self.in_a_row == 1:
+            limit = self._config.train.max_bad_steps
+            of = "" if limit is None else f" (1 of {limit} in a row)"
+            self._log.warn(f"{bad}: parameters, optimizer and balance are left as they were{of}")
+
+    def _look_for_spike(self, step: int, loss: float) -> None:
+        factor = self._config.train.spike_factor
+        if factor is None:
+            return
+        if loss > self._most:
+            self.spikes += 1
+            self._log.warn(
+                f"step {step}: loss {loss:.4g} is {loss * factor / self._most:.2f} × the median of the last "
+                f"{len(self._losses)} (train.spike_factor={factor:g})"
+            )
+        self._losses.append(loss)
+        if len(self._losses) >= _FEWEST:
+            self._most = factor * statistics.median(self._losses)

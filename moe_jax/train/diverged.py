@@ -1,0 +1,52 @@
+"""What a run does when too many steps in a row were bad: it goes back to its newest checkpoint once, then stops."""
+
+from typing import Any
+
+from moe_jax.errors import DivergedError
+from moe_jax.train.bad_steps import BadSteps
+from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.first_bad import FILE_NAME, write_first_bad
+from moe_jax.train.metrics import RunLog
+from moe_jax.train.setup import Run
+from moe_jax.train.step import State
+
+
+class GoBack(Exception):
+    """To the newest checkpoint, as steps up to this one were bad."""
+
+    def __init__(self, step: int):
+        super().__init__(step)
+        self.step = step
+
+
+def way_out(
+    run: Run, state: State, bad: BadSteps, checkpoints: Checkpoints, failed_at: int, log: RunLog
+) -> GoBack | DivergedError:
+    """What to raise. `failed_at`: the step for which the run has gone back before, or 0. All processes call it."""
+    last, newest = bad.last, checkpoints.newest()
+    assert last is not None
+    many = f"{last}, the last of train.max_bad_steps={bad.in_a_row} bad ones in a row"
+    if newest is not None and last.step > failed_at:
+        log.warn(f"{many}: going back to the checkpoint of step {newest}")
+        return GoBack(last.step)
+    found = write_first_bad(run, state, last)
+    if found["parameters"] and newest is not None:
+        return DivergedError(
+            f"{last}, as the parameters of the checkpoint of step {newest} in log.dir={run.folder} are not finite: "
+            "delete it to go on from the one before"
+        )
+    again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
+    rate = run.config.optimizer.learning_rate
+    return DivergedError(
+        f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); use an optimizer.learning_rate below "
+        f"{rate:g}, or more optimizer.warmup_steps"
+    )
+
+
+def _where(found: dict[str, Any]) -> str:
+    if found["first_output"] is not None:
+        devices = ", ".join(map(str, found["devices"]))
+        return f"first not finite is the output of {found['first_output']} on device {devices}"
+    if found["gradients"]:
+        return f"all outputs are finite, and first not finite are gradients of {found['first_gradient'] or 'no block'}"
+    return "computed again, all of its numbers are finite"

@@ -1,0 +1,53 @@
+"""Faults put into training steps on purpose, to see that runs survive them. Without one, programs stay as they are."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.parallel.mesh import Axis
+
+_MESH = tuple(Axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nan:
+    """One device computes with NaN in the place of a parameter, which itself stays as it is."""
+
+    step: int  # the first such one; 1 is a run's first
+    device: int  # its place in the mesh
+    parameter: str  # path in the tree, e.g. segments.0.0.norm
+    steps: int
+
+
+_faults: list[Nan] = []  # of steps traced now, in whichever thread
+
+
+@contextmanager
+def nan_at(step: int, device: int, parameter: str = "norm", steps: int = 1) -> Iterator[None]:
+    """Steps traced in this context have NaN on one device, in `steps` of them from `step` on."""
+    fault = Nan(step, device, parameter, steps)
+    _faults.append(fault)
+    try:
+        yield
+    finally:
+        _faults.remove(fault)
+
+
+def struck(params: Any, step: jax.Array | None) -> Any:
+    """Parameters as this device computes with them behind `step` done steps; inside `shard_map`."""
+    if step is None or not _faults:
+        return params
+
+    def strike(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        for fault in _faults:
+            if jax.tree_util.keystr(path, simple=True, separator=".") == fault.parameter:
+                since = step + 1 - fault.step
+                here = (jax.lax.axis_index(_MESH) == fault.device) & (since >= 0) & (since < fault.steps)
+                leaf = jnp.where(here, jnp.nan, leaf)
+        return leaf
+
+    return jax.tree.map_with_path(strike, params)

@@ -1,0 +1,86 @@
+"""Too many bad steps in a row: the run goes back once, and is as if nothing had been, or stops and says where."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import chex
+import jax
+import pytest
+
+from moe_jax.errors import EXIT_DIVERGED, DivergedError
+from moe_jax.train import describe, faults, loop
+from moe_jax.train.data import sample_numbers
+from moe_jax.train.loop import train
+from moe_jax.train.setup import Programs, Run, compile_programs
+from moe_jax.train.step import make_trainer
+from moe_jax.train.tokens import open_tokens
+from tests.train.test_resume import config_in, losses_of
+
+FAULTY, SOUND = True, False
+SHORT = ("train.steps=6", "train.max_bad_steps=2", "checkpoint.every=2", "train.eval_every=0")
+FAULT = {"step": 4, "steps": 2, "device": 5, "parameter": "segments.0.1.norm"}  # of block 1
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[bool, Programs]:
+    return {}
+
+
+@pytest.fixture
+def starts(compiled, monkeypatch) -> list[bool]:
+    """What the next starts of a run compute with; the last one stays."""
+    kinds: list[bool] = []
+
+    def compile_once(run: Run) -> Programs:
+        kind = kinds.pop(0) if len(kinds) > 1 else kinds[0]
+        if kind not in compiled:
+            with faults.nan_at(**FAULT) if kind is FAULTY else faults.nan_at(step=10**6, device=0):
+                trainer = make_trainer(run.config, run.trainer.mesh)
+                compiled[kind] = compile_programs(dataclasses.replace(run, trainer=trainer))
+        return compiled[kind]
+
+    for module in (loop, describe):
+        monkeypatch.setattr(module, "compile_programs", compile_once)
+        monkeypatch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
+    return kinds
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, capsys):
+    starts[:] = [FAULTY, SOUND]
+    (tmp_path / "plain").mkdir()
+    state = train(config_in(tmp_path, *SHORT))
+    said = capsys.readouterr().out
+    assert "warning: step 4 has loss=nan, grad_norm=nan: parameters, optimizer and balance are left as they" in said
+    assert "bad ones in a row: going back to the checkpoint of step 2\n" in said
+    expected = train(config_in(tmp_path / "plain", *SHORT))
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(expected))
+    assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {"step": 2, "back_from_step": 5}.items() <= records[2].items()
+
+
+def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
+    starts[:] = [FAULTY]
+    config = config_in(tmp_path, *SHORT)
+    with faults.nan_at(**FAULT), pytest.raises(DivergedError) as stop:
+        train(config)
+    assert stop.value.exit_code == EXIT_DIVERGED == 3
+    assert str(stop.value) == (
+        "step 5 has loss=nan, grad_norm=nan, the last of train.max_bad_steps=2 bad ones in a row, and going back to "
+        "the checkpoint of step 2 has not helped: first not finite is the output of block 1 on device 5 (more in "
+        f"{tmp_path}/bad_step.json); use an optimizer.learning_rate below 0.001, or more optimizer.warmup_steps"
+    )
+    assert checkpoints(tmp_path) == ["2"], "none between bad steps"
+    found = json.loads((tmp_path / "bad_step.json").read_text())
+    assert "experts.up" in " ".join(found.pop("gradients")["block 1"])
+    tokens = open_tokens(config.data, config.model.vocab_size).train
+    assert found == {
+        **{"step": 5, "loss": "nan", "grad_norm": "nan", "batch": 4},
+        "samples": sample_numbers(tokens, 16, 8, seed=0, batch=4),
+        **{"first_output": "block 1", "devices": [5], "first_gradient": "block 1", "parameters": {}},
+    }
