@@ -296,7 +296,7 @@ class Train:
     eval_batches: int = 8
     # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its
     # newest checkpoint, and the next time stops; null: never. See docs/bad_numbers.md
-    max_bad_steps: int | None = 3
+    bad_in_a_row: int | None = 3
     spike_factor: float | None = None  # loss / median of the last 64 that is told; null: none
     skip_spikes: bool = False  # and counts as bad
 

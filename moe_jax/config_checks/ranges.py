@@ -66,7 +66,7 @@ _AT_LEAST: dict[str, float] = {
     "train.grad_accumulation": 1,
     "train.eval_every": 0,
     "train.eval_batches": 1,
-    "train.max_bad_steps": 1,
+    "train.bad_in_a_row": 1,
     "train.spike_factor": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,

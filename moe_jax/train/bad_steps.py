@@ -42,8 +42,8 @@ class BadSteps:
 
     @property
     def too_many(self) -> bool:
-        """Whether `train.max_bad_steps` in a row were bad."""
-        limit = self._config.train.max_bad_steps
+        """Whether `train.bad_in_a_row` in a row were bad."""
+        limit = self._config.train.bad_in_a_row
         return limit is not None and self.in_a_row >= limit
 
     def may_save(self, step: int) -> bool:
@@ -80,7 +80,7 @@ class BadSteps:
     def _tell(self, bad: BadStep) -> None:
         self.last, self.count = bad, self.count + 1
         if self.in_a_row == 1:
-            limit = self._config.train.max_bad_steps
+            limit = self._config.train.bad_in_a_row
             of = "" if limit is None else f" (1 of {limit} in a row)"
             self._log.warn(f"{bad}: parameters, optimizer and balance are left as they were{of}")
 

@@ -25,7 +25,7 @@ def way_out(
     """What to raise. `failed_at`: the step for which the run has gone back before, or 0. All processes call it."""
     last, newest = bad.last, checkpoints.newest()
     assert last is not None
-    many = f"{last}, the last of train.max_bad_steps={bad.in_a_row} bad ones in a row"
+    many = f"{last}, the last of train.bad_in_a_row={bad.in_a_row} bad ones in a row"
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return GoBack(last.step)

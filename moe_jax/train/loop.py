@@ -33,7 +33,7 @@ def train(config: Config) -> State:
     Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
     ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
     checkpoints that do not fit each other, CheckpointError if the last state could not be saved, and DivergedError for
-    `train.max_bad_steps` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
+    `train.bad_in_a_row` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
     has not helped, and for such a validation loss before its state is saved.
     """
     failed_at = 0

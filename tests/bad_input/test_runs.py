@@ -258,9 +258,9 @@ def test_a_run_that_diverges_ends_before_what_came_of_it_is_saved(
         return dataclasses.replace(programs, step=step)
 
     monkeypatch.setattr(loop, "compile_programs", diverging)
-    assert command("train --config tiny.yaml train.max_bad_steps=1") == (
+    assert command("train --config tiny.yaml train.bad_in_a_row=1") == (
         3,
-        "error: step 4 has loss=nan, the last of train.max_bad_steps=1 bad ones in a row, and going back to the "
+        "error: step 4 has loss=nan, the last of train.bad_in_a_row=1 bad ones in a row, and going back to the "
         "checkpoint of step 2 has not helped: computed again, all of its numbers are finite (more in "
         "run/bad_step.json); use an optimizer.learning_rate below 0.001, or more optimizer.warmup_steps\n",
     )
@@ -278,7 +278,7 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
         return state | {"params": jax.tree.map(lambda leaf: leaf * jnp.nan, state["params"])}, position
 
     monkeypatch.setattr(Checkpoints, "restore", damaged)
-    assert command("train --config tiny.yaml train.max_bad_steps=1") == (
+    assert command("train --config tiny.yaml train.bad_in_a_row=1") == (
         3,
         "error: step 3 has loss=nan, grad_norm=nan, as the parameters of the checkpoint of step 2 in log.dir=run are "
         "not finite: delete it to go on from the one before\n",

@@ -83,5 +83,5 @@ def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
     left = "parameters, optimizer and balance are left as they were (1 of 3 in a row)"
     assert said == [f"step {step} has loss=nan: {left}" for step in (2, 5)]
     assert (steps.numbers(), steps.in_a_row, steps.too_many) == ({"bad_steps": 3}, 1, False)
-    assert looked(Train(max_bad_steps=2), [nan, nan], bad=(1, 2))[0].too_many
-    assert not looked(Train(max_bad_steps=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many
+    assert looked(Train(bad_in_a_row=2), [nan, nan], bad=(1, 2))[0].too_many
+    assert not looked(Train(bad_in_a_row=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many

@@ -18,7 +18,7 @@ from moe_jax.train.tokens import open_tokens
 from tests.train.test_resume import config_in, losses_of
 
 FAULTY, SOUND = True, False
-SHORT = ("train.steps=6", "train.max_bad_steps=2", "checkpoint.every=2", "train.eval_every=0")
+SHORT = ("train.steps=6", "train.bad_in_a_row=2", "checkpoint.every=2", "train.eval_every=0")
 FAULT = {"step": 4, "steps": 2, "device": 5, "parameter": "segments.0.1.norm"}  # of block 1
 
 
@@ -71,7 +71,7 @@ def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
         train(config)
     assert stop.value.exit_code == EXIT_DIVERGED == 3
     assert str(stop.value) == (
-        "step 5 has loss=nan, grad_norm=nan, the last of train.max_bad_steps=2 bad ones in a row, and going back to "
+        "step 5 has loss=nan, grad_norm=nan, the last of train.bad_in_a_row=2 bad ones in a row, and going back to "
         "the checkpoint of step 2 has not helped: first not finite is the output of block 1 on device 5 (more in "
         f"{tmp_path}/bad_step.json); use an optimizer.learning_rate below 0.001, or more optimizer.warmup_steps"
     )
