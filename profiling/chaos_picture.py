@@ -29,7 +29,7 @@ def write_picture(result: Mapping[str, Any], path: Path) -> Path:
     losses.set(
         ylabel="loss", title=f"a run through {len(result['faults'])} faults; losses {equal} to an undisturbed run's"
     )
-    losses.legend(frameon=False)
+    losses.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     lost.axhline(result["checkpoint_every"], color="#333333", linestyle=":", linewidth=1)
     lost.set(ylabel="steps lost")
     seconds.set(ylabel="seconds to the\nfirst new step", xlabel="step")
