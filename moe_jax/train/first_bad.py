@@ -6,12 +6,13 @@ W places that may be wrong: the embedding, the blocks, the logits. P devices.
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from moe_jax.config import Config
@@ -28,6 +29,7 @@ from moe_jax.parallel.zero import part_specs
 from moe_jax.stages import Segment, Stages, segments
 from moe_jax.train import faults
 from moe_jax.train.bad_steps import BadStep
+from moe_jax.train.capacities import config_at
 from moe_jax.train.data import sample_numbers
 from moe_jax.train.optimizer import state_cuts
 from moe_jax.train.placement import slots_of
@@ -45,9 +47,9 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
 
     `state` has the parameters of the step, or of one soon after it.
     """
-    config, mesh, step = run.config, run.trainer.mesh, bad.step
+    config, mesh, step = config_at(run.config, bad.step), run.trainer.mesh, bad.step
     run.batches.set_state({"next_index": step - 1})
-    batch, done = run.on_mesh(next(run.batches)), jnp.int32(step - 1)
+    batch, done = run.on_mesh(next(run.batches)), np.int32(step - 1)
     jax.block_until_ready(state)  # simulated devices can keep the threads that each other's collectives wait for
     params, slot_ME = state["params"], slots_of(state)
     wrong_WP = jax.device_get(_outputs(config, mesh)(params, batch, done, slot_ME))
@@ -63,7 +65,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),
         "gradients": gradients,
-        "parameters": _wrong_parameters(_wrong(params), config),
+        "parameters": _wrong_parameters(_counted(lambda params: params, mesh)(params), config),
     }
     if is_main_process():
         write_atomically(run.folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
@@ -159,18 +161,20 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
     own_specs = part_specs(cuts, specs)
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=own_specs, check_vma=False)
-    return jax.jit(lambda *given: _wrong(on_mesh(*given)))
+    return _counted(on_mesh, mesh)
 
 
-@jax.jit
-def _wrong(tree: Any) -> Any:
-    """How many numbers of each row of stacked blocks, or of what is outside of them, are not finite."""
+def _counted(function: Callable[..., Any], mesh: Mesh) -> Any:
+    """The program that says how many numbers are not finite of what a function of arrays on a mesh returns: of each row
+    of stacked blocks, and of what is outside of them."""
 
     def count(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        whole = None if path[0].key != "segments" else tuple(range(1, leaf.ndim))
-        return jnp.sum(~jnp.isfinite(leaf), axis=whole)
+        return jnp.sum(~jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)) if path[0].key == "segments" else None)
 
-    return jax.tree.map_with_path(count, tree)
+    def counted(*given: Any) -> Any:
+        return jax.tree.map_with_path(count, function(*given))
+
+    return jax.jit(counted, out_shardings=NamedSharding(mesh, REPLICATED))
 
 
 def _wrong_parameters(counts: Any, config: Config) -> dict[str, dict[str, int]]:

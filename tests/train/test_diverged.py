@@ -6,15 +6,19 @@ from pathlib import Path
 
 import chex
 import jax
+import numpy as np
 import pytest
 
 from moe_jax.errors import EXIT_DIVERGED, DivergedError
 from moe_jax.train import describe, faults, loop
 from moe_jax.train.data import sample_numbers
+from moe_jax.train.first_bad import _outputs
 from moe_jax.train.loop import train
 from moe_jax.train.setup import Programs, Run, compile_programs
 from moe_jax.train.step import make_trainer
 from moe_jax.train.tokens import open_tokens
+from tests.small import small_config, tokens_of
+from tests.train.gradients import mesh_of
 from tests.train.test_resume import config_in, losses_of
 
 FAULTY, SOUND = True, False
@@ -84,3 +88,14 @@ def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
         "samples": sample_numbers(tokens, 16, 8, seed=0, batch=4),
         **{"first_output": "block 1", "devices": [5], "first_gradient": "block 1", "parameters": {}},
     }
+
+
+def test_a_block_of_a_later_stage_is_found_with_the_devices_that_have_it():
+    config = small_config(1, 2, pipeline=2, grad_accumulation=2, model={"num_layers": 4})
+    mesh = mesh_of(config)
+    params = make_trainer(config, mesh).init()["params"]
+    with faults.nan_at(step=1, device=3, parameter="segments.0.1.norm"):
+        wrong_WP = _outputs(config, mesh)(params, tokens_of(config), 0, None)
+    embedding, *blocks, logits = (set(np.flatnonzero(wrong_P).tolist()) for wrong_P in wrong_WP)
+    assert (embedding, blocks[:3], logits) == (set(), [set()] * 3, blocks[3])
+    assert blocks[3] == {1, 3}, "every stage computes all blocks, here of the ranks that have the second half of tokens"

@@ -29,7 +29,7 @@ def test_no_step_is_traced_unasked_or_behind_the_last():
 
 def test_a_trace_replaces_the_one_before_and_a_step_that_fails_leaves_that_one(tmp_path):
     program = jax.jit(lambda state, batch: (state + batch, {})).lower(1, 2).compile()
-    assert traced(program, 1, 2, tmp_path) == (3, {})
+    assert traced(program, 1, [2], tmp_path) == (3, {})
     first = sorted((tmp_path / "trace" / "0").rglob("*"))
     assert {"step.hlo", "plugins"} <= {path.name for path in first}
 
@@ -37,7 +37,7 @@ def test_a_trace_replaces_the_one_before_and_a_step_that_fails_leaves_that_one(t
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        traced(fails, 1, 2, tmp_path)
+        traced(fails, 1, [2], tmp_path)
     assert sorted((tmp_path / "trace").rglob("*")) == sorted([tmp_path / "trace" / "0", *first])
-    assert traced(program, jnp.int32(3), 4, tmp_path)[0] == 7
+    assert traced(program, jnp.int32(3), [4], tmp_path)[0] == 7
     assert len(list((tmp_path / "trace").rglob("*.trace.json.gz"))) == 1
