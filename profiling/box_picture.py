@@ -47,9 +47,12 @@ def write_timelines(timelines: dict[str, Sequence[Operation]], path: Path) -> Pa
         len(timelines), figsize=(11, 0.6 + 1.05 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
     )
     for (name, operations), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        spans: dict[tuple[int, str], list[tuple[float, float]]] = {}  # one artist of each kind: there are thousands
         for each in operations:
-            span, lane = (each.start_s, each.end_s - each.start_s), 0 if each.communicates else 1
-            axis.broken_barh([span], (lane + 0.1, 0.8), color=_COLORS[each.task[:1]], linewidth=0)
+            kind = 0 if each.communicates else 1, _COLORS[each.task[:1]]
+            spans.setdefault(kind, []).append((each.start_s, each.end_s - each.start_s))
+        for (lane, color), own in spans.items():
+            axis.broken_barh(own, (lane + 0.1, 0.8), color=color, linewidth=0)
         axis.set_yticks([0.5, 1.5], _LANES, fontsize=8)
         axis.set_ylim(0, 2)
         axis.set_title(name, loc="left", fontsize=9)

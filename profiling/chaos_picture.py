@@ -26,9 +26,9 @@ def write_picture(result: Mapping[str, Any], path: Path) -> Path:
         _stems(lost, faults, "steps_lost", color)
         _stems(seconds, faults, "first_new_step_s", color)
     equal = "equal" if result["losses_equal_bit_for_bit"] else "NOT equal"
-    losses.set(
-        ylabel="loss", title=f"a run through {len(result['faults'])} faults; losses {equal} to an undisturbed run's"
-    )
+    losses.set(ylabel="loss")
+    title = f"a run through {len(result['faults'])} faults; losses {equal} to an undisturbed run's"
+    losses.set_title(title, loc="right")
     losses.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     lost.axhline(result["checkpoint_every"], color="#333333", linestyle=":", linewidth=1)
     lost.set(ylabel="steps lost")
