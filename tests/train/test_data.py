@@ -93,8 +93,9 @@ def test_a_process_reads_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_batches_are_read_ahead_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_ids = record_reads(monkeypatch)
-    batches = train_batches(TOKENS, seq_len=SEQ_LEN, batch_size=BATCH, seed=0, rows=WHOLE, prefetch=4)
+    tokens = TOKENS.copy()  # readers of other tests may still read ahead
+    read_ids = record_reads(monkeypatch, tokens)
+    batches = train_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=0, rows=WHOLE, prefetch=4)
     next(batches)
     deadline = time.monotonic() + 10
     while len(read_ids) < 5 * BATCH and time.monotonic() < deadline:
@@ -102,14 +103,14 @@ def test_batches_are_read_ahead_in_the_background(monkeypatch: pytest.MonkeyPatc
     assert len(read_ids) == 5 * BATCH
 
 
-def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ids of all samples that are read from now on."""
+def record_reads(monkeypatch: pytest.MonkeyPatch, tokens: NDArray[np.integer] = TOKENS) -> list[int]:
+    """The ids of all samples of these tokens that are read from now on."""
     ids: list[int] = []
     original = data._read_samples
 
-    def recording(tokens: NDArray[np.integer], samples: Sequence[int], *rest: Any) -> NDArray[np.int32]:
-        ids.extend(samples)
-        return original(tokens, samples, *rest)
+    def recording(read: NDArray[np.integer], samples: Sequence[int], *rest: Any) -> NDArray[np.int32]:
+        ids.extend(samples if read is tokens else [])
+        return original(read, samples, *rest)
 
     monkeypatch.setattr(data, "_read_samples", recording)
     return ids
