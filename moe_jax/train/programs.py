@@ -32,6 +32,7 @@ def compiled(lowered: Lowered) -> Compiled:
     if path.exists():
         return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
     program = lowered.compile()
-    with suppress(ValueError, NotImplementedError, OSError):  # it cannot be kept, or there is no room: compiled again
+    # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
+    with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
 from moe_jax.train import loop
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.checkpoint_record import Record, read_record
-from moe_jax.train.restore import restore_newest
+from moe_jax.train.restore import Restored, restore_newest
 from moe_jax.train.setup import Run, open_run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
@@ -271,13 +272,14 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
     run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove("checkpoints/4")(run)
-    restore = Checkpoints.restore
 
-    def damaged(self: Checkpoints, step: int, shapes: Any) -> Any:
-        state, position = restore(self, step, shapes)
-        return state | {"params": jax.tree.map(lambda leaf: leaf * jnp.nan, state["params"])}, position
+    def damaged(config: Config, run: Run) -> tuple[Run, Restored | None]:
+        run, found = restore_newest(config, run)
+        assert found is not None
+        not_finite = jax.tree.map(lambda leaf: leaf * jnp.nan, found.state["params"])
+        return run, found._replace(state=found.state | {"params": not_finite})
 
-    monkeypatch.setattr(Checkpoints, "restore", damaged)
+    monkeypatch.setattr(loop, "restore_newest", damaged)
     assert command("train --config tiny.yaml train.bad_in_a_row=1") == (
         3,
         "error: step 3 has loss=nan, grad_norm=nan, as the parameters of the checkpoint of step 2 in log.dir=run are "

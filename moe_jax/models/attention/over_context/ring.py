@@ -31,6 +31,7 @@ from moe_jax.models.attention.over_context.tiles import Hop, ring_of
 from moe_jax.parallel.context import context_ranks, own_positions, passed_on, positions_of
 from moe_jax.parallel.mesh import Axis
 
+_PAIRS_TO_HALVE = 4
 TILE = 512  # tokens: few enough for fast memory, many enough for a matrix unit
 
 Pair = tuple[jax.Array, jax.Array]  # keys [B, n, G, K] and values [B, n, G, V], or what both are made of
@@ -161,8 +162,9 @@ def _pullback(make: Make | None, weights: Any, held: Pair) -> tuple[Pair, Callab
 
 
 def _halves(hop: Hop) -> tuple[Hop, Hop]:
-    """The pairs of tiles of a hop, in two."""
-    half = hop.pairs_CP2.shape[1] // 2
+    """The pairs of tiles of a hop, in two; few stay together: XLA unrolls loops of one turn, and keeps more at once."""
+    pairs = hop.pairs_CP2.shape[1]
+    half = pairs // 2 if pairs >= _PAIRS_TO_HALVE else pairs
     return hop._replace(pairs_CP2=hop.pairs_CP2[:, :half]), hop._replace(pairs_CP2=hop.pairs_CP2[:, half:])
 
 
