@@ -14,13 +14,13 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
-from moe_jax.train import describe, loop, setup
+from moe_jax.train import setup
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
 from moe_jax.train.restore import load_params
 from moe_jax.train.sample import one_device_mesh
-from moe_jax.train.setup import compile_programs
 from tests.train.test_resume import SMALL
+from tests.train.whole_runs import compiled_once, config_of
 
 MOE = {"num_experts": 16, "hidden_dim": 12, "capacity_factor": None, "gate": "tests.train.skewed:choose"}
 TINY = SMALL | {
@@ -35,24 +35,12 @@ ON = "migration.enabled=true"
 
 
 def config_in(folder: Path, *overrides: str):
-    folder.mkdir(exist_ok=True)
-    (folder / "experiment.yaml").write_text(json.dumps(TINY))
-    return load_config(folder / "experiment.yaml", [f"log.dir={folder}", *overrides])
+    return config_of(folder, TINY, *overrides)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    done = {}
-
-    def compile_first(run):
-        key = run.config.mesh, run.config.migration.enabled
-        done[key] = done.get(key) or compile_programs(run)
-        return done[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (loop, describe):
-            patch.setattr(module, "compile_programs", compile_first)
-            patch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
+    with compiled_once():
         yield
 
 

@@ -1,6 +1,5 @@
 """A run whose hottest expert gets copies, and checkpoints with them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,13 +15,13 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.migration import num_copied
 from moe_jax.stages import Stages
-from moe_jax.train import describe, loop
 from moe_jax.train.loop import train
 from moe_jax.train.placement import first_placement, params_in_order
 from moe_jax.train.restore import load_params, restore_newest
 from moe_jax.train.sample import one_device_mesh
-from moe_jax.train.setup import compile_programs, open_run
+from moe_jax.train.setup import open_run
 from tests.train.test_migrating_run import MOE, ON, TINY, records
+from tests.train.whole_runs import compiled_once, config_of
 
 SMALL = TINY | {
     "model": TINY["model"] | {"moe": MOE | {"gate": "tests.train.skewed:choose_first_too", "every": 2}},
@@ -33,24 +32,12 @@ REPLICAS = [ON, "migration.replicas=1"]
 
 
 def config_in(folder: Path, *overrides: str):
-    folder.mkdir(exist_ok=True)
-    (folder / "experiment.yaml").write_text(json.dumps(SMALL))
-    return load_config(folder / "experiment.yaml", [f"log.dir={folder}", *overrides])
+    return config_of(folder, SMALL, *overrides)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    done = {}
-
-    def compile_first(run):
-        key = run.config.mesh, run.config.replicas, run.config.migration.enabled
-        done[key] = done.get(key) or compile_programs(run)
-        return done[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (loop, describe):
-            patch.setattr(module, "compile_programs", compile_first)
-            patch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
+    with compiled_once():
         yield
 
 
