@@ -21,7 +21,6 @@ from moe_jax.schedule.pipelines.table import Table
 
 STAGES, EXPERT_RANKS = 2, 2  # ranks of a stage are neighbours
 _SENDS = 9  # there and back, that a send's time is the median of
-_SLOTS = ("F", "B", "FB")  # what a stage runs in a tick
 
 
 def seconds_of_send(mesh: Mesh, config: Config) -> float:
@@ -62,37 +61,35 @@ def _shifted(operations: Sequence[Operation], zero_s: float) -> list[Operation]:
 def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> dict[str, float]:
     """Which share of the time between the first stage's first pass and its last one stages run no pass, on average.
 
-    Measured; by the table, for slots as long as they are on average; and by the table for stages whose slots differ, as
-    the last one has the head, with sends. A pass is under way from the first of its operations in a tick to the last
-    one, whatever it waits for between.
+    Measured; by the table, for slots as long as they are on average; for each slot as long as it was; and with sends. A
+    pass is under way from the first of its operations in a tick to the last one, whatever it waits for between.
     """
     own_stage, ticks = (box.rank() or 0) // EXPERT_RANKS, _ticks(operations, len(table.ticks))
-    seconds: dict[str, list[float]] = {kind: [] for kind in _SLOTS}
-    spans = []
-    for slots, own in zip(table.ticks, ticks, strict=True):
-        kind = "".join(direction for direction, _ in slots[own_stage].tasks())
-        if kind:
-            passes = [each for each in own if each.task[:1] in set(kind)]
-            spans.append((min(each.start_s for each in passes), max(each.end_s for each in passes)))
-            seconds[kind].append(spans[-1][1] - spans[-1][0])
-    busy = sum(end - start for start, end in joined(spans))
-    means = [float(np.mean(seconds[kind])) if seconds[kind] else np.nan for kind in _SLOTS]
-    found = multihost_utils.process_allgather(np.array([busy, spans[-1][1] - spans[0][0], *means], np.float32))
-    of_stage = np.reshape(found, (STAGES, EXPERT_RANKS, 2 + len(_SLOTS))).mean(axis=1)
-    busy_s, whole_s, *slot_s = of_stage.T
     kinds = [["".join(direction for direction, _ in slot.tasks()) for slot in slots] for slots in table.ticks]
-    uneven_s = [
-        [float(slot_s[_SLOTS.index(kind)][s]) if kind else 0.0 for s, kind in enumerate(tick)] for tick in kinds
-    ]
-    forward_s, backward_s, *together_s = (float(np.nanmean(own)) for own in slot_s if not np.isnan(own).all())
-    return {
-        "measured": float(1 - busy_s.mean() / whole_s[0]),
-        "formula": bubble(table, forward_s, backward_s, together_s=next(iter(together_s), None)),
-        "formula_with_sends": uneven_bubble(table, uneven_s, send_s),
-        "forward_s": forward_s,
-        "backward_s": backward_s,
-        **({"together_s": together_s[0]} if together_s else {}),
+    spans = [_span(tick, kind[own_stage]) for tick, kind in zip(ticks, kinds, strict=True)]
+    ran = [span for span in spans if span]
+    busy_s = sum(end - start for start, end in joined(ran))
+    own = [busy_s, ran[-1][1] - ran[0][0], *(span[1] - span[0] if span else 0.0 for span in spans)]
+    found = multihost_utils.process_allgather(np.array(own, np.float32))
+    busy_S, whole_S, *slot_TS = np.reshape(found, (STAGES, EXPERT_RANKS, -1)).mean(axis=1).T
+    means = {
+        kind: float(np.mean([slot_TS[t][s] for t, tick in enumerate(kinds) for s in range(STAGES) if tick[s] == kind]))
+        for kind in sorted({kind for tick in kinds for kind in tick if kind})
     }
+    slot_s = [[float(seconds) for seconds in slot_S] for slot_S in slot_TS]
+    return {
+        "measured": float(1 - busy_S.mean() / whole_S[0]),
+        "formula": bubble(table, means["F"], means["B"], together_s=means.get("FB")),
+        "own_slots": uneven_bubble(table, slot_s),
+        "own_slots_and_sends": uneven_bubble(table, slot_s, send_s),
+        **{f"{kind}_s": seconds for kind, seconds in means.items()},
+    }
+
+
+def _span(tick: Sequence[Operation], kind: str) -> tuple[float, float] | None:
+    """Begin and end of a stage's passes in a tick."""
+    passes = [each for each in tick if each.task[:1] in set(kind)]
+    return (min(each.start_s for each in passes), max(each.end_s for each in passes)) if kind else None
 
 
 def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:
