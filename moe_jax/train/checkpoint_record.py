@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Record:
     config: Mapping[str, Any]  # of the run, all settings
     mesh: Mapping[str, int]
     versions: Mapping[str, str | None]
-    tuner: Mapping[str, Any] | None  # the search of settings under way
+    tuner: Mapping[str, Any] | None = None  # the search of settings under way
+    recent_losses: Sequence[tuple[int, float]] = ()  # of steps, by which the next ones are told to jump
 
     @property
     def slots(self) -> int | None:

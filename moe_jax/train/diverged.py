@@ -7,6 +7,7 @@ from moe_jax.train.bad_steps import BadSteps
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.first_bad import FILE_NAME, write_first_bad
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.progress import end_of_progress
 from moe_jax.train.setup import Run
 from moe_jax.train.step import State
 
@@ -29,6 +30,7 @@ def way_out(
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return GoBack(last.step)
+    end_of_progress()  # what is compiled now takes its time
     found = write_first_bad(run, state, last)
     if found["parameters"] and newest is not None:
         return DivergedError(
