@@ -19,7 +19,8 @@ from moe_jax.train.step import make_trainer
 from moe_jax.train.tokens import open_tokens
 from tests.small import small_config, tokens_of
 from tests.train.gradients import mesh_of
-from tests.train.test_resume import compiled_once, config_in, lines_of, losses_of
+from tests.train.test_resume import config_in, lines_of, losses_of
+from tests.train.whole_runs import compiled_once
 
 FAULTY, SOUND = True, False
 SHORT = ("train.steps=6", "train.bad_in_a_row=2", "checkpoint.every=2", "train.eval_every=0")
