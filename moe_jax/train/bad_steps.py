@@ -116,3 +116,8 @@ class BadSteps:
                 f"{len(losses)} (train.spike_factor={factor:g})"
             )
         self._losses.append((step, loss))
+
+
+def slower(config: Config) -> str:
+    """What helps a run that has diverged."""
+    return f"use an optimizer.learning_rate below {config.optimizer.learning_rate:g}, or more optimizer.warmup_steps"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.errors import DivergedError
-from moe_jax.train.bad_steps import BadSteps
+from moe_jax.train.bad_steps import BadSteps, slower
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.first_bad import FILE_NAME, write_first_bad
 from moe_jax.train.metrics import RunLog
@@ -38,11 +38,7 @@ def way_out(
             "delete it to go on from the one before"
         )
     again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
-    rate = run.config.optimizer.learning_rate
-    return DivergedError(
-        f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); use an optimizer.learning_rate below "
-        f"{rate:g}, or more optimizer.warmup_steps"
-    )
+    return DivergedError(f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {slower(run.config)}")
 
 
 def _where(found: dict[str, Any]) -> str:
