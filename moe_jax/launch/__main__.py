@@ -1,4 +1,4 @@
-"""`python -m moe_jax.launch --processes N …`: train with N processes on this machine, supervised.
+"""`python -m moe_jax.launch --processes N …`: train with N supervised processes, here or on each of several hosts.
 
 What is not a flag of the launcher goes to every process. Process 0 has the terminal; what the others write to stderr
 is passed on behind their rank. When one fails or hangs, all start again; when the launcher is told to stop, none stays
@@ -10,12 +10,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from moe_jax.errors import CommandParser, UserError, run_command
-from moe_jax.launch.supervisor import PORTS, Launch, supervise
-
-
-class LaunchError(UserError):
-    """Processes that cannot be started."""
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.launch.follower import follow
+from moe_jax.launch.hosts import add_arguments, hosts_from
+from moe_jax.launch.start import Launch, LaunchError
+from moe_jax.launch.supervisor import PORTS, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start")
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start, on each host")
     parser.add_argument("--port", type=int, metavar="P", help="where they meet on 127.0.0.1; None: a free one")
     parser.add_argument("--module", default="moe_jax.train", help="what each of them runs")
     parser.add_argument("--grace", type=float, default=10, metavar="SECONDS", help="left to end in")
@@ -41,27 +40,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--start-timeout", type=float, default=3600, metavar="SECONDS", help="the same, before the first new step"
     )
+    add_arguments(parser)
     arguments, command = parser.parse_known_args(argv)
-    _check(arguments)
+    hosts = hosts_from(arguments)
+    _check(arguments, hosts["hosts"])
     launch = Launch(
         module=arguments.module,
         command=command[1:] if command[:1] == ["--"] else command,
         processes=arguments.processes,
-        min_processes=arguments.min_processes or arguments.processes,
+        min_processes=arguments.min_processes or arguments.processes * hosts["min_hosts"],
         port=arguments.port,
         grace_s=arguments.grace,
         retries=arguments.retries,
         progress_timeout_s=arguments.progress_timeout,
         start_timeout_s=arguments.start_timeout,
+        **hosts,
     )
-    sys.exit(supervise(launch))
+    sys.exit(follow(launch) if launch.host else supervise(launch))
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, hosts: int) -> None:
     if arguments.processes < 1:
         raise LaunchError(f"--processes={arguments.processes} must be at least 1")
-    if arguments.min_processes is not None and not 1 <= arguments.min_processes <= arguments.processes:
-        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{arguments.processes} (--processes)")
+    count, of = arguments.processes * hosts, "--processes" if hosts == 1 else "--processes × --hosts"
+    if arguments.min_processes is not None and not 1 <= arguments.min_processes <= count:
+        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{count} ({of})")
     if arguments.port is not None and not 0 < arguments.port <= 2**16 - PORTS:
         raise LaunchError(f"--port={arguments.port} must be 1..{2**16 - PORTS}")
     if not arguments.grace >= 0:

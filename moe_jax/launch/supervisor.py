@@ -1,45 +1,29 @@
 """Workers of one run: started together, watched, ended together, and started again behind a failure.
 
 All workers that run at the same time are a generation. As soon as one of them fails or hangs the others are killed, for
-they could only wait for it; the next generation goes on from the newest checkpoint.
+they could only wait for it; the next generation goes on from the newest checkpoint. With several hosts, host 0 decides
+so for all of them, and the others follow (`follower.py`).
 """
 
-import os
 import queue
 import signal
 import socket
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED
+from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_TRY_AGAIN
+from moe_jax.launch.events import Events, put_stop_signals, signal_within
 from moe_jax.launch.places import Places
-from moe_jax.launch.watch import FINAL, LOOK_S, STOP_SIGNALS, Watch
-from moe_jax.launch.worker import Events, Worker
-from moe_jax.train.progress import PROGRAMS
+from moe_jax.launch.rendezvous import Rendezvous
+from moe_jax.launch.say import say
+from moe_jax.launch.start import Launch, Part, start, worker_environ
+from moe_jax.launch.watch import FINAL, Watch, Watched
+from moe_jax.train.address import join_address
 
-PORTS = 16  # from --port on: a generation may find the one before's still taken
+PORTS = 16  # that generations use in turn: one may find that of the one before still taken
 LONGEST_PAUSE_S = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What is started, and how patiently."""
-
-    module: str
-    command: Sequence[str]  # arguments of the module
-    processes: int
-    min_processes: int  # that may go on without the others
-    port: int | None  # None: a free one
-    grace_s: float
-    retries: int
-    progress_timeout_s: float
-    start_timeout_s: float
 
 
 class _Ended(NamedTuple):
@@ -53,69 +37,110 @@ class _Ended(NamedTuple):
 
 
 def supervise(launch: Launch) -> int:
-    """Run generations until one ends well, or has to end the run; the launcher's exit code.
+    """Run generations until one ends well, or has to end the run; the launcher's exit code. Raises LaunchError."""
+    events: Events = queue.SimpleQueue()
+    put_stop_signals(events)
+    with Rendezvous(launch, events) as others, worker_environ() as environ:
+        code = _run_generations(launch, others, environ, events)
+        others.end(code)
+    return code
 
-    They are tried again at most `retries` times until one gets further than all before it; then, if the same process
+
+def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, str], events: Events) -> int:
+    """They are tried again at most `retries` times until one gets further than all before it; then, if the same process
     failed each time, without that one.
     """
-    events: Events = queue.SimpleQueue()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda received, _: events.put((-1, received)))
-    places = Places(launch.processes, launch.min_processes)
+    places = Places(launch.hosts * launch.processes, launch.min_processes, launch.processes)
     tries, furthest = 0, -1
-    with tempfile.TemporaryDirectory(prefix="moe_jax_programs_") as programs:
-        environ = {PROGRAMS: programs, **os.environ}  # compiled once, not in each generation
-        environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # of another address than ours
-        for generation in count():
-            ended = _run_generation(launch, generation, places, environ, events)
-            if ended.reached > furthest:
-                tries, furthest = 0, ended.reached
-                places.refill()
-            if ended.failed is None:
-                _say(ended.told)
+    for generation in count():
+        code = _gather(launch, others, places, events)
+        if code is not None:
+            return code
+        ended = _run_generation(launch, generation, places, others, environ, events)
+        if ended.reached > furthest:
+            tries, furthest = 0, ended.reached
+            places.refill()
+        if ended.failed is None:
+            say(ended.told)
+            if ended.final:
                 return ended.code
-            places.blame(ended.failed)
-            no_mesh = ended.code == EXIT_BAD_INPUT and places.some_are_missing
-            gives_up = ended.final or tries == launch.retries
-            if (no_mesh or (gives_up and not ended.final)) and places.leave_out(no_mesh):
-                tries = 0
-                _say(f"{ended.told or 'no mesh'}: {len(places.used)} of {launch.processes} processes go on")
-                continue
-            if gives_up:
-                _say(f"{ended.told}; gave up after {tries} more tries" if tries and not ended.final else ended.told)
-                return ended.code
-            tries += 1
-            pause_s = min(LONGEST_PAUSE_S, 2 ** (tries - 2)) if tries > 1 else 0
-            _say(f"{ended.told}: all start again in {pause_s} s, try {tries} of {launch.retries}")
-            if stopped_by := _signal_within(pause_s, events):
-                _say(f"stopped by {signal.Signals(stopped_by).name}")
-                return 128 + stopped_by
+            continue
+        places.blame(ended.failed)
+        no_mesh = ended.code == EXIT_BAD_INPUT and places.some_are_missing
+        gives_up = ended.final or tries == launch.retries
+        if (no_mesh or (gives_up and not ended.final)) and places.leave_out(no_mesh):
+            tries = 0
+            say(f"{ended.told or 'no mesh'}: {len(places.used)} of {places.count} processes go on")
+            continue
+        if gives_up:
+            say(f"{ended.told}; gave up after {tries} more tries" if tries and not ended.final else ended.told)
+            return ended.code
+        tries += 1
+        pause_s = min(LONGEST_PAUSE_S, 2 ** (tries - 2)) if tries > 1 else 0
+        say(f"{ended.told}: all start again in {pause_s} s, try {tries} of {launch.retries}")
+        if stopped_by := signal_within(pause_s, events):
+            return _stopped(stopped_by)
     raise AssertionError("generations never run out")
 
 
 @contextmanager
-def reserved_port(wanted: int = 0) -> Iterator[int]:
-    """A port of 127.0.0.1, a free one if none is wanted, that nobody else is given before a worker listens there."""
-    with socket.socket() as held:
+def reserved_port(wanted: Sequence[int] = (0,), host: str = "127.0.0.1") -> Iterator[int]:
+    """The first of these ports that is free, which nobody else is given before a worker listens there; 0 is any."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the worker does
-        try:
-            held.bind(("127.0.0.1", wanted))
-        except OSError:  # process 0 tells it
-            yield wanted
-        else:
+        for port in wanted:
+            try:
+                held.bind((address[0], port))
+            except OSError:
+                continue
             yield int(held.getsockname()[1])
+            return
+        yield wanted[0]  # process 0 tells that it is taken
 
 
-def _run_generation(launch: Launch, generation: int, places: Places, environ: dict[str, str], events: Events) -> _Ended:
-    workers: list[Worker] = []
+def _gather(launch: Launch, others: Rendezvous, places: Places, events: Events) -> int | None:
+    """Use the hosts that are there, as soon as those are which were used before; the exit code if there are too few."""
+
+    def awaited() -> set[int]:
+        return others.missing() & places.hosts
+
+    if awaited():
+        who, where = ", ".join(map(str, sorted(awaited()))), join_address(*launch.rendezvous)
+        say(f"at {where}, waits for host {who}, at most {launch.host_timeout_s:g} s")
+        stopped_by = signal_within(launch.host_timeout_s, events, enough=lambda: not awaited())
+        if stopped_by:
+            return _stopped(stopped_by)
+    here = set(range(launch.hosts)) - others.missing()
+    if len(here) < launch.min_hosts:
+        say(f"{len(here)} of {launch.hosts} hosts came, and --min-hosts={launch.min_hosts}: gave up")
+        return EXIT_TRY_AGAIN
+    if here != places.hosts:
+        say(f"{len(here)} of {launch.hosts} hosts go on")
+        places.use_hosts(here)
+    return None
+
+
+def _run_generation(
+    launch: Launch,
+    generation: int,
+    places: Places,
+    others: Rendezvous,
+    environ: Mapping[str, str],
+    events: Events,
+) -> _Ended:
+    workers: list[Watched] = []
+    used = places.used
     try:
-        with reserved_port(launch.port + generation % PORTS if launch.port else 0) as port:
-            for rank in range(len(places.used)):
-                workers.append(_start(launch, places, rank, port, environ, events))
+        with _meeting(launch, generation, others, places.host(used[0])) as coordinator:
+            for rank, place in enumerate(used):
+                part, host = Part(rank, place, len(used), coordinator), places.host(place)
+                workers.append(others.start(host, part) if host else start(launch, part, environ, events))
             watch = Watch(
                 workers,
                 events,
+                missing=set(range(launch.hosts)) - places.hosts,
                 grace_s=launch.grace_s,
                 start_timeout_s=launch.start_timeout_s,
                 progress_timeout_s=launch.progress_timeout_s,
@@ -130,31 +155,30 @@ def _run_generation(launch: Launch, generation: int, places: Places, environ: di
     reached = max((worker.reached for worker in workers if worker.reached is not None), default=-1)
     if watch.failed is not None:
         code, rank = watch.failed.code, watch.failed.rank
-        told = "" if everywhere else f"rank {rank} {watch.how}"
-        return _Ended(code if code > 0 else 128 - code, told, places.used[rank], code in FINAL, reached)
+        where = f" on host {places.host(used[rank])}" if launch.hosts > 1 else ""
+        told = "" if everywhere else f"rank {rank}{where} {watch.how}"
+        return _Ended(code if code > 0 else 128 - code, told, used[rank], code in FINAL, reached)
+    if watch.newcomer is not None:
+        return _Ended(0, f"host {watch.newcomer} has come: all start again", final=False, reached=reached)
     if watch.stopped_by and any(worker.code for worker in workers):
         return _Ended(128 + watch.stopped_by, f"stopped by {signal.Signals(watch.stopped_by).name}")
     return _Ended(0)
 
 
-def _start(launch: Launch, places: Places, rank: int, port: int, environ: dict[str, str], events: Events) -> Worker:
-    meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(len(places.used))]
-    command = [*launch.command, *places.overrides(launch.command), *meeting, "--process-id", str(rank)]
-    on_gpus = {"JAX_LOCAL_DEVICE_IDS": str(places.used[rank]), **environ}  # one for each process
-    return Worker(rank, [sys.executable, "-m", launch.module, *command], on_gpus, events)
+@contextmanager
+def _meeting(launch: Launch, generation: int, others: Rendezvous, host: int) -> Iterator[str]:
+    """Where the processes of a generation meet, whose rank 0 is on this host, or on another one."""
+    first = launch.rendezvous[1] + 1 if launch.hosts > 1 else launch.port
+    ports = [first + (generation + i) % PORTS for i in range(PORTS)] if first else [0]
+    address = others.address(host)
+    if host:
+        yield join_address(address, ports[0])
+    else:
+        with reserved_port(ports, address) as port:
+            yield join_address(address, port)
 
 
-def _signal_within(seconds: float, events: Events) -> int:
-    """The signal that the launcher gets in that time, or 0."""
-    deadline = time.monotonic() + seconds
-    while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            return events.get(timeout=min(LOOK_S, left_s))[1]
-        except queue.Empty:
-            pass
-    return 0
-
-
-def _say(text: str) -> None:
-    if text:
-        print(f"launch: {text}", file=sys.stderr, flush=True)
+def _stopped(number: int) -> int:
+    """Tells it; the exit code."""
+    say(f"stopped by {signal.Signals(number).name}")
+    return 128 + number

@@ -3,50 +3,68 @@
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED
-from moe_jax.launch.worker import Events, Worker
+from moe_jax.launch.events import JOINED, LOOK_S, SIGNALLED, STOP_SIGNALS, Events
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINAL = {EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED}  # a mistake would be made again
-LOOK_S = 0.25  # between looks at what hangs
 _SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it twice
 
 
+class Watched(Protocol):
+    """A worker of this host or another one."""
+
+    rank: int
+    code: int
+    reached: int | None  # steps done
+
+    @property
+    def is_stopped(self) -> bool: ...
+    def send(self, number: signal.Signals) -> None: ...
+    def overdue(self, start_timeout_s: float, progress_timeout_s: float) -> str | None: ...
+    def finish(self, tell_errors: bool) -> None: ...
+    def how_it_ended(self) -> str: ...
+
+
 class Watch:
-    """Of one generation."""
+    """Of one generation; `missing` are hosts that have no part in it."""
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[Watched],
         events: Events,
         *,
+        missing: Collection[int],
         grace_s: float,
         start_timeout_s: float,
         progress_timeout_s: float,
     ) -> None:
-        self._workers, self._events = workers, events
+        self._workers, self._events, self._missing = workers, events, missing
         self._grace_s, self._limits_s = grace_s, (start_timeout_s, progress_timeout_s)
         self._running = set(workers)
         self._deadline = float("inf")  # for ending by themselves
         self._next_signal = signal.SIGTERM  # that those get which run at the deadline
         self._stopped_at = 0.0
         self.stopped_by = 0  # the signal that stopped the launcher
-        self.failed: Worker | None = None  # first
+        self.newcomer: int | None = None  # the host for which the generation was ended
+        self.failed: Watched | None = None  # first
         self.how = ""  # it failed
 
     def until_all_have_ended(self) -> None:
         while self._running:
-            try:  # not for ever: a signal that comes just before a wait does not end it
-                rank, value = self._events.get(timeout=LOOK_S)
+            try:
+                kind, value = self._events.get(timeout=LOOK_S)
             except queue.Empty:
                 self._look()
-            else:
-                if rank >= 0:
-                    self._has_ended(self._workers[rank], value)
-                else:
-                    self._is_told_to_stop(value)
+                continue
+            if kind >= 0:
+                self._has_ended(self._workers[kind], value)
+            elif kind == SIGNALLED:
+                self._is_told_to_stop(value)
+            elif kind == JOINED and value in self._missing:
+                self._makes_room(value)
 
     def _look(self) -> None:
         if time.monotonic() > self._deadline:
@@ -58,7 +76,7 @@ class Watch:
                 self.failed, self.how = worst, f"hangs ({hanging[worst]})"
                 self._end(signal.SIGKILL)
 
-    def _has_ended(self, worker: Worker, code: int) -> None:
+    def _has_ended(self, worker: Watched, code: int) -> None:
         self._running.remove(worker)
         worker.code = code
         if not code or self.failed is not None or self.stopped_by:
@@ -75,10 +93,18 @@ class Watch:
     def _is_told_to_stop(self, number: int) -> None:
         now = time.monotonic()
         if not self.stopped_by:
-            self.stopped_by, self._stopped_at = number, now
             self._end(signal.SIGTERM)
-        elif now - self._stopped_at > _SAME_SIGNAL_S:
-            self._end(signal.SIGKILL)
+        elif self.newcomer is None:
+            if now - self._stopped_at > _SAME_SIGNAL_S:
+                self._end(signal.SIGKILL)
+            return
+        self.newcomer, self.stopped_by, self._stopped_at = None, number, now
+
+    def _makes_room(self, host: int) -> None:
+        """End the generation as by a signal, so that the next one has that host, too."""
+        if self.failed is None and not self.stopped_by:
+            self._is_told_to_stop(signal.SIGTERM)
+            self.newcomer = host
 
     def _end(self, number: signal.Signals) -> None:
         for worker in self._running:

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 
+from moe_jax.launch.events import Events
 from moe_jax.train.progress import PIPE, STARTS
 
-Events = SimpleQueue[tuple[int, int]]  # (rank, exit code), or (-1, signal that the supervisor received)
+
+def how_it_ended(code: int) -> str:
+    """An exit code as `subprocess` has it, in words."""
+    return f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
 class Worker:
@@ -72,7 +75,7 @@ class Worker:
             self._print(line)
 
     def how_it_ended(self) -> str:
-        return f"with exit code {self.code}" if self.code > 0 else f"killed by {signal.Signals(-self.code).name}"
+        return how_it_ended(self.code)
 
     def _wait(self, events: Events) -> None:
         while True:

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from moe_jax.config_checks import nearest_multiples
 from moe_jax.errors import ConfigError, UserError
+from moe_jax.train.address import split_address
 
 T = TypeVar("T")
 
@@ -216,10 +217,10 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | No
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16):
+    found = split_address(text)
+    if found is None:
         raise ProcessError(f"--coordinator={text} must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476")
-    return host.strip("[]"), int(port)
+    return found
 
 
 def _check_free(bind: str) -> None:

@@ -1,0 +1,168 @@
+"""The supervisor of a host other than host 0: starts, watches and ends workers as host 0 says."""
+
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax.errors import EXIT_TRY_AGAIN
+from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, RefusedError, join
+from moe_jax.launch.events import SIGNALLED, TOLD, Events, put_stop_signals, signal_within
+from moe_jax.launch.rendezvous import card
+from moe_jax.launch.say import say
+from moe_jax.launch.start import TOKEN, Launch, LaunchError, Part, start, worker_environ
+from moe_jax.launch.worker import Worker
+from moe_jax.train.address import join_address, split_address
+
+_AGAIN_S = 0.5  # between calls of host 0
+
+
+def follow(launch: Launch) -> int:
+    """Be one of a run's hosts until host 0 ends the run, or is away for too long; the launcher's exit code.
+
+    Raises LaunchError if host 0 wants none of this one.
+    """
+    events: Events = queue.SimpleQueue()
+    put_stop_signals(events)
+    with worker_environ() as environ:
+        while True:
+            found = _join(launch, events)
+            if isinstance(found, int):
+                return found
+            say(f"host {launch.host} has joined")
+            code = _Membership(launch, found, environ, events).until_its_end()
+            if code is not None:
+                return code
+            say(f"host 0 is lost: its return is waited for, at most {launch.host_timeout_s:g} s")
+
+
+def _join(launch: Launch, events: Events) -> Channel | int:
+    """A channel to host 0, called until it answers; or the exit code, if that is not to be."""
+    where = join_address(*launch.rendezvous)
+    deadline = time.monotonic() + launch.host_timeout_s
+    while True:
+        try:
+            channel = Channel(socket.create_connection(launch.rendezvous, timeout=SILENCE_S))
+            try:
+                join(channel, launch.token, card(launch))
+                return channel
+            except BaseException:
+                channel.close()
+                raise
+        except RefusedError as error:
+            raise LaunchError(
+                f"--rendezvous={where} refuses host {launch.host} ({error}): "
+                f"give all hosts the same command, with a --host of their own, and the same {TOKEN}"
+            ) from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                say(f"host 0 does not take host {launch.host} in at {where} ({error.strerror or error}): gave up")
+                return EXIT_TRY_AGAIN
+        if stopped_by := signal_within(_AGAIN_S, events):
+            say(f"stopped by {signal.Signals(stopped_by).name}")
+            return 128 + stopped_by
+
+
+class _Membership:
+    """From joining until the run ends or host 0 is lost."""
+
+    def __init__(self, launch: Launch, channel: Channel, environ: Mapping[str, str], events: Events) -> None:
+        self._launch, self._channel, self._environ, self._events = launch, channel, environ, events
+        self._workers: dict[int, Worker] = {}  # of the generation, by rank
+        self._running: set[int] = set()
+        self._stopped_by = 0
+
+    def until_its_end(self) -> int | None:
+        """The exit code that the launcher is to have; None: host 0 is lost. No worker is left."""
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+        try:
+            return self._obey()
+        except LostError:
+            return 128 + self._stopped_by if self._stopped_by else None
+        finally:
+            self._channel.close()
+            reader.join()
+            self._end_all()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._events.put((TOLD, self._channel.receive()))
+        except LostError:
+            self._events.put((TOLD, None))
+
+    def _obey(self) -> int:
+        beat_at = 0.0
+        while True:
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT_S
+                self._channel.send("beat", running=[self._state(rank) for rank in self._running])
+            try:
+                kind, value = self._events.get(timeout=max(0, beat_at - time.monotonic()))
+            except queue.Empty:
+                continue
+            if kind >= 0:
+                self._has_ended(kind, value)
+            elif kind == SIGNALLED:
+                self._stopped_by = value
+                self._channel.send("signal", number=value)
+            elif value is None:
+                raise LostError
+            elif value["kind"] == "end":
+                return int(value["code"])
+            else:
+                self._do(value)
+
+    def _do(self, message: Message) -> None:
+        try:
+            match message["kind"]:
+                case "start":
+                    part = _part(self._launch, message)
+                    self._workers[part.rank] = start(self._launch, part, self._environ, self._events)
+                    self._running.add(part.rank)
+                case "signal":
+                    self._workers[message["rank"]].send(signal.Signals(message["number"]))
+                case "finish":
+                    self._workers.pop(message["rank"]).finish(bool(message["tell_errors"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise LostError(f"host 0 says what it should not: {error!r}") from None
+
+    def _has_ended(self, rank: int, code: int) -> None:
+        self._running.remove(rank)
+        worker = self._workers[rank]
+        self._channel.send("ended", rank=rank, code=code, reached=worker.reached)
+
+    def _state(self, rank: int) -> tuple[Any, ...]:
+        worker = self._workers[rank]
+        late = worker.overdue(self._launch.start_timeout_s, self._launch.progress_timeout_s)
+        return rank, worker.reached, late, worker.is_stopped
+
+    def _end_all(self) -> None:
+        """Kill what still runs, and forget what was told; only signals stay events."""
+        for worker in self._workers.values():
+            worker.send(signal.SIGKILL)
+        signals = []
+        while self._running or not self._events.empty():
+            kind, value = self._events.get()
+            self._running.discard(kind)
+            if kind == SIGNALLED:
+                signals.append(value)
+        for worker in self._workers.values():
+            worker.finish(tell_errors=True)
+        for value in signals:
+            self._events.put((SIGNALLED, value))
+
+
+def _part(launch: Launch, message: Message) -> Part:
+    """What host 0 wants started. Raises KeyError, TypeError or ValueError if that cannot be."""
+    rank, place, processes = (int(message[name]) for name in ("rank", "place", "processes"))
+    part = Part(rank, place, processes, str(message["coordinator"]))
+    own = range(launch.host * launch.processes, (launch.host + 1) * launch.processes)
+    fits = 0 <= part.rank < part.processes <= launch.hosts * launch.processes
+    if part.place not in own or not fits or split_address(part.coordinator) is None:
+        raise ValueError(part)
+    return part

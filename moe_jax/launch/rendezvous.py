@@ -1,0 +1,121 @@
+"""Where the supervisors of a run's hosts meet: a socket of host 0, at the address that was given."""
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from types import TracebackType
+
+from moe_jax.launch.channel import BEAT_S, Channel, LostError, Message, Objection, admit
+from moe_jax.launch.events import JOINED, Events
+from moe_jax.launch.remote import Host, RemoteWorker
+from moe_jax.launch.start import Launch, LaunchError, Part
+from moe_jax.train.address import join_address
+
+_LEAVING_S = 2  # that the others have to leave at the end
+
+
+def card(launch: Launch) -> Message:
+    """What a host says of itself to join: its number, and what its command must have in common with the others'."""
+    common = [launch.module, list(launch.command), launch.processes, launch.hosts]
+    return {"host": launch.host, "run": hashlib.sha256(json.dumps(common).encode()).hexdigest()}
+
+
+class Rendezvous:
+    """Host 0's side, a context; with one host nothing listens. Entering it raises LaunchError."""
+
+    def __init__(self, launch: Launch, events: Events) -> None:
+        self._launch, self._events = launch, events
+        self._hosts: dict[int, Host] = {}  # that have joined at some time, without this one
+        self._joining = threading.Lock()
+        self._server: socket.socket | None = None
+
+    def __enter__(self) -> "Rendezvous":
+        if self._launch.hosts > 1:
+            self._server = _open(*self._launch.rendezvous)
+            threading.Thread(target=self._serve, args=[self._server], daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._server is not None:
+            self._server.close()
+        for host in self._here():
+            host.close()
+
+    def missing(self) -> set[int]:
+        """Hosts that have not joined, or are lost."""
+        return set(range(1, self._launch.hosts)) - {host.number for host in self._here()}
+
+    def address(self, number: int) -> str:
+        """At which the others reach a host that has joined."""
+        return self._hosts[number].address if number else self._launch.rendezvous[0]
+
+    def start(self, number: int, part: Part) -> RemoteWorker:
+        """Let another host, which has joined, start a worker."""
+        return self._hosts[number].start(part)
+
+    def end(self, code: int) -> None:
+        """Let the supervisors of all other hosts end with this exit code."""
+        for host in self._here():
+            host.tell("end", code=code)
+        deadline = time.monotonic() + _LEAVING_S
+        while self._here() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _here(self) -> list[Host]:
+        return [host for host in list(self._hosts.values()) if not host.lost]
+
+    def _serve(self, server: socket.socket) -> None:
+        server.settimeout(BEAT_S)
+        beat_at = 0.0
+        while True:
+            try:
+                connection, _ = server.accept()
+                threading.Thread(target=self._meet, args=[connection], daemon=True).start()
+            except TimeoutError:
+                pass
+            except OSError:  # it is closed
+                return
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT_S
+                for host in self._here():
+                    host.tell("beat")
+
+    def _meet(self, connection: socket.socket) -> None:
+        """Admit a host, and hear it until it is lost."""
+        channel = Channel(connection)
+        try:
+            number = admit(channel, self._launch.token, self._objection)["host"]
+            host = Host(number, channel, self._events)
+        except (LostError, OSError):
+            channel.close()
+            return
+        with self._joining:
+            if number not in self.missing():  # two came at once
+                channel.close()
+                return
+            self._hosts[number] = host
+        self._events.put((JOINED, number))
+        host.listen()
+
+    def _objection(self, given: Message) -> Objection | None:
+        number = given.get("host")
+        if not (isinstance(number, int) and 0 < number < self._launch.hosts):
+            return Objection(f"there is no host {number} of {self._launch.hosts}")
+        if given.get("run") != card(self._launch)["run"]:
+            return Objection("it was started with another command")
+        if number not in self.missing():
+            return Objection(f"host {number} is there already", final=False)
+        return None
+
+
+def _open(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise LaunchError(
+            f"--rendezvous={join_address(host, port)} cannot be opened by host 0 ({error.strerror}): "
+            "name an address of its own and a free port"
+        ) from None

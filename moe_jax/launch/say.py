@@ -1,0 +1,9 @@
+"""What supervisors tell."""
+
+import sys
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    if text:
+        print(f"launch: {text}", file=sys.stderr, flush=True)
