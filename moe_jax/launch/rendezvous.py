@@ -115,7 +115,8 @@ def _open(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds what it tried
         raise LaunchError(
-            f"--rendezvous={join_address(host, port)} cannot be opened by host 0 ({error.strerror}): "
+            f"--rendezvous={join_address(host, port)} cannot be opened by host 0 ({reason}): "
             "name an address of its own and a free port"
         ) from None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_jax.launch.channel import _LONGEST, Channel, LostError, RefusedError, admit, join
+from moe_jax.launch.channel import _LONGEST, Channel, LostError, RefusedError, join
 from moe_jax.launch.events import JOINED, SIGNALLED, Events
 from moe_jax.launch.rendezvous import LaunchError, Rendezvous, card
 from moe_jax.launch.start import Launch, Part
