@@ -1,11 +1,7 @@
 """Two launchers on one machine that take it for two hosts: what one of them suffers, both overcome."""
 
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,59 +10,15 @@ import pytest
 
 from moe_jax.launch.start import TOKEN
 from tests.launch.test_launch import assert_all_end
+from tests.launched.two_hosts import Hosts
 
-ROOT = Path(__file__).parents[2]
 RUNS = "rank {} runs as "
-
-
-class Hosts:
-    """Their launchers, and what each has said on stderr since its start."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._folder = folder
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, host: int, *arguments: str) -> None:
-        flags = ["--processes=1", "--hosts=2", f"--host={host}", f"--rendezvous=127.0.0.1:{self.port}"]
-        command = [sys.executable, "-m", "moe_jax.launch", *flags, "--module=tests.launched.script", *arguments]
-        environ = {**os.environ, TOKEN: "a secret of the tests"}
-        if host in self.launchers:
-            self.launchers[host].wait(timeout=20)
-        with self.log(host).open("wb") as log:
-            self.launchers[host] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
-
-    def log(self, host: int) -> Path:
-        return self._folder / f"host{host}"
-
-    def said(self, host: int) -> str:
-        return self.log(host).read_text()
-
-    def launcher_said(self, host: int) -> list[str]:
-        return [line[8:] for line in self.said(host).splitlines() if line.startswith("launch: ")]
-
-    def wait_for(self, host: int, text: str, times: int = 1) -> None:
-        deadline = time.monotonic() + 20
-        while self.said(host).count(text) < times:
-            assert time.monotonic() < deadline, f"{text!r} is not in {self.said(0)!r} and {self.said(1)!r}"
-            time.sleep(0.02)
-
-    def ids(self, host: int) -> list[int]:
-        """Of the processes that told theirs, in their order."""
-        return [int(text) for text in re.findall(r"runs as (\d+)", self.said(host))]
-
-    def codes(self) -> list[int]:
-        return [self.launchers[host].wait(timeout=20) for host in (0, 1)]
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    hosts = Hosts(tmp_path)
-    yield hosts
-    for launcher in hosts.launchers.values():
-        launcher.kill()
-        launcher.wait()
+    with Hosts(tmp_path) as hosts:
+        yield hosts
 
 
 def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
@@ -132,7 +84,7 @@ def test_the_others_go_on_without_a_lost_host_and_take_it_in_again(hosts: Hosts)
     assert hosts.codes() == [0, 0]
     assert hosts.launcher_said(0)[1:] == [
         "rank 1 on host 1 failed first, lost with its host: all start again in 0 s, try 1 of 3",
-        f"at 127.0.0.1:{hosts.port}, waits for host 1, at most 2 s",
+        f"at {hosts.address}, waits for host 1, at most 2 s",
         "1 of 2 hosts go on",
         "host 1 has come: all start again",
         "2 of 2 hosts go on",
@@ -168,12 +120,12 @@ def test_bad_input_of_every_host_is_told_once_and_another_command_is_refused(hos
     hosts.start(1, "bad-input", "of-another-kind")
     assert hosts.launchers[1].wait(timeout=20) == 2
     assert hosts.said(1) == (
-        f"error: --rendezvous=127.0.0.1:{hosts.port} refuses host 1 (it was started with another command): "
+        f"error: --rendezvous={hosts.address} refuses host 1 (it was started with another command): "
         f"give all hosts the same command, with a --host of their own, and the same {TOKEN}\n"
     )
     hosts.start(1, "bad-input")
     assert hosts.codes() == [2, 2]
-    assert hosts.launcher_said(0) == [f"at 127.0.0.1:{hosts.port}, waits for host 1, at most 600 s"]
+    assert hosts.launcher_said(0) == [f"at {hosts.address}, waits for host 1, at most 600 s"]
     assert [hosts.said(host).count("error: ") for host in (0, 1)] == [1, 0]
 
 
@@ -183,6 +135,6 @@ def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> No
     assert hosts.launchers[host].wait(timeout=20) == 75
     said = (
         "1 of 2 hosts came, and --min-hosts=2: gave up",
-        f"host 0 does not take host 1 in at 127.0.0.1:{hosts.port} (Connection refused): gave up",
+        f"host 0 does not take host 1 in at {hosts.address} (Connection refused): gave up",
     )
     assert hosts.launcher_said(host)[-1] == said[host]

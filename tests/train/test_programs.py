@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
+from moe_jax.errors import ConfigError
 from moe_jax.train.programs import compiled
 from moe_jax.train.progress import PROGRAMS
 
@@ -31,6 +32,10 @@ def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkey
     lowered = step.lower({"weight": on_mesh()}, on_mesh())
     first = compiled(lowered)({"weight": on_mesh()}, on_mesh())
     assert len(list(tmp_path.iterdir())) == 1
+    tmp_path.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"can be written to by others.*: use a folder of your own, with chmod 700$"):
+        compiled(lowered)
+    tmp_path.chmod(0o700)
 
     def compile_again(*_: object) -> None:
         pytest.fail("compiled twice")

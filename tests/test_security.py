@@ -1,0 +1,196 @@
+"""What others can do to a run: what they may make it load, name and run, and where it listens."""
+
+import ast
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tensorstore
+
+from moe_jax.config_files import load_config
+from moe_jax.errors import ConfigError
+from moe_jax.train.checkpoint_files import DamagedError, check_files, newest_checkpoint
+from moe_jax.train.checkpoint_record import Record
+from tests.launched.two_hosts import Hosts
+from tests.train.test_resume import config_in, losses_of
+
+ROOT = Path(__file__).parents[1]
+UNPICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+ARCHIVES = {"tarfile", "zipfile"}
+RUNNING = {"eval", "exec", "compile", "__import__", "import_module", "run_path", "run_module", "exec_module"}
+RUNNING |= {"os.system", "os.popen", "os.execv", "os.execvp", "deserialize_and_load", "unpack_archive"}
+LOADING = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "np.load", "numpy.load"}
+# What is left, and why it may be there.
+ALLOWED = {
+    ("moe_jax/models/named.py", "import_module"),  # parts that three settings name
+    ("moe_jax/train/tokenizer.py", "import_module"),  # of the extra `text`
+    ("moe_jax/train/programs.py", "deserialize_and_load"),  # from a folder of one's own
+}
+
+
+@cache
+def tree(file: Path) -> ast.AST:
+    return ast.parse(file.read_bytes())
+
+
+def uses(program: ast.AST) -> Iterator[str]:
+    """What a program has that runs, unpickles or unpacks what it is given."""
+    for node in ast.walk(program):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            packages = {name.partition(".")[0] for name in [*names, getattr(node, "module", None) or ""]}
+            yield from packages & (UNPICKLING | ARCHIVES)
+        if isinstance(node, ast.Call):
+            target, last = _dotted(node.func)
+            if target in RUNNING | LOADING or last in RUNNING - {"compile", "eval"}:
+                yield last
+            if any(keyword.arg == "shell" for keyword in node.keywords):
+                yield "shell"
+
+
+def _dotted(called: ast.expr) -> tuple[str, str]:
+    """The last two names of what is called, and the last."""
+    if isinstance(called, ast.Attribute):
+        before = f"{called.value.id}." if isinstance(called.value, ast.Name) else "…."
+        return before + called.attr, called.attr
+    name = called.id if isinstance(called, ast.Name) else "…"
+    return name, name
+
+
+def test_nothing_is_unpickled_unpacked_or_run_but_where_it_is_meant() -> None:
+    files = [file for folder in ("moe_jax", "scripts", "profiling") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 300
+    found = {(str(file.relative_to(ROOT)), use) for file in files for use in uses(tree(file))}
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("line", "use"),
+    [
+        ("from pickle import loads", "pickle"),
+        ("import os, shelve", "shelve"),
+        ("eval(text)", "eval"),
+        ("importlib.import_module(name)", "import_module"),
+        ("yaml.load(text, yaml.Loader)", "load"),
+        ("np.load(path, allow_pickle=True)", "load"),
+        ("subprocess.run(text, shell=True)", "shell"),
+    ],
+)
+def test_the_search_finds(line: str, use: str) -> None:
+    assert list(uses(ast.parse(line))) == [use]
+    assert not list(uses(ast.parse("lowered.compile(); yaml.dump(x); re.findall(x, y); jax.eval_shape(f)")))
+
+
+def test_three_settings_name_code_and_no_other_does() -> None:
+    nodes = [node for file in (ROOT / "moe_jax").rglob("*.py") for node in ast.walk(tree(file))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    named = [ast.unparse(call.args[0]) for call in calls if call.func.id == "named"]
+    assert sorted(named) == ["'model.moe.gate'", "'model.moe.hooks'", "'model.moe.order'"]
+
+
+@pytest.mark.parametrize("tag", ["python/object/apply:os.system", "python/name:os.system", "python/module:os"])
+def test_a_config_makes_no_python_objects(tag: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"train: !!{tag} ['touch {tmp_path}/there']\n")
+    with pytest.raises(ConfigError, match=r"could not determine a constructor for the tag .* at line 1, column 8$"):
+        load_config(file)
+    assert not (tmp_path / "there").exists()
+
+
+def crc32c(content: bytes) -> bytes:
+    """Castagnoli's, as it ends a manifest."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return (crc ^ 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def test_a_checkpoint_whose_index_names_a_file_outside_is_damaged(tmp_path: Path) -> None:
+    """The file is there, and holds what it should."""
+    checkpoint = tmp_path / "checkpoints" / "5"
+    state = checkpoint / "state"
+    state.mkdir(parents=True)
+    plain = {"compression": None, "max_inline_value_bytes": 0}
+    base = {"driver": "file", "path": f"{state}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base, "config": plain}).result()
+    store.write("array", b"its numbers").result()
+    (checkpoint / "_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 1}')
+    (state / "_METADATA").write_text("{}")
+    (checkpoint / "record").mkdir()
+    record = Record(step=5, leaves={}, data={}, config={}, mesh={}, versions={}, tuner=None)
+    (checkpoint / "record" / "metadata").write_text(json.dumps(record.to_json()))
+    assert newest_checkpoint(tmp_path) == 5, "whole as yet"
+
+    (file,) = (state / "d").iterdir()
+    outside = "../" + "x" * (len(file.name) - 1)  # as long as the name in the index
+    file.rename(state / outside)
+    manifest = (state / "manifest.ocdbt").read_bytes()[:-4].replace(f"d/{file.name}".encode(), outside.encode())
+    (state / "manifest.ocdbt").write_bytes(manifest + crc32c(manifest))
+    assert (
+        outside
+        in tensorstore.ocdbt.dump(tensorstore.KvStore.open(base).result()).result()["versions"][-1]["root"]["location"]
+    )
+    with pytest.raises(DamagedError):
+        check_files(tmp_path, 5)
+
+
+def test_a_checkpoint_of_another_name_is_none(tmp_path: Path) -> None:
+    for name in ("..5", "5..", "+5", "0x5", "-1", "٥"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def listening(process: int) -> set[str]:
+    """Addresses at which a process listens."""
+    try:
+        links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+    except OSError:  # it has ended
+        return set()
+    inodes = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, address))
+    return found
+
+
+def test_a_launched_run_listens_at_the_address_given_and_at_that_of_its_hosts_name_only(tmp_path: Path) -> None:
+    """Two launchers at 127.0.0.2. Gloo and collectives in the background listen at the address of the host's name."""
+    config_in(tmp_path)
+    training = ["--config", str(tmp_path / "experiment.yaml"), f"log.dir={tmp_path}"]
+    training += ["mesh.cpu_devices=2", "mesh.expert=2", "exchange.algorithm=background", "train.steps=10000"]
+    with Hosts(tmp_path, "moe_jax.train", address="127.0.0.2") as hosts:
+        for host in (0, 1):
+            hosts.start(host, *training)
+        found: dict[int, set[str]] = {}
+        deadline = time.monotonic() + 120
+        while len(losses_of(tmp_path)) < 3:
+            assert time.monotonic() < deadline, hosts.said(0)
+            for host in (0, 1):
+                for process in [launcher := hosts.launchers[host].pid, *children(launcher)]:
+                    found[process] = found.get(process, set()) | listening(process)
+            time.sleep(0.1)
+        hosts.launchers[0].terminate()
+        assert hosts.codes() == [0, 0], hosts.said(0)
+    own = socket.gethostbyname(socket.gethostname())
+    assert found[hosts.launchers[0].pid] == {"127.0.0.2"}
+    assert found[hosts.launchers[1].pid] == set()
+    assert set().union(*found.values()) == {"127.0.0.2", own}
+
+
+def children(process: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
+    return [int(text) for text in listed.stdout.split()]
