@@ -163,7 +163,7 @@ def listening(process: int) -> set[str]:
             if state == "0A" and inode in inodes:
                 words = bytes.fromhex(local.partition(":")[0])
                 address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.add(socket.inet_ntop(family, address))
+                found.add(socket.inet_ntop(family, address).removeprefix("::ffff:"))  # IPv4 in IPv6
     return found
 
 
@@ -171,12 +171,18 @@ def test_a_launched_run_listens_at_the_address_given_and_at_that_of_its_hosts_na
     """Two launchers at 127.0.0.2. Gloo and collectives in the background listen at the address of the host's name."""
     config_in(tmp_path)
     training = ["--config", str(tmp_path / "experiment.yaml"), f"log.dir={tmp_path}"]
-    training += ["mesh.cpu_devices=2", "mesh.expert=2", "exchange.algorithm=background", "train.steps=10000"]
+    training += [
+        "mesh.cpu_devices=2",
+        "mesh.expert=2",
+        "exchange.algorithm=background",
+        "train.steps=10000",
+        "--grace=60",
+    ]
     with Hosts(tmp_path, "moe_jax.train", address="127.0.0.2") as hosts:
         for host in (0, 1):
             hosts.start(host, *training)
         found: dict[int, set[str]] = {}
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while len(losses_of(tmp_path)) < 3:
             assert time.monotonic() < deadline, hosts.said(0)
             for host in (0, 1):

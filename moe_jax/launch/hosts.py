@@ -33,9 +33,9 @@ def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
         if tasks not in (1, hosts):
             raise LaunchError(
                 f"srun started {tasks} tasks on {hosts} nodes: start one launcher on each, with srun "
-                f"--ntasks-per-node=1, and --processes of each node"
+                "--ntasks-per-node=1, and --processes for those of a node"
             )
-        hosts, host = tasks, node if host is None and tasks > 1 else host
+        hosts, host = tasks, node if tasks > 1 and host is None else host
     hosts = 1 if hosts is None else hosts
     if hosts < 1:
         raise LaunchError(f"--hosts={hosts} must be at least 1")

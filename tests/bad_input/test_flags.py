@@ -39,7 +39,45 @@ LAUNCHED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), cases(LAUNCHED))
+TWO_HOSTS = "launch --processes 2 --hosts 2"
+ON_SEVERAL_HOSTS = [
+    ("launch: no hosts", "launch --processes 2 --hosts 0", "--hosts=0 must be at least 1"),
+    ("launch: which host", TWO_HOSTS, "--hosts=2 also needs --host, this one's number in 0..1"),
+    ("launch: no such host", f"{TWO_HOSTS} --host 2", "--host=2 must be 0..1 with --hosts=2"),
+    ("launch: more than all hosts", f"{TWO_HOSTS} --host 1 --min-hosts 3", "--min-hosts=3 must be 1..2 (--hosts)"),
+    (
+        "launch: no time for hosts",
+        f"{TWO_HOSTS} --host 1 --host-timeout 0",
+        "--host-timeout=0 must be above 0 seconds",
+    ),
+    (
+        "launch: hosts that meet nowhere",
+        f"{TWO_HOSTS} --host 1",
+        "--hosts=2 also needs --rendezvous, an address of host 0 and a port, e.g. 10.0.0.1:8475",
+    ),
+    *(
+        (
+            f"launch: hosts that meet at {address}",
+            f"{TWO_HOSTS} --host 1 --rendezvous {address}",
+            f"--rendezvous={address} must be HOST:PORT with a port in 1..65519, e.g. 10.0.0.1:8475",
+        )
+        for address in ("10.0.0.1", "10.0.0.1:65520")
+    ),
+    (
+        "launch: a port of one host",
+        f"{TWO_HOSTS} --host 1 --rendezvous h:8475 --port 4242",
+        "--port=4242 is for one host: with --hosts=2, processes meet on the 16 ports behind that of --rendezvous",
+    ),
+    (
+        "launch: hosts without a secret",
+        f"{TWO_HOSTS} --host 1 --rendezvous h:8475",
+        "MOE_JAX_TOKEN has 0 characters and needs 16: set it to the same secret on all hosts, made once by "
+        "python -c 'import secrets; print(secrets.token_hex())'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), cases(LAUNCHED + ON_SEVERAL_HOSTS))
 def test_processes_that_cannot_be_launched(line: str, message: str, assert_refused: Refusal) -> None:
     assert_refused(line, message)
 

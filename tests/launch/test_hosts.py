@@ -1,5 +1,6 @@
 """Two launchers on one machine that take it for two hosts: what one of them suffers, both overcome."""
 
+import argparse
 import os
 import signal
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.launch.start import TOKEN
+from moe_jax.launch.hosts import add_arguments, hosts_from
+from moe_jax.launch.start import TOKEN, LaunchError
 from tests.launch.test_launch import assert_all_end
 from tests.launched.two_hosts import Hosts
 
@@ -138,3 +140,34 @@ def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> No
         f"host 0 does not take host 1 in at {hosts.address} (Connection refused): gave up",
     )
     assert hosts.launcher_said(host)[-1] == said[host]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "expected"),
+    [
+        ({}, (1, 0)),
+        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}, (2, 1)),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}, (1, 0)),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, (1, 0)),  # sbatch's own shell
+    ],
+)
+def test_slurm_says_which_hosts_there_are(slurm: dict[str, str], expected: tuple[int, int]) -> None:
+    found = hosts_from(parse("--rendezvous=n0:8475"), {TOKEN: "a secret of the tests", **slurm})
+    assert (found["hosts"], found["host"]) == expected
+    assert hosts_from(parse("--hosts=1"), slurm)["hosts"] == 1, "the command line wins"
+
+
+def test_several_launchers_on_a_slurm_node_are_refused() -> None:
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "1"}
+    with pytest.raises(LaunchError) as refusal:
+        hosts_from(parse(), slurm)
+    assert str(refusal.value) == (
+        "srun started 16 tasks on 2 nodes: start one launcher on each, with srun --ntasks-per-node=1, and --processes "
+        "for those of a node"
+    )
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--host-timeout=1", *flags], argparse.Namespace(port=None))
