@@ -127,7 +127,8 @@ class _Membership:
                 case "signal":
                     self._workers[message["rank"]].send(signal.Signals(message["number"]))
                 case "finish":
-                    self._workers.pop(message["rank"]).finish(bool(message["tell_errors"]))
+                    worker = self._workers.pop(message["rank"])
+                    threading.Thread(target=worker.finish, args=[bool(message["tell_errors"])]).start()  # it may wait
         except (KeyError, TypeError, ValueError) as error:
             raise LostError(f"host 0 says what it should not: {error!r}") from None
 

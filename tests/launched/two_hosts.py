@@ -40,7 +40,7 @@ class Hosts:
             self.launchers[host] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
     def log(self, host: int) -> Path:
-        return self._folder / f"host{host}"
+        return self._folder / ("output" if host == 0 else f"output{host}")
 
     def said(self, host: int) -> str:
         return self.log(host).read_text()
@@ -48,8 +48,8 @@ class Hosts:
     def launcher_said(self, host: int) -> list[str]:
         return [line[8:] for line in self.said(host).splitlines() if line.startswith("launch: ")]
 
-    def wait_for(self, host: int, text: str, times: int = 1) -> None:
-        deadline = time.monotonic() + 20
+    def wait_for(self, host: int, text: str, times: int = 1, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
         while self.said(host).count(text) < times:
             assert time.monotonic() < deadline, f"{text!r} is not in {self.said(0)!r} and {self.said(1)!r}"
             time.sleep(0.02)
@@ -58,5 +58,5 @@ class Hosts:
         """Of the processes that told theirs, in their order."""
         return [int(text) for text in re.findall(r"runs as (\d+)", self.said(host))]
 
-    def codes(self) -> list[int]:
-        return [self.launchers[host].wait(timeout=20) for host in (0, 1)]
+    def codes(self, seconds: float = 20) -> list[int]:
+        return [self.launchers[host].wait(timeout=seconds) for host in (0, 1)]

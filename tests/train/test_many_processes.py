@@ -11,6 +11,7 @@ import pytest
 
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.loop import train
+from tests.launched.two_hosts import Hosts
 from tests.train.test_resume import config_in, lines_of, losses_of, started, wait_until
 from tests.train.whole_runs import compiled_once
 
@@ -114,6 +115,32 @@ def test_a_killed_process_is_started_again_with_the_others_and_nothing_changes(e
     assert before == {step: losses[step] for step in before}
     assert_equal(losses, {step: expected[step] for step in range(1, 61)})
     assert len(lines_of(tmp_path, last=60)) == 60 + 1, "each step recorded once, and a validation"
+
+
+def test_a_host_that_is_lost_and_returns_changes_nothing(expected, tmp_path):
+    """Two launchers; one is killed with its process, and started again. Steps are done twice, bit for bit."""
+    config_in(tmp_path)
+    training = ["--grace=60", "--config", str(tmp_path / "experiment.yaml"), f"log.dir={tmp_path}", *SETTINGS]
+    training += ["train.steps=30", "checkpoint.every=10"]
+    with Hosts(tmp_path, "moe_jax.train") as hosts:
+        for host in (0, 1):
+            hosts.start(host, *training)
+        first = hosts.launchers[0]
+        wait_until(lambda: newest_checkpoint(tmp_path) and 13 in losses_of(tmp_path), tmp_path, first)
+        ((rank_1, _),) = children(hosts.launchers[1])
+        hosts.launchers[1].kill()
+        os.kill(rank_1, signal.SIGKILL)
+        before = losses_of(tmp_path)
+        hosts.start(1, *training)
+        assert hosts.codes(seconds=300) == [0, 0], hosts.said(0)
+        said = hosts.said(0)
+    assert re.search(
+        "^launch: rank 1 on host 1 failed first, .*: all start again in 0 s, try 1 of 3$", said, re.MULTILINE
+    )
+    assert re.search("^going on from step [12]0$", said, re.MULTILINE)
+    losses = losses_of(tmp_path)
+    assert before == {step: losses[step] for step in before}
+    assert_equal(losses, {step: expected[step] for step in range(1, 31)})
 
 
 def children(process: subprocess.Popen) -> list[tuple[int, str]]:
