@@ -122,7 +122,16 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # or what stands in damaged folders would be read
         )
-        return ocp.CheckpointManager((self._run / FOLDER).absolute(), options=options)
+        return _Manager((self._run / FOLDER).absolute(), options=options)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Not told that a run is to end, for then orbax subtracts a checkpoint's time from now, and fails where it has not
+    read that time (`lightweight_initialize`).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 @contextmanager

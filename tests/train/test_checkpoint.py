@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.errors import CheckpointError
@@ -165,3 +166,16 @@ def test_a_save_that_fails_is_told_and_the_next_one_tried(tmp_path: Path, capfd:
     ):
         save(checkpoints, 5, 4000)
     assert newest_checkpoint(tmp_path) == 4
+
+
+def test_a_resumed_run_of_many_processes_saves_when_it_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the step that they agree on, behind a checkpoint of the run before."""
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: True)
+    log = RunLog(tmp_path, start_step=0, total_steps=9, tokens_per_step=1, tensorboard=False, quiet=True)
+    about, digests = {"config": {}, "mesh": {}, "versions": {}}, digest_program(damaged.state_of(0))
+    for step in (1, 2):
+        with Checkpoints(tmp_path, 2, log, digests, about) as checkpoints:
+            checkpoints.save(step, damaged.state_of(step), data={})
+    assert newest_checkpoint(tmp_path) == 2
