@@ -22,6 +22,7 @@ from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
+from moe_jax.train.safety import Safety
 from moe_jax.train.setup import Programs, Run, about, compile_programs, open_run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
@@ -53,14 +54,20 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     run, restored = restore_newest(config, run)
     _say(table(describe(run)))
     peak = matrix_flops_per_s(config.train.compute_dtype)
+    safety = Safety(run, restored)
     programs = compile_programs(run)
     write_start(run)
     last, step = config.train.steps, run.first_step
-    with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints, ends_with_its_peers():
+    with (
+        _open_log(run) as log,
+        safety.begun(log, programs.digests),
+        _open_checkpoints(run, programs, log) as checkpoints,
+        ends_with_its_peers(),
+    ):
         if restored:
             state = restored.state
             run.batches.set_state(restored.record.data)
-            _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
+            _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
         else:
             state = programs.init.result()()
         if failed_at:
@@ -70,6 +77,27 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
         evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
         bad_steps = meter.bad_steps
+
+        def keep_safe(step: int) -> None:
+            if safety.due(step):
+                with meter.paused(recorded=False):
+                    if bad_steps.may_save(step):
+                        position, recorded = run.batches.get_state(), meter.records(step)
+                        safety.keep(step, state, data=position, tuner=tuning.under_way, is_recorded=recorded)
+
+        def behind(step: int, is_validated: bool = False) -> None:
+            """What is due behind a step."""
+            if _is_due(step, config.train.eval_every, last) and not is_validated:
+                with meter.paused():
+                    meter.validated(step, _validate(evaluate.result(), state, run))
+            if _is_due(step, config.checkpoint.every, last):
+                with meter.paused():
+                    if bad_steps.may_save(step):
+                        checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+
+        keep_safe(step)
+        if restored and restored.run_id:  # copies are made before
+            behind(step, restored.is_validated)
         while step < last and not stop.reached(step) and not bad_steps.too_many:
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh)
             step += 1
@@ -85,13 +113,8 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             tell_progress(step - 1)
             tuning.step_started(step)
             state = migration.after(step, state)
-            if _is_due(step, config.train.eval_every, last):
-                with meter.paused():
-                    meter.validated(step, _validate(evaluate.result(), state, run))
-            if _is_due(step, config.checkpoint.every, last):
-                with meter.paused():
-                    if bad_steps.may_save(step):
-                        checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+            keep_safe(step)
+            behind(step)
         meter.finish(stopping=True)
         if bad_steps.too_many:
             raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
@@ -103,6 +126,10 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     if step < last:
         _say(f"stopped after step {step}: the same command goes on from there")
     return state
+
+
+def _going_on(step: int, told: str) -> str:
+    return f"going on from step {step}: {told}" if told else f"going on from step {step}"
 
 
 _ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"

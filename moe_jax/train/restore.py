@@ -18,6 +18,7 @@ from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.quarantine import quarantine
+from moe_jax.train.safety_restore import Safe, newest_safe
 from moe_jax.train.same_run import check_same_model
 from moe_jax.train.setup import Run, open_run
 from moe_jax.train.step import State
@@ -30,14 +31,39 @@ class Restored(NamedTuple):
 
     state: State
     record: Record
+    told: str = ""  # where it is from, if there was a choice
+    files: frozenset[Path] = frozenset()  # of this node's safety copies that it was made of
+    run_id: int = 0  # of safety copies; 0: it is from a checkpoint
+    is_validated: bool = True  # if it had to be
 
 
 def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
-    """The state of a run's newest checkpoint, if it has one; the run is another if it has to go on before that.
+    """The state of a run's newest safety copies or checkpoint, if it has any; the run is another if it goes on
+    elsewhere than at its newest checkpoint.
 
     All processes call it. Raises CheckpointError if there are checkpoints and none is whole, or if one is of another
     model; then none is moved.
     """
+    safe = newest_safe(config, run)
+    if isinstance(safe, Safe):
+        found = Restored(
+            safe.state,
+            safe.record,
+            told=safe.told,
+            files=safe.files,
+            run_id=safe.run_id,
+            is_validated=safe.is_validated,
+        )
+        return open_run(config, run.damaged, safe.record.step), found
+    run, restored = _newest_checkpoint(config, run)
+    if restored:
+        return run, restored._replace(told=f"from the checkpoint, as {safe}" if safe else "")
+    if safe and is_main_process():
+        print(f"beginning at step 0, as {safe}", flush=True)
+    return run, None
+
+
+def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
     damaged = dict(run.damaged)
     while run.first_step:
         try:
