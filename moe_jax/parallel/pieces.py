@@ -11,19 +11,22 @@ from jax.stages import Wrapped
 
 from moe_jax.parallel.sharding import REPLICATED
 
+Pairs = Sequence[tuple[int, int]]
 
-def send_pieces(sharding: NamedSharding, pairs: Sequence[tuple[int, int]]) -> Wrapped:
-    """A program that sends what the first device of each pair holds of an array to the second, as what that holds.
 
-    Devices are numbered along the mesh. What no pair names as second gets zeros.
+def send_pieces(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> Wrapped:
+    """A program that sends pieces of arrays: what the first device of a pair holds becomes what the second one does.
+
+    Devices are numbered along the mesh. Those that are not second in any of an array's pairs get zeros.
     """
-    mesh, spec = sharding.mesh, sharding.spec
+    specs = [sharding.spec for sharding in shardings]
 
-    def send(x: jax.Array) -> jax.Array:
+    def send(arrays: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("send_pieces"):
-            return jax.lax.ppermute(x, mesh.axis_names, pairs)
+            return [jax.lax.ppermute(x, mesh.axis_names, of_x) for x, of_x in zip(arrays, pairs, strict=True)]
 
-    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    mesh = shardings[0].mesh
+    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
 def sum_words(mesh: Mesh) -> Wrapped:

@@ -32,6 +32,8 @@ from moe_jax.train.safety_plan import SafetyPlan
 from moe_jax.train.safety_restore import RUN_ID
 from moe_jax.train.setup import Run, about
 
+Arrays = tuple[int, ...]  # their numbers among the state's
+
 
 class Safety:
     """Makes the copies of a run, if it has any. Making it takes their memory: raises ConfigError if there is none left.
@@ -104,18 +106,17 @@ class Safety:
             self._log.write({"step": step, "safety_s": took_s})
 
     def _write(self, state: Any) -> OSError | None:
-        """All pieces, one array after another, so that the devices need no more than one of them in addition."""
+        """All pieces, a few arrays at a time: the devices need no more than the largest array takes in addition."""
         assert self._plan is not None
-        problem = None
-        devices = list(self._run.trainer.mesh.devices.flat)
-        own, received = (_by_array(kept) for kept in (self._plan.own, self._plan.received))
+        problem, arrays = None, jax.tree.leaves(state)
         try:
             self._files.begin()
         except OSError as error:
             problem = error
-        for number, array in enumerate(jax.tree.leaves(state)):
-            sent = self._programs[number].result()(array) if number in self._programs else None
-            pieces = _on(devices, array, own.get(number, [])) | _on(devices, sent, received.get(number, []))
+        for group in self._plan.layout.groups:
+            sent = self._sent(group, arrays)
+            pieces = self._pieces(self._plan.own, {number: arrays[number] for number in group})
+            pieces |= self._pieces(self._plan.received, sent)
             if problem is None:  # others need what is sent
                 try:
                     self._files.write(pieces)
@@ -123,6 +124,23 @@ class Safety:
                     problem = error
             jax.block_until_ready(sent)
         return problem
+
+    def _sent(self, group: Arrays, arrays: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        """What the devices get of other nodes', by the numbers of the arrays."""
+        if group not in self._programs:
+            return {}
+        numbers, program = self._programs[group]
+        return dict(zip(numbers, program.result()([arrays[number] for number in numbers]), strict=True))
+
+    def _pieces(self, kept: Iterable[Kept], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+        """Of these arrays, by their names, as they lie on the devices of this process."""
+        devices = list(self._run.trainer.mesh.devices.flat)
+        shards = {n: {shard.device: shard.data for shard in x.addressable_shards} for n, x in arrays.items()}
+        return {
+            each.piece.name: shards[each.piece.array][devices[each.device]]
+            for each in kept
+            if each.piece.array in shards
+        }
 
     def _tell_failure(self, step: int, problem: OSError | None) -> None:
         if not self._failed:
@@ -153,29 +171,13 @@ def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFil
     return files
 
 
-def _programs(plan: SafetyPlan, shapes: Any) -> dict[int, Future[Compiled]]:
-    """By the number of an array of which pieces are sent; arrays that are cut alike share one."""
-    pool, found, alike = ThreadPoolExecutor(max_workers=1), dict[int, Future[Compiled]](), dict[Any, Future[Compiled]]()
-    for number, shape in enumerate(jax.tree.leaves(shapes)):
-        if pairs := plan.layout.pairs(number):
-            key = shape.shape, shape.dtype, shape.sharding, tuple(pairs)
-            if key not in alike:
-                alike[key] = pool.submit(compiled, send_pieces(shape.sharding, pairs).lower(shape))
-            found[number] = alike[key]
+def _programs(plan: SafetyPlan, shapes: Any) -> dict[Arrays, tuple[Arrays, Future[Compiled]]]:
+    """For each group, the arrays of which pieces are sent, if there are any, and the program that sends them."""
+    pool, arrays, found = ThreadPoolExecutor(max_workers=1), jax.tree.leaves(shapes), {}
+    for group in plan.layout.groups:
+        if numbers := tuple(number for number in group if plan.layout.pairs(number)):
+            sent = [arrays[number] for number in numbers]
+            send = send_pieces([shape.sharding for shape in sent], [plan.layout.pairs(number) for number in numbers])
+            found[group] = numbers, pool.submit(compiled, send.lower(sent))
     pool.shutdown(wait=False)
     return found
-
-
-def _by_array(kept: Iterable[Kept]) -> dict[int, list[Kept]]:
-    found: dict[int, list[Kept]] = {}
-    for each in kept:
-        found.setdefault(each.piece.array, []).append(each)
-    return found
-
-
-def _on(devices: Sequence[jax.Device], array: jax.Array | None, kept: Sequence[Kept]) -> dict[str, jax.Array]:
-    """What devices hold of an array, by the names of the pieces."""
-    if array is None or not kept:
-        return {}
-    of_device = {shard.device: shard.data for shard in array.addressable_shards}
-    return {each.piece.name: of_device[devices[each.device]] for each in kept}

@@ -53,6 +53,7 @@ class Sent(NamedTuple):
 class Layout:
     """Every piece lies on two nodes, if there are two: the devices' own or, if all of them are of one, the next one."""
 
+    groups: tuple[tuple[int, ...], ...]  # of arrays that together take a device no more than the largest one
     pieces: tuple[Piece, ...]
     own: tuple[tuple[Kept, ...], ...]  # of each process, of what its devices hold
     sent: tuple[Sent, ...]
@@ -91,7 +92,7 @@ def layout_of(arrays: Sequence[Cut], process_D: Sequence[int], node_P: Sequence[
             if len(nodes) == 1 < len(set(node_P)):
                 source, target = devices[0], target_D[devices[0]]
                 sent.append(Sent(piece, source, target, process_D[target]))
-    return Layout(tuple(pieces), tuple(map(tuple, own)), tuple(sent))
+    return Layout(_groups(pieces), tuple(pieces), tuple(map(tuple, own)), tuple(sent))
 
 
 def _targets(process_D: Sequence[int], node_P: Sequence[int]) -> list[int]:
@@ -107,6 +108,21 @@ def _targets(process_D: Sequence[int], node_P: Sequence[int]) -> list[int]:
             for source, target in zip(devices[process], devices[partner], strict=True):
                 target_D[source] = target
     return target_D
+
+
+def _groups(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], ...]:
+    size = {piece.array: 0 for piece in pieces}
+    for piece in pieces:
+        size[piece.array] = max(size[piece.array], piece.num_bytes)
+    groups: list[list[int]] = []
+    left = 0
+    for array, num_bytes in size.items():
+        if not groups or num_bytes > left:
+            groups.append([])
+            left = max(size.values())
+        groups[-1].append(array)
+        left -= num_bytes
+    return tuple(map(tuple, groups))
 
 
 def givers(held_PN: Bool[np.ndarray, "P N"], layout: Layout) -> list[int | None]:

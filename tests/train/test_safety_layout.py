@@ -93,7 +93,7 @@ def test_pieces_arrive_bit_for_bit_where_they_are_expected(name: str) -> None:
     made = layout(*FOUR_NODES, name)
     pairs = made.pairs(0) or [(0, 3)]
     sharding = NamedSharding(MESH, SPECS[name])
-    arrived = send_pieces(sharding, pairs)(jax.device_put(numbers, sharding))
+    (arrived,) = send_pieces([sharding], [pairs])([jax.device_put(numbers, sharding)])
     of_device = {shard.device: np.asarray(shard.data) for shard in arrived.addressable_shards}
     slices = sharding.devices_indices_map(SHAPE)
     for source, target in pairs:
