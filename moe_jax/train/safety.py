@@ -58,6 +58,7 @@ class Safety:
         self._log, self._digests = log, digests
         if self._plan is None:
             yield
+            self._remove()
             return
         if is_main_process():
             write_atomically(self._run.folder / RUN_ID, f"{self._run_id}\n")
@@ -67,9 +68,13 @@ class Safety:
             self._files.forget()
             raise
         else:
-            shutil.rmtree(self._plan.folder, ignore_errors=True)  # on every node; others of this one may do it, too
+            self._remove()
         finally:
             self._files.close()
+
+    def _remove(self) -> None:
+        if self._run.safety is not None:  # on every node; others of this one may be doing it, too
+            shutil.rmtree(self._run.safety.folder, ignore_errors=True)
 
     def due(self, step: int) -> bool:
         """Whether copies are to be made behind a step; at the start they bring those back that were lost."""
@@ -85,8 +90,9 @@ class Safety:
         `is_recorded`: metrics.jsonl is going to have a record of this step, without which the copies are of no use.
         """
         assert self._plan is not None
+        digests = self._compiled()
         began = time.perf_counter()
-        leaves = leaves_of(state, jax.device_get(self._digests.result()(state)))
+        leaves = leaves_of(state, jax.device_get(digests(state)))
         tuner = from_process(0, tuner) if self._run.choices else None
         record = Record(step=step, leaves=leaves, data=data, tuner=tuner, **self._about)
         problem = self._write(state)
@@ -104,6 +110,12 @@ class Safety:
             self._log.tell(f"safety copies of step {step} took {human_seconds(took_s)}")
         elif is_recorded:
             self._log.write({"step": step, "safety_s": took_s})
+
+    def _compiled(self) -> Compiled:
+        """The program of digests; returns when all programs are compiled, for which training waits once."""
+        for _, program in self._programs.values():
+            program.result()
+        return self._digests.result()
 
     def _write(self, state: Any) -> OSError | None:
         """All pieces, a few arrays at a time: the devices need no more than the largest array takes in addition."""

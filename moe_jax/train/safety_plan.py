@@ -71,8 +71,7 @@ def safety_text(config: Config, plan: SafetyPlan) -> str:
     """For who starts the run."""
     every, received = config.checkpoint.safety_every, sum(kept.piece.num_bytes for kept in plan.received)
     often = "every step" if every == 1 else f"every {every} steps"
-    alone = len({piece.processes for piece in plan.layout.pieces}) == 1 and len(plan.layout.own) == 1
-    told = "there is no other node" if alone else f"{size(received)} of it from another node"
+    told = "there is no other node" if len(plan.layout.own) == 1 else f"{size(received)} of it from another node"
     return f"{often} to {plan.folder}: twice {size(sum(plan.sizes.values()))} for this process ({told})"
 
 

@@ -34,7 +34,11 @@ _WORDS = 2**22  # of 4 bytes, that are sent at once
 _MOST_VERSIONS = 8  # on one node
 
 # why there is nothing to go on from; of several, the last
-_REASONS = ("there are no safety copies", "safety copies are not newer", "safety copies are of another mesh")
+_REASONS = (
+    "there are no safety copies",
+    "safety copies are not newer",
+    "safety copies are of another mesh, or cut otherwise",
+)
 _NONE, _NOT_NEWER, _OTHER_MESH = range(len(_REASONS))
 
 

@@ -44,26 +44,30 @@ class Crash(Exception):
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch, capsys):
-    """Start the run, or go on, and crash in a step, before its validation or before its checkpoint; what it said."""
-    (tmp_path / "memory").mkdir(exist_ok=True)
+def start(tmp_path, capsys):
+    """`run` in a folder, the test's own if none is named; what it said."""
 
-    def go(crash_in: tuple[str, int] | None, *overrides: str) -> str:
-        def crash(where: str, step: int) -> None:
-            if crash_in == (where, step):
-                raise Crash
-
-        progress = loop.tell_progress
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "tell_progress", lambda step: (progress(step), crash("step", step + 1)))
-            patch.setattr(loop, "_validate", before(loop._validate, lambda *a: crash("validation", int(a[1]["step"]))))
-            patch.setattr(Checkpoints, "save", before(Checkpoints.save, lambda *a, **_: crash("save", a[1])))
-            config = config_in(tmp_path, *overrides)
-            with nullcontext() if crash_in is None else pytest.raises(Crash):
-                train(config)
+    def go(*arguments, folder: Path = tmp_path) -> str:
+        run(folder, *arguments)
         return capsys.readouterr().out
 
     return go
+
+
+def run(folder: Path, crash_in: tuple[str, int] | None, *overrides: str) -> None:
+    """Start the run, or go on, and crash in a step, before its validation or before its checkpoint."""
+    (folder / "memory").mkdir(exist_ok=True)
+
+    def crash(where: str, step: int) -> None:
+        if crash_in == (where, step):
+            raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "tell_progress", before(loop.tell_progress, lambda step: crash("step", step + 1)))
+        patch.setattr(loop, "_validate", before(loop._validate, lambda *a: crash("validation", int(a[1]["step"]))))
+        patch.setattr(Checkpoints, "save", before(Checkpoints.save, lambda *a, **_: crash("save", a[1])))
+        with nullcontext() if crash_in is None else pytest.raises(Crash):
+            train(config_in(folder, *overrides))
 
 
 def before(function: Callable, first: Callable) -> Callable:
@@ -118,6 +122,15 @@ def of_another_mesh(slot: safety_files.Slot) -> None:
     path.write_text(json.dumps(content))
 
 
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """A folder, for a run that crashed in step 8, and a copy of it."""
+    folder = tmp_path_factory.mktemp("crashed") / "run"
+    folder.mkdir()
+    run(folder, ("step", 8))
+    return folder, shutil.copytree(folder, folder.with_name("copy"))
+
+
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -125,14 +138,19 @@ def of_another_mesh(slot: safety_files.Slot) -> None:
         ("both flipped", "going on from step 4: from the checkpoint, as safety copies of step 6 are damaged\n"),
         ("unfinished", "going on from step 6: from safety copies\n"),
         ("of another run", "going on from step 4: from the checkpoint, as there are no safety copies\n"),
-        ("another mesh", "going on from step 4: from the checkpoint, as safety copies are of another mesh\n"),
+        (
+            "another mesh",
+            "going on from step 4: from the checkpoint, as safety copies are of another mesh, or cut otherwise\n",
+        ),
         ("removed", "going on from step 4: from the checkpoint, as there are no safety copies\n"),
         ("not recorded", "going on from step 6: from safety copies\n"),
     ],
 )
-def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, tmp_path):
-    start(("step", 8))
-    older, newer = sorted(slots(tmp_path), key=lambda slot: slot.record.step)
+def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, crashed):
+    folder, copy = crashed
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    older, newer = sorted(slots(folder), key=lambda slot: slot.record.step)
     if case in ("flipped", "both flipped"):
         damage(newer)
     if case == "both flipped":
@@ -140,18 +158,18 @@ def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, t
     if case == "unfinished":
         newer.path.with_suffix(".json").unlink()
     if case == "of another run":
-        (tmp_path / "run_id").write_text("1\n")
+        (folder / "run_id").write_text("1\n")
     if case == "another mesh":
         for slot in (older, newer):
             of_another_mesh(slot)
     if case == "removed":
-        shutil.rmtree(tmp_path / "memory")
-        (tmp_path / "memory").mkdir()
+        shutil.rmtree(folder / "memory")
+        (folder / "memory").mkdir()
     if case == "not recorded":
-        records = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records if '"step": 7' not in line))
-    assert told in start(None)
-    assert losses_of(tmp_path) == losses_of(undisturbed[0])
+        records = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records if '"step": 7' not in line))
+    assert told in start(None, folder=folder)
+    assert losses_of(folder) == losses_of(undisturbed[0])
 
 
 def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_path):
