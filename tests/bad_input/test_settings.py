@@ -18,18 +18,6 @@ CONFIG = [
     ),
     ("out of range", "train.batch_size=0", "train.batch_size=0 must be at least 1"),
     ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
-    ("copies before each step", "checkpoint.safety_every=-1", "checkpoint.safety_every=-1 must be at least 0"),
-    (
-        "copies that nothing goes on from",
-        "checkpoint.safety_every=2 checkpoint.resume=false",
-        "checkpoint.safety_every=2 makes copies to go on from, which checkpoint.resume=false refuses: use "
-        "checkpoint.resume=true, or checkpoint.safety_every=0",
-    ),
-    (
-        "copies nowhere",
-        "checkpoint.safety_dir=",
-        "checkpoint.safety_dir is empty: name a folder in memory, e.g. /dev/shm",
-    ),
     (
         "copies in what is no folder",
         "checkpoint.safety_every=1 checkpoint.safety_dir=tiny.yaml",

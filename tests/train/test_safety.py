@@ -192,10 +192,11 @@ def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp
     assert losses_of(tmp_path) == losses_of(undisturbed[0])
 
 
-def test_no_room_for_copies_is_told_before_the_first_step(start, tmp_path, monkeypatch):
+def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
+    (tmp_path / "memory").mkdir()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match="cannot hold safety copies, twice") as told:
         train(config_in(tmp_path))
