@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,23 +18,12 @@ from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.quarantine import quarantine
-from moe_jax.train.safety_restore import Safe, newest_safe
+from moe_jax.train.restored import Restored
+from moe_jax.train.safety_restore import newest_safe
 from moe_jax.train.same_run import check_same_model
 from moe_jax.train.setup import Run, open_run
-from moe_jax.train.step import State
 
 T = TypeVar("T")
-
-
-class Restored(NamedTuple):
-    """What a run goes on with."""
-
-    state: State
-    record: Record
-    told: str = ""  # where it is from, if there was a choice
-    files: frozenset[Path] = frozenset()  # of this node's safety copies that it was made of
-    run_id: int = 0  # of safety copies; 0: it is from a checkpoint
-    is_validated: bool = True  # if it had to be
 
 
 def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
@@ -45,16 +34,8 @@ def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
     model; then none is moved.
     """
     safe = newest_safe(config, run)
-    if isinstance(safe, Safe):
-        found = Restored(
-            safe.state,
-            safe.record,
-            told=safe.told,
-            files=safe.files,
-            run_id=safe.run_id,
-            is_validated=safe.is_validated,
-        )
-        return open_run(config, run.damaged, safe.record.step), found
+    if isinstance(safe, Restored):
+        return open_run(config, run.damaged, safe.record.step), safe
     run, restored = _newest_checkpoint(config, run)
     if restored:
         return run, restored._replace(told=f"from the checkpoint, as {safe}" if safe else "")

@@ -25,7 +25,7 @@ from moe_jax.train.diverged import GoBack
 from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.processes import allgather, from_process, is_main_process
 from moe_jax.train.programs import compiled
-from moe_jax.train.restore import Restored
+from moe_jax.train.restored import Restored
 from moe_jax.train.safety_files import SlotFiles
 from moe_jax.train.safety_layout import Kept
 from moe_jax.train.safety_plan import SafetyPlan

@@ -22,6 +22,7 @@ from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.digest import digest_program, names_of
 from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.processes import allgather, allgather_rows, from_process
+from moe_jax.train.restored import Restored
 from moe_jax.train.safety_files import Slot, whole_slots
 from moe_jax.train.safety_layout import Layout, givers, lost_owners, piece_name, replaced
 from moe_jax.train.safety_plan import SafetyPlan, index_of
@@ -49,18 +50,7 @@ class Version(NamedTuple):
     checksum: int  # of the record
 
 
-class Safe(NamedTuple):
-    """A state made of safety copies."""
-
-    state: State
-    record: Record
-    run_id: int
-    files: frozenset[Path]  # of this node that it was made of
-    is_validated: bool  # in the run's records
-    told: str
-
-
-def read_run_id(folder: Path) -> int:
+def _read_run_id(folder: Path) -> int:
     """The number that process 0 finds in a run's folder; 0: none. All processes call it."""
     try:
         number = int((folder / RUN_ID).read_text())
@@ -69,13 +59,13 @@ def read_run_id(folder: Path) -> int:
     return allgather(number)[0]
 
 
-def newest_safe(config: Config, run: Run) -> Safe | str:
+def newest_safe(config: Config, run: Run) -> Restored | str:
     """The state of the newest whole safety copies that are newer than all checkpoints, or why there is none.
 
     All processes call it. Raises MetricsError.
     """
-    plan, run_id = run.safety, read_run_id(run.folder)
-    if plan is None or not run_id:
+    plan = run.safety
+    if plan is None or not (run_id := _read_run_id(run.folder)):
         return ""
     records = read_metrics(run.folder) if (run.folder / FILE_NAME).exists() else []
     recorded = max((record["step"] for record in records if "loss" in record), default=0)
@@ -100,7 +90,7 @@ def newest_safe(config: Config, run: Run) -> Safe | str:
             continue
         owners = replaced(held_PN, given, plan.layout)
         whose = ", ".join(f"owner {owner}'s from process {_listed(there)}" for owner, there in owners.items())
-        return Safe(
+        return Restored(
             state=state,
             record=record,
             run_id=run_id,

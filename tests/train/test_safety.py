@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, DivergedError
 from moe_jax.train import loop, safety_files
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.loop import train
@@ -175,6 +175,15 @@ def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, c
 def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_path):
     start(("step", 4))
     assert "beginning at step 0, as safety copies are of other settings\n" in start(None, "train.seed=1")
+
+
+def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(loop, "_validate", lambda *_: float("nan"))
+    with pytest.raises(DivergedError):
+        train(config_in(tmp_path))
+    assert losses_of(tmp_path).keys() == {1, 2, 3, 4, 5}
+    assert slots(tmp_path) == []
 
 
 def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp_path, monkeypatch):
