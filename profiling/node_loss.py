@@ -29,10 +29,11 @@ from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.progress import PROGRAMS
 
 STEPS_PER_LOSS = 15
-CHECKPOINT_EVERY = 20
+CHECKPOINT_EVERY = 5
 LONGEST_WAIT_S = 900
 _ENDED = re.compile(r"^launch: .*: all start again", re.MULTILINE)
 _GOING_ON = re.compile(r"^(?:going on from|beginning at) step (\d+)[:,] (.*)$", re.MULTILINE)
+_STEP = re.compile(r"^step +(\d+)/", re.MULTILINE)
 _RANK = re.compile(r"--process-id (\d+)$")
 
 
@@ -110,12 +111,10 @@ class _Run:
         return (self.folder / "output").read_text(errors="replace")
 
     @property
-    def step(self) -> int:
-        """The last one recorded."""
-        if not (self.folder / FILE_NAME).exists():
-            return 0
+    def recorded(self) -> int:
+        """The last step in its records."""
         lines = (self.folder / FILE_NAME).read_text().splitlines()
-        return max((json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}")), default=0)
+        return max(json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}"))
 
     @property
     def workers(self) -> dict[int, int]:
@@ -125,13 +124,17 @@ class _Run:
         return {int(found[1]): int(line.split()[0]) for line in lines if (found := _RANK.search(line))}
 
     def await_step(self, step: int) -> None:
-        """Raises NodeLossError if it takes too long."""
-        self._await(lambda: self.step >= step, f"step {step}")
+        """Of the generation that runs. Raises NodeLossError if it takes too long."""
+
+        def steps() -> list[str]:
+            return _STEP.findall(_GOING_ON.split(self.said)[-1])
+
+        self._await(lambda: int((steps() or ["0"])[-1]) >= step, f"step {step}")
 
     def await_end(self, times: int) -> int:
         """Of all processes for the n-th time; the last step recorded. Raises NodeLossError if it takes too long."""
         self._await(lambda: len(_ENDED.findall(self.said)) == times, "another start")
-        return self.step
+        return self.recorded
 
     def await_going_on(self, times: int) -> tuple[int, str]:
         """At which step, and from what. Raises NodeLossError if it takes too long."""
@@ -158,7 +161,7 @@ def _lose(run: _Run, memory: Path, arguments: Namespace) -> list[dict[str, Any]]
     rng = random.Random(arguments.seed)
     lost: list[dict[str, Any]] = []
     while len(lost) < arguments.losses:
-        run.await_step((lost[-1]["resumed"] if lost else 0) + rng.randint(3, STEPS_PER_LOSS - 1))
+        run.await_step((lost[-1]["resumed"] if lost else 0) + rng.randint(6, STEPS_PER_LOSS - 1))
         time.sleep(rng.uniform(0, 0.5))
         first = rng.randrange(arguments.processes)
         ranks = [first] if len(lost) % 2 == 0 else [first, (first + 1) % arguments.processes]
