@@ -79,6 +79,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         bad_steps = meter.bad_steps
 
         def keep_safe(step: int) -> None:
+            """Make the copies that are due behind a step, before it is recorded."""
             if safety.due(step):
                 with meter.paused(recorded=False):
                     if bad_steps.may_save(step):
