@@ -49,12 +49,9 @@ class Record:
         content = json.loads(json.dumps(dataclasses.asdict(self)))  # as it is read again: lists for tuples
         return {"crc32": _crc32(content), "content": content}
 
-
-def read_record(checkpoint: Path) -> Record:
-    """Of a checkpoint's folder. Raises ValueError if it is missing or damaged."""
-    name = f"{RECORD}/metadata"
-    try:
-        found = json.loads((checkpoint / name).read_bytes())
+    @classmethod
+    def from_json(cls, found: Any) -> "Record":
+        """Raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
         content = found["content"]
         if found["crc32"] != _crc32(content):
             raise ValueError("its checksum is another")
@@ -62,7 +59,14 @@ def read_record(checkpoint: Path) -> Record:
             name: Leaf(tuple(leaf["shape"]), leaf["dtype"], tuple(leaf["digest"]))
             for name, leaf in content["leaves"].items()
         }
-        return Record(**content | {"leaves": leaves})
+        return cls(**content | {"leaves": leaves})
+
+
+def read_record(checkpoint: Path) -> Record:
+    """Of a checkpoint's folder. Raises ValueError if it is missing or damaged."""
+    name = f"{RECORD}/metadata"
+    try:
+        return Record.from_json(json.loads((checkpoint / name).read_bytes()))
     except FileNotFoundError:
         raise ValueError(f"{name} is missing") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from moe_jax.stages import Stages
 from moe_jax.train.metrics import human_seconds
 from moe_jax.train.profiled import step_to_trace
 from moe_jax.train.room import predicted_memory
+from moe_jax.train.safety_plan import safety_text
 from moe_jax.train.setup import Run, compile_programs, open_run
 
 
@@ -39,6 +40,7 @@ def describe(run: Run) -> dict[str, str]:
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
         | _trace(run)
+        | ({"safety copies": safety_text(run.config, run.safety)} if run.safety else {})
     )
 
 

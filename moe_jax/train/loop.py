@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.stages import Compiled
@@ -23,6 +24,7 @@ from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
+from moe_jax.train.safety import Safety
 from moe_jax.train.setup import Programs, Run, about, compile_programs, open_run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
@@ -55,14 +57,20 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     run, restored = restore_newest(config, run)
     _say(table(describe(run)))
     peak = matrix_flops_per_s(config.train.compute_dtype)
+    safety = Safety(run, restored)
     programs = compile_programs(run)
     write_start(run)
     last, step = config.train.steps, run.first_step
-    with _open_log(run) as log, _open_checkpoints(run, programs, log) as checkpoints, ends_with_its_peers():
+    with (
+        _open_log(run) as log,
+        safety.begun(log, programs.digests),
+        _open_checkpoints(run, programs, log) as checkpoints,
+        ends_with_its_peers(),
+    ):
         if restored:
             state = restored.state
             run.batches.set_state(restored.record.data)
-            _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
+            _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
         else:
             state = programs.init.result()()
         if failed_at:
@@ -74,10 +82,31 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
 
-        def save() -> None:
-            host = {"data": run.batches.get_state(), "tuner": tuning.under_way}
-            checkpoints.save(step, state, **host, recent_losses=bad_steps.recent_losses)
+        def on_host() -> dict[str, Any]:
+            """What is kept with the state."""
+            losses = bad_steps.recent_losses
+            return {"data": run.batches.get_state(), "tuner": tuning.under_way, "recent_losses": losses}
 
+        def keep_safe(step: int) -> None:
+            """Make the copies that are due behind a step, before it is recorded."""
+            if safety.due(step):
+                with meter.paused(recorded=False):
+                    if bad_steps.may_save(step):
+                        safety.keep(step, state, is_recorded=meter.records(step), **on_host())
+
+        def behind(step: int, is_validated: bool = False) -> None:
+            """What is due behind a step."""
+            if _is_due(step, config.train.eval_every, last) and not is_validated:
+                with meter.paused():
+                    meter.validated(step, _validate(evaluate.result(), state, run))
+            if _is_due(step, config.checkpoint.every, last):
+                with meter.paused():
+                    if bad_steps.may_save(step):
+                        checkpoints.save(step, state, **on_host())
+
+        keep_safe(step)
+        if restored and restored.run_id:  # copies are made before
+            behind(step, restored.is_validated)
         while step < last and not stop.reached(step) and not bad_steps.too_many:
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1
@@ -93,24 +122,23 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             tell_progress(step - 1)
             tuning.step_started(step)
             state = migration.after(step, state)
-            if _is_due(step, config.train.eval_every, last):
-                with meter.paused():
-                    meter.validated(step, _validate(evaluate.result(), state, run))
-            if _is_due(step, config.checkpoint.every, last):
-                with meter.paused():
-                    if bad_steps.may_save(step):
-                        save()
+            keep_safe(step)
+            behind(step)
         meter.finish(stopping=True)
         if bad_steps.too_many:
             raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
         if 0 < step < last:
-            save()
+            checkpoints.save(step, state, **on_host())
     end_of_progress()
     if step < last:
         _say(f"stopped after step {step}: the same command goes on from there")
     return state
+
+
+def _going_on(step: int, told: str) -> str:
+    return f"going on from step {step}: {told}" if told else f"going on from step {step}"
 
 
 _ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"

@@ -35,6 +35,7 @@ class Meter:
         self._alarms = Alarms(config, log)
         self.bad_steps = BadSteps(config, log)
         self._waiting: tuple[int, Metrics, bool] | None = None
+        self._done: tuple[int, Metrics] | None = None  # and not recorded
         self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
         self._ended = self._since  # the step before, or a pause
         self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
@@ -48,21 +49,34 @@ class Meter:
         self._waiting = step, metrics, timed
         self._timed_steps += timed
 
+    def wait(self) -> None:
+        """Wait for the last step handed over, and see what became of it; `finish` records it."""
+        if self._waiting is None:
+            return
+        step, metrics, timed = self._waiting
+        self._waiting = None
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        self.step_s, self._ended = now - self._ended if timed else None, now
+        self._warn_of_drops(step, metrics)
+        self.bad_steps.look(step, metrics)
+        if "expert_load" in metrics and not self.bad_steps.in_a_row:
+            self._alarms.count(metrics["expert_load"])
+        self._done = step, metrics
+
     def finish(self, stopping: bool = False) -> None:
         """Wait for the last step handed over and record it, if it is due or the run ends with it."""
-        self.step_s = None
-        if self._waiting is not None:
-            step, metrics, timed = self._waiting
-            self._waiting = None
-            jax.block_until_ready(metrics)
-            now = time.perf_counter()
-            self.step_s, self._ended = now - self._ended if timed else None, now
-            self._warn_of_drops(step, metrics)
-            self.bad_steps.look(step, metrics)
-            if "expert_load" in metrics and not self.bad_steps.in_a_row:
-                self._alarms.count(metrics["expert_load"])
-            if stopping or step % self._config.log.every == 0 or step in (1, self._config.train.steps):
-                self._record(step, metrics)
+        self.wait()
+        if self._done is None:
+            self.step_s = None
+            return
+        (step, metrics), self._done = self._done, None
+        if stopping or self.records(step):
+            self._record(step, metrics)
+
+    def records(self, step: int) -> bool:
+        """Whether a record of this step is due, wherever the run ends."""
+        return step % self._config.log.every == 0 or step in (1, self._config.train.steps)
 
     def validated(self, step: int, loss: float) -> None:
         """Record a validation. Raises DivergedError if its loss is not finite, and the state would be saved."""
@@ -74,9 +88,15 @@ class Meter:
             )
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Finish, then do something that is not training and does not count as its time."""
-        self.finish()
+    def paused(self, recorded: bool = True) -> Iterator[None]:
+        """Finish, then do something that is not training and does not count as its time.
+
+        Not `recorded`, the last step is waited for alone: its record comes behind what is done.
+        """
+        if recorded:
+            self.finish()
+        else:
+            self.wait()
         start = time.perf_counter()
         yield
         self._ended = time.perf_counter()
@@ -95,7 +115,7 @@ class Meter:
         )
 
     def _record(self, step: int, metrics: Metrics) -> None:
-        now = time.perf_counter()
+        now = self._ended  # what came between is not training
         read = jax.device_get(metrics)
         del read["bad_step"]
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}

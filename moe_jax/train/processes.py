@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import socket
 import time
@@ -9,11 +10,12 @@ import typing
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from numpy.typing import NDArray
 
 from moe_jax.config_checks import nearest_multiples
 from moe_jax.errors import ConfigError, UserError
@@ -150,6 +152,26 @@ def allgather(number: int) -> list[int]:
     if jax.process_count() == 1:
         return [number]
     return multihost_utils.process_allgather(np.array(number, np.uint32)).tolist()
+
+
+def allgather_rows(numbers: NDArray[Any]) -> NDArray[Any]:
+    """The same of arrays of one shape: a row from each process."""
+    if jax.process_count() == 1:
+        return numbers[None]
+    return np.asarray(multihost_utils.process_allgather(numbers))
+
+
+def from_process(giver: int, value: Any) -> Any:
+    """What one process gives, plain values as JSON has them; all of them call it."""
+    text = json.dumps(value).encode()
+    length = allgather(len(text))[giver]
+    return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[giver].tobytes())
+
+
+def nodes() -> list[int]:
+    """For each process a number of what is lost with it: its host or, where all are on one, the process itself."""
+    hosts = allgather(zlib.crc32(socket.gethostname().encode()))
+    return hosts if len(set(hosts)) > 1 else list(range(len(hosts)))
 
 
 def read_alike(read: Callable[[], T], name: str) -> T:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,26 +18,33 @@ from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.quarantine import quarantine
+from moe_jax.train.restored import Restored
+from moe_jax.train.safety_restore import newest_safe
 from moe_jax.train.same_run import check_same_model
 from moe_jax.train.setup import Run, open_run
-from moe_jax.train.step import State
 
 T = TypeVar("T")
 
 
-class Restored(NamedTuple):
-    """What a run goes on with."""
-
-    state: State
-    record: Record
-
-
 def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
-    """The state of a run's newest checkpoint, if it has one; the run is another if it has to go on before that.
+    """The state of a run's newest safety copies or checkpoint, if it has any; the run is another if it goes on
+    elsewhere than at its newest checkpoint.
 
     All processes call it. Raises CheckpointError if there are checkpoints and none is whole, or if one is of another
     model; then none is moved.
     """
+    safe = newest_safe(config, run)
+    if isinstance(safe, Restored):
+        return open_run(config, run.damaged, safe.record.step), safe
+    run, restored = _newest_checkpoint(config, run)
+    if restored:
+        return run, restored._replace(told=f"from the checkpoint, as {safe}" if safe else "")
+    if safe and is_main_process():
+        print(f"beginning at step 0, as {safe}", flush=True)
+    return run, None
+
+
+def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
     damaged = dict(run.damaged)
     while run.first_step:
         try:

@@ -32,6 +32,7 @@ from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import compiled
 from moe_jax.train.run_folder import resume_step
+from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
@@ -51,6 +52,7 @@ class Run:
     changes: tuple[Change, ...] = ()  # of its capacity, ahead
     cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # newer checkpoints, with the reason
+    safety: SafetyPlan | None = None  # of copies in memory; None: there are none
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -73,10 +75,11 @@ class Programs:
     digests: Future[Compiled]  # of a state, see train/digest.py
 
 
-def open_run(config: Config, damaged: Mapping[int, str] | None = None) -> Run:
+def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step: int | None = None) -> Run:
     """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing.
 
-    It goes on from the newest checkpoint that is whole as far as its files tell and not among the `damaged`.
+    It goes on from the newest checkpoint that is whole as far as its files tell and not among the `damaged`, or from
+    safety copies of `safe_step`.
     """
     damaged = dict(damaged or {})
     mesh = make_mesh(config.mesh)
@@ -86,15 +89,16 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None) -> Run:
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
-    first_step = resume_step(config, folder, damaged)
+    first_step = safe_step or resume_step(config, folder, damaged)
     if config.log.sample_tokens:
         encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
+    trainer = make_trainer(config_at(config, first_step + 1), mesh)
     return Run(
         config=config,
         folder=folder,
-        trainer=make_trainer(config_at(config, first_step + 1), mesh),
+        trainer=trainer,
         validation=validation_batches(
             tokens.validation,
             seq_len=seq_len,
@@ -117,6 +121,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None) -> Run:
         changes=changes_of(config, mesh, first_step),
         cluster=_cluster_of_prices(config),
         damaged=damaged,
+        safety=safety_plan(config, trainer.state_shapes),
     )
 
 

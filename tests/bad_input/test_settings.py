@@ -18,6 +18,11 @@ CONFIG = [
     ),
     ("out of range", "train.batch_size=0", "train.batch_size=0 must be at least 1"),
     ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
+    (
+        "copies in what is no folder",
+        "checkpoint.safety_every=1 checkpoint.safety_dir=tiny.yaml",
+        "checkpoint.safety_dir=tiny.yaml is no folder: name one in memory, or use checkpoint.safety_every=0",
+    ),
     ("a trace of the start-up", "log.trace_step=1", "log.trace_step=1 must be at least 2 (or null)"),
     (
         "a trace behind the end",

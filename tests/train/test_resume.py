@@ -90,8 +90,8 @@ def started(folder: Path, *command: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def wait_until(reached: Callable[[], bool], folder: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
+def wait_until(reached: Callable[[], bool], folder: Path, process: subprocess.Popen, at_most_s: float = 120) -> None:
+    deadline = time.monotonic() + at_most_s
     while not reached():
         assert process.poll() is None, (folder / "output").read_text()
         assert time.monotonic() < deadline, (folder / "output").read_text()
