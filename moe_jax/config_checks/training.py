@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     from moe_jax.config import Config
 
 
-_NAMES = {"schedule.task_times": "file", "tune.cache": "file", "plan.cluster": "cluster"}
+_NAMES = {
+    "schedule.task_times": "file",
+    "tune.cache": "file",
+    "plan.cluster": "cluster",
+    "train.init_from": "folder",
+}
 
 
 def check_training(config: "Config") -> None:
@@ -26,6 +31,14 @@ def check_training(config: "Config") -> None:
     for name, kind in _NAMES.items():
         if setting(config, name) == "":
             raise ConfigError(f"{name} is empty: name a {kind}, or null")
+    if config.train.upcycle and config.train.init_from is None:
+        raise ConfigError(
+            "train.upcycle=true needs a dense model to begin with: set train.init_from, or train.upcycle=false"
+        )
+    if config.train.upcycle and config.model.moe.num_experts == 0:
+        raise ConfigError(
+            "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
+        )
     traced, steps = config.log.trace_step, config.train.steps
     if traced is not None and traced > steps:
         raise ConfigError(

@@ -139,7 +139,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
-    matrices = 2 if model.activation == "swiglu" else 1  # in front of the activation
+    matrices = 2 if model.is_gated else 1  # in front of the activation
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
         total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind

@@ -28,12 +28,13 @@ from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
+from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import compiled
 from moe_jax.train.run_folder import resume_step
 from moe_jax.train.sample import encode_prompt
-from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step import State, Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
 
 
@@ -68,7 +69,7 @@ class Programs:
     """Compiled for one run's shapes. Only `step` is certain to be ready."""
 
     step: Compiled
-    init: Future[Compiled]
+    init: Future[Compiled]  # of nothing, or of the parameters of `train.init_from`
     evaluate: Future[Compiled]
     digests: Future[Compiled]  # of a state, see train/digest.py
 
@@ -87,6 +88,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None) -> Run:
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
     first_step = resume_step(config, folder, damaged)
+    if first_step == 0:
+        check_source(config)
     if config.log.sample_tokens:
         encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
@@ -125,11 +128,20 @@ def compile_programs(run: Run) -> Programs:
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
-    init = pool.submit(compiled, trainer.init.lower())
+    init = pool.submit(
+        compiled,
+        trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes),
+    )
     evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
     digests = pool.submit(compiled, digest_program(state).lower(state))
     pool.shutdown(wait=False)
     return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
+
+
+def first_state(run: Run, programs: Programs) -> State:
+    """Of a new run. Raises UserError for parameters that cannot be read."""
+    begin, config = programs.init.result(), run.config
+    return begin() if config.train.init_from is None else begin(source_params(config, run.trainer.param_shapes))
 
 
 def about(run: Run) -> dict[str, Any]:

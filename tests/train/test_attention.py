@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import Attention, Latent
+from moe_jax.config import Attention, Latent, RopeScaling
 from moe_jax.train.emit import make_plan
 from tests.small import small_config
 from tests.train.gradients import assert_equals_reference, mesh_of
@@ -23,6 +23,13 @@ FORMS: dict[str, dict] = {
         "num_layers": 3,
         "qk_norm": True,
         "qk_norm_over": "projection",
+    },
+    "scaled-rotary-latents": {
+        "latent": dataclasses.replace(LATENT, norm_eps=1e-3),
+        "num_kv_heads": None,
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4, original_length=64, attention_factor=1.2, mscale_all_dim=0.7, truncate=False
+        ),
     },
     "sinks-and-biases": {"attention": Attention(bias=True, sinks=True, window=5)},
 }
