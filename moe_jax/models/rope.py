@@ -8,16 +8,21 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
 
 from moe_jax.config import Model, RopeScaling
+
+Pairs = NDArray[np.float64]  # of each pair that is rotated together
 
 
 def rotate(x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: Model) -> Float[Array, "B N H K"]:
     """Rotary position embedding (Su et al. 2021) on pairs (i, i + K/2), angles in float32."""
     half, scaling = x_BNHK.shape[-1] // 2, model.rope_scaling
-    frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling.kind != "none":
-        frequency = _KINDS[scaling.kind](frequency, model.rope_theta, scaling)
+    if scaling.kind == "none":
+        frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    else:
+        plain = model.rope_theta ** (-np.arange(half) / half)
+        frequency = jnp.asarray(_KINDS[scaling.kind](plain, model.rope_theta, scaling), jnp.float32)
     angle = position_BN[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling.attention_factor != 1:
@@ -33,19 +38,19 @@ def logit_scale(model: Model) -> float:
     return model.qk_width**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
 
 
-def _linear(frequency: Float[Array, " p"], theta: float, scaling: RopeScaling) -> Float[Array, " p"]:
+def _linear(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     """Positions are divided (Chen et al. 2023)."""
     return frequency / scaling.factor
 
 
-def _llama3(frequency: Float[Array, " p"], theta: float, scaling: RopeScaling) -> Float[Array, " p"]:
+def _llama3(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     """A ramp over the number of turns (Llama 3, 2024, in its published code)."""
     turns = scaling.original_length * frequency / (2 * math.pi)
-    kept = jnp.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
+    kept = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
     return _between(frequency, kept, scaling)
 
 
-def _yarn(frequency: Float[Array, " p"], theta: float, scaling: RopeScaling) -> Float[Array, " p"]:
+def _yarn(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     """A ramp over the number of the pair (YaRN, Peng et al. 2023, section 3.2)."""
     pairs = len(frequency)
 
@@ -57,10 +62,10 @@ def _yarn(frequency: Float[Array, " p"], theta: float, scaling: RopeScaling) -> 
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     ramp = (np.arange(pairs) - first) / (last - first if last > first else 1e-3)
-    return _between(frequency, 1 - jnp.asarray(np.clip(ramp, 0, 1), jnp.float32), scaling)
+    return _between(frequency, 1 - np.clip(ramp, 0, 1), scaling)
 
 
-def _between(frequency: Float[Array, " p"], kept: Float[Array, " p"], scaling: RopeScaling) -> Float[Array, " p"]:
+def _between(frequency: Pairs, kept: Pairs, scaling: RopeScaling) -> Pairs:
     return frequency / scaling.factor * (1 - kept) + frequency * kept
 
 
