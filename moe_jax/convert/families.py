@@ -18,6 +18,8 @@ _TRAINING = {
     *("bias_update_rate", "router_z_weight"),
 }
 
+_UNUSED = "unused"
+
 
 def family_of(hf: HfConfig) -> Family:
     """The one that config.json names. Raises ConvertError."""
@@ -52,7 +54,11 @@ def family_that_holds(model: Model, name: str | None = None) -> Family:
 def differences(here: Model, there: Model) -> dict[str, tuple[Any, Any]]:
     """Settings that make two models different functions of their tokens, with the values of both."""
     mine, others = _meaning(here), _meaning(there)
-    return {f"model.{name}": (value, others[name]) for name, value in mine.items() if others[name] != value}
+    return {
+        f"model.{name}": (value, others[name])
+        for name, value in mine.items()
+        if others[name] != value and _UNUSED not in (value, others[name])  # another setting says so
+    }
 
 
 def _meaning(model: Model) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def _meaning(model: Model) -> dict[str, Any]:
     elif model.moe.top_groups == model.moe.num_groups:
         unused |= {"moe.num_groups", "moe.top_groups"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
-    return {name: "unused" if name in unused else value for name, value in found.items()}
+    return {name: _UNUSED if name in unused else value for name, value in found.items()}
 
 
 def _flat(section: Any, prefix: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             run.batches.set_state(restored.record.data)
             _say(f"going on from step {step}" if step < last else _ALREADY.format(run.folder, step))
         else:
-            state = first_state(run, programs)
+            state = first_state(run, programs.init.result())
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
@@ -128,20 +128,24 @@ def compile_programs(run: Run) -> Programs:
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
-    init = pool.submit(
-        compiled,
-        trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes),
-    )
+    init = pool.submit(compiled, lowered_init(run))
     evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
     digests = pool.submit(compiled, digest_program(state).lower(state))
     pool.shutdown(wait=False)
     return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
 
 
-def first_state(run: Run, programs: Programs) -> State:
+def lowered_init(run: Run) -> Lowered:
+    """The program that makes a new run's state, of nothing or of parameters."""
+    trainer = run.trainer
+    return trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes)
+
+
+def first_state(run: Run, init: Compiled) -> State:
     """Of a new run. Raises UserError for parameters that cannot be read."""
-    begin, config = programs.init.result(), run.config
-    return begin() if config.train.init_from is None else begin(source_params(config, run.trainer.param_shapes))
+    config = run.config
+    state: State = init() if config.train.init_from is None else init(source_params(config, run.trainer.param_shapes))
+    return state
 
 
 def about(run: Run) -> dict[str, Any]:

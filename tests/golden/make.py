@@ -71,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         SHARED
         | {
+            "vocab_size": 256,  # bytes, so that tests may train it
             "num_hidden_layers": 3,
             "head_dim": 16,
             "intermediate_size": 40,
@@ -148,7 +149,7 @@ def make(family: str) -> None:
             if name.endswith("norm.weight"):
                 leaf.copy_(1 + 0.2 * torch.randn(leaf.shape))
             else:
-                leaf.copy_((0.5 if leaf.ndim == 1 else 1.5 * SHARED["hidden_size"] ** -0.5) * torch.randn(leaf.shape))
+                leaf.copy_((0.5 if leaf.ndim == 1 else 1.2 * SHARED["hidden_size"] ** -0.5) * torch.randn(leaf.shape))
             if "e_score_correction_bias" in name:
                 leaf.copy_(0.3 * torch.rand(leaf.shape))
             if family == "gpt_oss" and "gate_up_proj" in name:
