@@ -70,7 +70,7 @@ REFUSED = {
         "model.rope_scaling.factor=4.0 without a kind of scaling: set model.rope_scaling.kind=yarn, linear or llama3, "
         "or model.rope_scaling.factor=1.0"
     ),
-    "model.rope_scaling.kind=yarn model.rope_scaling.slow_turns=32": (
+    "model.rope_scaling.kind=llama3 model.rope_scaling.slow_turns=32": (
         "model.rope_scaling.slow_turns=32.0 must be below model.rope_scaling.fast_turns=32.0"
     ),
     "model.rope_scaling.kind=yarn model.rope_scaling.mscale_all_dim=1": (

@@ -82,10 +82,9 @@ def _check_rope(model: "Model") -> None:
                 f"{name}.{key}={value} without a kind of scaling: set {name}.kind=yarn, linear or llama3, "
                 f"or {name}.{key}={unset}"
             )
-    if scaling.kind != "none" and scaling.slow_turns >= scaling.fast_turns:
-        raise ConfigError(
-            f"{name}.slow_turns={scaling.slow_turns} must be below {name}.fast_turns={scaling.fast_turns}"
-        )
+    slow, fast = scaling.slow_turns, scaling.fast_turns
+    if (scaling.kind == "yarn" and slow > fast) or (scaling.kind == "llama3" and slow >= fast):
+        raise ConfigError(f"{name}.slow_turns={slow} must be below {name}.fast_turns={fast}")
     if scaling.mscale_all_dim and not model.has_latents:
         raise ConfigError(
             f"{name}.mscale_all_dim={scaling.mscale_all_dim} is for latent attention: "

@@ -7,7 +7,8 @@ from typing import Any
 
 from moe_jax.config import Latent, Model
 from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows
-from moe_jax.convert.hf_config import HfConfig, hf_settings, shared_settings
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import hf_settings, shared_settings
 from moe_jax.convert.tensors import Part, Tensor, halves
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is

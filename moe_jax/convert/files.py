@@ -52,9 +52,6 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConvertError unless there are tensors of these names and shapes, in types that float32 holds."""
         for name, shape in shapes.items():
@@ -73,10 +70,6 @@ class Weights:
                     f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not built: "
                     "convert it to BF16 first"
                 )
-
-    def unused(self, names: set[str]) -> list[str]:
-        """Tensors that are none of these."""
-        return sorted(self._tensors.keys() - names)
 
     def __getitem__(self, name: str) -> Any:
         """Numbers of a tensor, read as they are sliced."""

@@ -4,7 +4,8 @@ from typing import Any
 
 from moe_jax.config import Attention, Model, MoE
 from moe_jax.convert.family import Family, attention_rows, mlp_rows
-from moe_jax.convert.hf_config import HfConfig, grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from moe_jax.config import Attention, Model, MoE
 from moe_jax.convert.family import Family, blocks_with_experts, dense_or_experts, mlp_rows, no_windows
-from moe_jax.convert.hf_config import ConvertError, HfConfig, grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.qwen3_moe import qwen_moe_settings
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from moe_jax.config import Model, MoE
 from moe_jax.convert.family import Family, blocks_with_experts, dense_or_experts
-from moe_jax.convert.hf_config import HfConfig, hf_settings
+from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.qwen3 import qwen3_settings
+from moe_jax.convert.shared import hf_settings
 
 
 def _model(hf: HfConfig) -> Model:

@@ -63,8 +63,7 @@ class BpeTokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{file} is no tokenizer ({error}): make the folder again") from None
         self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
-        named = isinstance(end_of_text, str)
-        self.end_of_text: int = self._bpe.token_to_id(end_of_text) if named else end_of_text
+        self.end_of_text: int = end_of_text if isinstance(end_of_text, int) else self._bpe.token_to_id(end_of_text)
         if self.end_of_text is None:
             raise DataError(f"{file} has no {end_of_text} token: make the folder again")
         self._bpe.encode_special_tokens = True  # a text that spells out the end of a text does not end there

@@ -124,7 +124,7 @@ REFUSED = [
         "another shape",
         change(vocab_size=65),
         IN,
-        "train.init_from=hf: hf/model-00002-of-00002.safetensors: model.embed_tokens.weight is [64, 32], and "
+        f"train.init_from=hf: hf/{FIRST}: model.embed_tokens.weight is [64, 32], and "
         "config.json makes it [65, 32]: use the files that belong together",
     ),
     (
