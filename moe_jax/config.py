@@ -22,6 +22,7 @@ class MoE:
     top_k: int = 2  # experts per token
     hidden_dim: int = 512  # of one expert
     num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
+    shared_gate: bool = False  # whose output is times a sigmoid of the token's features (Qwen2-MoE)
     dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
     bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
@@ -85,6 +86,7 @@ class Latent:
     qk_nope_head_dim: int = 128  # of a query and key, the part that is not rotated
     qk_rope_head_dim: int = 64  # and the part that is; all heads have the same key there
     v_head_dim: int = 128
+    norm_eps: float | None = None  # of the latents' norms; null: model.norm_eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +94,29 @@ class Attention:
     """What a token's attention sees, and what is added to it."""
 
     bias: bool = False  # vectors added behind the projections
+    out_bias: bool = True  # with them, one behind the last projection, too (not in Qwen2-MoE)
     sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
     window: int | None = None  # tokens that a token sees, itself included; null: all before it
     full_every: int | None = None  # every n-th block has no window
     nope_every: int | None = None  # every n-th block has no rotary embedding (Llama 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies for sequences that are longer than those a model began with, see docs/models.md.
+
+    A pair of features turns so many times in `original_length` tokens: frequencies of up to `slow_turns` are divided by
+    `factor`, those of `fast_turns` or more stay, and between them is a ramp.
+    """
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
+    factor: float = 1.0
+    original_length: int = 4096  # tokens
+    slow_turns: float = 1.0
+    fast_turns: float = 32.0
+    truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
+    attention_factor: float = 1.0  # on queries and keys that are rotated
+    mscale_all_dim: float = 0.0  # m of DeepSeek: attention's logits times (0.1·m·ln(factor) + 1)²
 
 
 class View(NamedTuple):
@@ -116,11 +137,13 @@ class Model:
     num_kv_heads: int | None = None  # null: as many as num_heads; fewer: grouped-query attention
     head_dim: int | None = None  # null: d_model / num_heads
     hidden_dim: int = 1024  # of the MLP in dense blocks
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    # of MLPs and experts; clipped_swiglu: values within 7, and 1 more of what is not gated (gpt-oss)
+    activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
     tie_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
     latent: Latent = field(default_factory=Latent)
@@ -133,6 +156,11 @@ class Model:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs and experts have two matrices in front of their activation."""
+        return self.activation != "gelu"
 
     @property
     def has_latents(self) -> bool:
@@ -292,6 +320,10 @@ class Train:
     batch_size: int = 32  # sequences in one optimiser step, over all devices
     grad_accumulation: int = 1  # parts of a batch, one after another; each fills slots and is balanced by itself
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
+    # what a new run begins with: the folder of a Hugging Face model, or of a run; null: random numbers. See
+    # docs/convert.md
+    init_from: str | None = None
+    upcycle: bool = False  # that model is dense, and each expert begins as its MLP
     eval_every: int = 250  # steps; 0: only at the end
     eval_batches: int = 8
     # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its

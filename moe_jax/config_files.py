@@ -1,5 +1,6 @@
 """Config ↔ YAML files and `section.key=value` overrides."""
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -65,9 +66,12 @@ def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) ->
     return _draft_from(values)
 
 
-def config_from(values: Mapping[str, Any]) -> Config:
-    """The config of nested plain values. Raises ConfigError."""
-    return _closed(_draft_from(values))
+def config_from(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config of nested plain values, changed by `section.key=value` texts. Raises ConfigError."""
+    changed = copy.deepcopy(dict(values))
+    for text in overrides:
+        _override(changed, text)
+    return _closed(_draft_from(changed))
 
 
 def _closed(draft: Draft) -> Config:

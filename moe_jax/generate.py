@@ -9,7 +9,7 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
-from moe_jax.train.restore import load_params
+from moe_jax.train.load import load_params
 from moe_jax.train.same_run import check_same_run
 from moe_jax.train.sample import one_device_mesh, sample_text
 

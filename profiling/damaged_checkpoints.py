@@ -30,8 +30,8 @@ from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.checkpoint_arrays import read_arrays
 from moe_jax.train.checkpoint_files import FOLDER, newest_checkpoint
 from moe_jax.train.digest import digest_program
+from moe_jax.train.load import read_newest
 from moe_jax.train.metrics import RunLog
-from moe_jax.train.restore import read_newest
 from moe_jax.train.sample import one_device_mesh
 
 OLDER, NEWER = 1, 2  # steps

@@ -19,7 +19,7 @@ def main() -> None:
     """Train both and write results/moe_vs_dense.json."""
     steps = count_argument("STEPS", 600, __doc__)
     model = train_config([], steps).model
-    moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
+    moe, matrices = model.moe, 3 if model.is_gated else 2
     width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
     variants = {
         "moe": [],

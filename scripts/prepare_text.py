@@ -2,6 +2,7 @@
 
 python scripts/prepare_text.py my_texts tokens/mine                                    # bytes
 python scripts/prepare_text.py corpus.jsonl tokens/mine --tokenizer bpe --vocab-size 8192
+python scripts/prepare_text.py my_texts tokens/mine --tokenizer models/olmoe             # the one of a model
 python scripts/prepare_text.py --verify tokens/mine                                    # read it all and check it
 """
 
@@ -21,7 +22,9 @@ def main() -> None:
     )
     parser.add_argument("input", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them at any depth")
     parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
-    parser.add_argument("--tokenizer", choices=["bytes", "bpe"], default="bytes")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, bpe (a new one), or a model's folder with a tokenizer.json"
+    )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="of the BPE at most (default 8192)")
     parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the text: its end")
     parser.add_argument("--text-key", default="text", help="of a .jsonl object or .parquet row (default text)")
@@ -37,7 +40,7 @@ def main() -> None:
             prepare_text(
                 arguments.input,
                 arguments.output,
-                tokenizer=arguments.tokenizer,
+                tokenizer=arguments.tokenizer if arguments.tokenizer in ("bytes", "bpe") else Path(arguments.tokenizer),
                 vocab_size=arguments.vocab_size,
                 validation_fraction=arguments.validation_fraction,
                 text_key=arguments.text_key,

@@ -19,22 +19,48 @@ def norm(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
-def rope(x_NK, theta):
+def rope(x_NK, model: Model):
     """Pairs (i, i + K/2) as complex numbers, turned by position · frequency."""
     n, width = x_NK.shape
     half = width // 2
-    angle = np.outer(np.arange(n), theta ** (-np.arange(half) / half))
-    z = (x_NK[:, :half] + 1j * x_NK[:, half:]) * np.exp(1j * angle)
+    angle = np.outer(np.arange(n), [frequency(pair, half, model) for pair in range(half)])
+    z = (x_NK[:, :half] + 1j * x_NK[:, half:]) * np.exp(1j * angle) * model.rope_scaling.attention_factor
     return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
+
+
+def frequency(pair: int, pairs: int, model: Model) -> float:
+    """Of one pair of features, scaled."""
+    plain, scaling = model.rope_theta ** (-pair / pairs), model.rope_scaling
+    if scaling.kind == "none":
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_length * plain / math.tau
+    if scaling.kind == "llama3":
+        kept = (turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns)
+    else:
+
+        def pair_with(turns):
+            return pairs * math.log(scaling.original_length / (turns * math.tau), model.rope_theta)
+
+        first, last = pair_with(scaling.fast_turns), pair_with(scaling.slow_turns)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        kept = 1 - (pair - first) / (last - first)
+    kept = min(max(kept, 0.0), 1.0)
+    return plain * kept + plain / scaling.factor * (1 - kept)
 
 
 def attention(p, x_ND, model: Model, block: int):
     """One sequence, one head at a time."""
     h = norm(x_ND, p["norm"], model.norm_eps)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
-    out = p["out_bias"] if model.attention.bias else 0.0
+    out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
+    scaling = model.rope_scaling
+    mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
     for head, (q, k, v) in enumerate(heads):
-        score = jnp.where(visible(len(x_ND), model, block), q @ k.T / math.sqrt(q.shape[-1]), -jnp.inf)
+        score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 / math.sqrt(q.shape[-1]), -jnp.inf)
         if model.attention.sinks:
             score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
         out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ p["out"][head]
@@ -52,7 +78,7 @@ def visible(n, model: Model, block: int):
 
 def turned(x_NK, model: Model, block: int):
     every = model.attention.nope_every
-    return x_NK if every and (block + 1) % every == 0 else rope(x_NK, model.rope_theta)
+    return x_NK if every and (block + 1) % every == 0 else rope(x_NK, model)
 
 
 def grouped_heads(p, h, model: Model, block: int):
@@ -78,8 +104,9 @@ def norm_all(x_HNK, scale_HK, eps):
 def latent_heads(p, h, model: Model, block: int):
     """The same from latents: the last features of a query are rotated, and those of all keys are one vector."""
     plain = model.latent.qk_nope_head_dim
-    c_q = norm(h @ p["query_latent"], p["query_latent_norm"], model.norm_eps) if model.latent.q_lora_rank else h
-    c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], model.norm_eps)
+    eps = model.latent.norm_eps or model.norm_eps
+    c_q = norm(h @ p["query_latent"], p["query_latent_norm"], eps) if model.latent.q_lora_rank else h
+    c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], eps)
     for head in range(model.num_heads):
         q = c_q @ p["query"][:, head]
         q = jnp.concatenate([q[:, :plain], turned(q[:, plain:], model, block)], axis=-1)
@@ -92,7 +119,13 @@ def mlp(p, x):
         return x @ p[name] + p.get(f"{name}_bias", 0.0)
 
     up = linear(x, "up")
-    return linear(jax.nn.silu(linear(x, "gate")) * up if "gate" in p else jax.nn.gelu(up), "down")
+    if "clipped_gate" in p:
+        gate, up = jnp.minimum(linear(x, "clipped_gate"), 7.0), jnp.maximum(jnp.minimum(up, 7.0), -7.0)
+        hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+    else:
+        hidden = jax.nn.silu(linear(x, "gate")) * up if "gate" in p else jax.nn.gelu(up)
+    y = linear(hidden, "down")
+    return y / (1 + jnp.exp(-x @ p["token_gate"])) if "token_gate" in p else y
 
 
 def keep_in_buffer(expert_Tk, moe: MoE, buffer):

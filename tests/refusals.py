@@ -64,6 +64,28 @@ REFUSED = {
         "set model.attention.window, or model.attention.full_every=null"
     ),
     "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
+    "train.init_from=": "train.init_from is empty: name a folder, or null",
+    "train.upcycle=true": (
+        "train.upcycle=true needs a dense model to begin with: set train.init_from, or train.upcycle=false"
+    ),
+    "train.upcycle=true train.init_from=hf model.moe.num_experts=0": (
+        "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
+    ),
+    "model.rope_scaling.factor=4": (
+        "model.rope_scaling.factor=4.0 without a kind of scaling: set model.rope_scaling.kind=yarn, linear or llama3, "
+        "or model.rope_scaling.factor=1.0"
+    ),
+    "model.rope_scaling.kind=llama3 model.rope_scaling.slow_turns=32": (
+        "model.rope_scaling.slow_turns=32.0 must be below model.rope_scaling.fast_turns=32.0"
+    ),
+    "model.rope_scaling.kind=yarn model.rope_scaling.mscale_all_dim=1": (
+        "model.rope_scaling.mscale_all_dim=1.0 is for latent attention: "
+        "set model.latent.kv_lora_rank, or model.rope_scaling.mscale_all_dim=0"
+    ),
+    "model.moe.shared_gate=true": (
+        "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
+        "model.moe.shared_gate=false"
+    ),
     "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
     "model.num_layers=4 model.moe.first_dense_blocks=4": (
         "model.moe.first_dense_blocks=4 leaves none of model.num_layers=4 for experts: "

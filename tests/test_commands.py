@@ -19,7 +19,7 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.train import __main__ as training
 from moe_jax.train.data import validation_batches
-from moe_jax.train.restore import load_params
+from moe_jax.train.load import load_params
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.tokens import open_tokens
 from tests import references

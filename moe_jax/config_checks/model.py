@@ -17,6 +17,7 @@ def check_model(model: "Model") -> None:
     else:
         _check_heads(model)
     _check_views(model)
+    _check_rope(model)
     _check_experts(model)
 
 
@@ -72,10 +73,34 @@ def _check_views(model: "Model") -> None:
         )
 
 
+def _check_rope(model: "Model") -> None:
+    scaling, name = model.rope_scaling, "model.rope_scaling"
+    for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
+        value = getattr(scaling, key)
+        if scaling.kind == "none" and value != unset:
+            raise ConfigError(
+                f"{name}.{key}={value} without a kind of scaling: set {name}.kind=yarn, linear or llama3, "
+                f"or {name}.{key}={unset}"
+            )
+    slow, fast = scaling.slow_turns, scaling.fast_turns
+    if (scaling.kind == "yarn" and slow > fast) or (scaling.kind == "llama3" and slow >= fast):
+        raise ConfigError(f"{name}.slow_turns={slow} must be below {name}.fast_turns={fast}")
+    if scaling.mscale_all_dim and not model.has_latents:
+        raise ConfigError(
+            f"{name}.mscale_all_dim={scaling.mscale_all_dim} is for latent attention: "
+            f"set model.latent.kv_lora_rank, or {name}.mscale_all_dim=0"
+        )
+
+
 def _check_experts(model: "Model") -> None:
     moe = model.moe
     if moe.num_experts == 0:
         return
+    if moe.shared_gate and not moe.num_shared_experts:
+        raise ConfigError(
+            "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
+            "model.moe.shared_gate=false"
+        )
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")
     check_gate(moe)

@@ -23,6 +23,9 @@ _AT_LEAST: dict[str, float] = {
     "model.head_dim": 2,
     "model.hidden_dim": 1,
     "model.rope_theta": 1,
+    "model.rope_scaling.factor": 1,
+    "model.rope_scaling.original_length": 1,
+    "model.rope_scaling.mscale_all_dim": 0,
     "model.attention.window": 1,
     "model.attention.full_every": 1,
     "model.attention.nope_every": 1,
@@ -90,6 +93,10 @@ _SIMULATED_AT_MOST = 512  # devices, each with several threads and copies of wha
 # Numbers that must lie above 0.
 _POSITIVE = (
     "model.norm_eps",
+    "model.latent.norm_eps",
+    "model.rope_scaling.slow_turns",
+    "model.rope_scaling.fast_turns",
+    "model.rope_scaling.attention_factor",
     "model.moe.capacity_factor",
     "model.moe.routed_scale",
     "optimizer.eps",

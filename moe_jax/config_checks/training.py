@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     from moe_jax.config import Config
 
 
-_NAMES = {"schedule.task_times": "file", "tune.cache": "file", "plan.cluster": "cluster"}
+_NAMES = {
+    "schedule.task_times": "file",
+    "tune.cache": "file",
+    "plan.cluster": "cluster",
+    "train.init_from": "folder",
+}
 
 
 def check_training(config: "Config") -> None:
@@ -32,6 +37,14 @@ def check_training(config: "Config") -> None:
         raise ConfigError(
             f"checkpoint.safety_every={config.checkpoint.safety_every} makes copies to go on from, which "
             "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_every=0"
+        )
+    if config.train.upcycle and config.train.init_from is None:
+        raise ConfigError(
+            "train.upcycle=true needs a dense model to begin with: set train.init_from, or train.upcycle=false"
+        )
+    if config.train.upcycle and config.model.moe.num_experts == 0:
+        raise ConfigError(
+            "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
         )
     traced, steps = config.log.trace_step, config.train.steps
     if traced is not None and traced > steps:

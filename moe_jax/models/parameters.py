@@ -18,6 +18,7 @@ from moe_jax.stages import segments
 
 Params = dict[Any, Any]
 
+_GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}  # matrices by whose names an MLP is known
 _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any other
 
 
@@ -74,7 +75,8 @@ class GroupedAttention(nnx.Module):
             self.query_bias = declare.offset(**queries)
             self.key_bias = declare.offset(**keys)
             self.value_bias = declare.offset(**keys)
-            self.out_bias = declare.offset(model=model.d_model)
+            if model.attention.out_bias:
+                self.out_bias = declare.offset(model=model.d_model)
         if model.qk_norm:
             of_all = model.qk_norm_over == "projection"
             self.query_norm = declare.scale(**(queries if of_all else {"head": width}))
@@ -112,13 +114,14 @@ class MLP(nnx.Module):
 
     def __init__(self, model: Model, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
         in_std, out_std = model.d_model**-0.5, (hidden * 2 * model.num_layers) ** -0.5
-        if model.activation == "swiglu":
-            self.gate = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
+        gate = _GATES[model.activation]
+        if gate is not None:
+            setattr(self, gate, declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden))
         self.up = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
         self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.d_model)
         if bias:
-            if model.activation == "swiglu":
-                self.gate_bias = declare.offset(**stack, hidden=hidden)
+            if gate is not None:
+                setattr(self, f"{gate}_bias", declare.offset(**stack, hidden=hidden))
             self.up_bias = declare.offset(**stack, hidden=hidden)
             self.down_bias = declare.offset(**stack, model=model.d_model)
 
@@ -134,6 +137,8 @@ class MoELayer(nnx.Module):
         self.experts = MLP(model, moe.hidden_dim, declare, moe.bias, experts=moe.num_experts)
         if moe.num_shared_experts:
             self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
+            if moe.shared_gate:
+                self.shared.token_gate = declare.matrix(model.d_model**-0.5, model=model.d_model, one=1)
         if moe.dense_residual:
             self.dense = MLP(model, model.hidden_dim, declare)
 

@@ -145,7 +145,7 @@ class _Costs:
 
 def _shares(model: Model, kind: str) -> Mapping[str, float]:
     """Of a block's parameters in matrix products, experts left out; other ops pass in their neighbours' time."""
-    moe, matrices = model.moe, 3 if model.activation == "swiglu" else 2
+    moe, matrices = model.moe, 3 if model.is_gated else 2
     hidden = model.hidden_dim if kind == "dense" or moe.dense_residual else 0
     hidden += moe.hidden_dim * moe.num_shared_experts if kind == "moe" else 0
     output = model.d_model * model.num_heads * model.v_width

@@ -43,5 +43,5 @@ def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int],
 
 def _expert_matrices(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters of a device in one matrix of all experts, stacked over blocks."""
-    ranks, matrices = config.mesh.expert_ranks(mesh) * mesh["tensor"], 3 if config.model.activation == "swiglu" else 2
+    ranks, matrices = config.mesh.expert_ranks(mesh) * mesh["tensor"], 3 if config.model.is_gated else 2
     return count_parameters(config.model).expert / (ranks * matrices)

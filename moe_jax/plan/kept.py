@@ -139,13 +139,14 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
-    matrices = 2 if model.activation == "swiglu" else 1  # in front of the activation
+    matrices = 2 if model.is_gated else 1  # in front of the activation
+    of_activation = 9 if model.activation == "clipped_swiglu" else 6  # values, where all are kept
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
         total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
         total += 6 * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
-        total += 6 * hidden_values + (stream if mlps else 0)
+        total += of_activation * hidden_values + (stream if mlps else 0)
         total += item * model.d_model * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
     elif mode == "least":
         total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
@@ -160,10 +161,12 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     if kind == "dense" or (mode in ("dots", "full") and not scheduled):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     total += item * model.d_model * (rows.computed + rows.sent) + 4 * rows.sent  # received and returned rows, places
-    of_hidden = {"all": 6, "least": matrices}.get(mode, 0)
+    of_hidden = {"all": of_activation, "least": matrices}.get(mode, 0)
     total += of_hidden * rows.computed * moe.hidden_dim / sizes.tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
+    if moe.shared_gate and mode == "all":
+        total += item * model.d_model * sizes.tokens  # what is gated
     if rows.ragged:
         total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask
     return total

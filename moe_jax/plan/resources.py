@@ -119,7 +119,7 @@ def _attention(model: Model) -> _Count:
     queries, keys = heads * model.head_width, model.kv_heads * model.head_width
     cut, whole = sinks, 0
     if model.attention.bias:
-        cut, whole = cut + queries + 2 * keys, d
+        cut, whole = cut + queries + 2 * keys, d if model.attention.out_bias else 0
     if model.qk_norm and model.qk_norm_over == "projection":
         cut += queries + keys
     elif model.qk_norm:
@@ -128,7 +128,7 @@ def _attention(model: Model) -> _Count:
 
 
 def gate_matrices(model: Model) -> int:
-    """Parameters in the matrix products of one block's gate."""
+    """Parameters in the matrix products of one block's gate, and of that of its shared experts."""
     return _gate(model).matrices
 
 
@@ -141,16 +141,17 @@ def mixed_matrices(model: Model) -> int:
 def _gate(model: Model) -> _Count:
     """Of one block with experts."""
     sizes = [tuple(dims.values()) for dims, _ in gate_parameters(model).values()]
+    of_shared = model.d_model if model.moe.shared_gate else 0
     return _Count(
         0,
-        whole_matrices=sum(math.prod(size) for size in sizes if len(size) > 1),
+        whole_matrices=of_shared + sum(math.prod(size) for size in sizes if len(size) > 1),
         whole_vectors=sum(math.prod(size) for size in sizes if len(size) == 1),
     )
 
 
 def _mlp(model: Model, hidden: int, bias: bool = False) -> _Count:
     """Of one MLP or expert."""
-    inner = 2 if model.activation == "swiglu" else 1
+    inner = 2 if model.is_gated else 1
     return _Count((inner + 1) * model.d_model * hidden, *((inner * hidden, 0, model.d_model) if bias else ()))
 
 

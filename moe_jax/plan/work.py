@@ -19,7 +19,7 @@ class Work(NamedTuple):
 def work_of(config: Config, tokens: float) -> dict[str, Work]:
     """Of each compute op, on a device that has `tokens` tokens."""
     model, moe = config.model, config.model.moe
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
     scores = 2 * tokens * computed_keys(config) * model.num_heads * (model.qk_width + model.v_width)
     mixes = 2 * tokens * mixed_matrices(model)

@@ -25,7 +25,7 @@ from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
 from moe_jax.train.safety import Safety
-from moe_jax.train.setup import Programs, Run, about, compile_programs, open_run, write_start
+from moe_jax.train.setup import Programs, Run, about, compile_programs, first_state, open_run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
 
@@ -72,7 +72,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             run.batches.set_state(restored.record.data)
             _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
         else:
-            state = programs.init.result()()
+            state = first_state(run, programs.init.result())
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from moe_jax.train.tokenizer import (
     MIN_BPE_VOCAB_SIZE,
     ByteTokenizer,
     Tokenizer,
+    of_model,
     optional_package,
     train_bpe,
 )
@@ -39,7 +41,7 @@ def prepare_text(
     source: Path,
     output: Path,
     *,
-    tokenizer: Literal["bytes", "bpe"] = "bytes",
+    tokenizer: Literal["bytes", "bpe"] | Path = "bytes",
     vocab_size: int | None = None,
     validation_fraction: float = 0.1,
     text_key: str = "text",
@@ -47,9 +49,11 @@ def prepare_text(
     """Write the tokens of all .txt, .jsonl and .parquet files below `source` as the folder `output`.
 
     Documents keep the sorted order of their files; the last `validation_fraction` of all characters validates.
-    `vocab_size` is the BPE's, 8192 if None. Raises DataError for bad input, and then leaves no `output`.
+    `tokenizer` may be the folder of a Hugging Face model with a tokenizer.json, or this file. `vocab_size` is that of a
+    new BPE, 8192 if None. Raises DataError for bad input, and then leaves no `output`.
     """
     _check_options(tokenizer, vocab_size, validation_fraction)
+    of_another = of_model(tokenizer) if isinstance(tokenizer, Path) else None
     files = find_files(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists and is not an empty folder: name another one, or remove it")
@@ -72,8 +76,12 @@ def prepare_text(
                 train = (piece for _, piece in itertools.takewhile(_trains, _split(pieces(), cut)) if piece)
                 sample = itertools.islice(train, 0, None, math.ceil(cut / _BPE_SAMPLE))
                 encoder = train_bpe(sample, vocab_size or 8192, folder / BPE_FILE)
+            elif of_another:
+                tokenizer_file, encoder = of_another
+                shutil.copyfile(tokenizer_file, folder / BPE_FILE)
+            kind = tokenizer if isinstance(tokenizer, str) else "bpe"
             names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
-            meta = _write(folder, _split(_counted(pieces(), characters), cut), tokenizer, encoder, names)
+            meta = _write(folder, _split(_counted(pieces(), characters), cut), kind, encoder, names)
             folder.rename(output)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
@@ -91,7 +99,7 @@ def find_files(source: Path) -> list[Path]:
     return files
 
 
-def _check_options(tokenizer: str, vocab_size: int | None, validation_fraction: float) -> None:
+def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fraction: float) -> None:
     if not 0 < validation_fraction < 1:
         raise DataError(f"--validation-fraction={validation_fraction} must lie between 0 and 1")
     if tokenizer == "bpe":
@@ -99,9 +107,13 @@ def _check_options(tokenizer: str, vocab_size: int | None, validation_fraction: 
     if vocab_size is None:
         return
     if tokenizer != "bpe":
-        raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; bytes always have 256 tokens")
+        raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; {_sizes_of(tokenizer)}")
     if not MIN_BPE_VOCAB_SIZE <= vocab_size <= MAX_BPE_VOCAB_SIZE:
         raise DataError(f"--vocab-size={vocab_size} must lie in {MIN_BPE_VOCAB_SIZE}..{MAX_BPE_VOCAB_SIZE}")
+
+
+def _sizes_of(tokenizer: str | Path) -> str:
+    return "bytes always have 256 tokens" if tokenizer == "bytes" else f"{tokenizer} has its own tokens"
 
 
 def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:

@@ -1,20 +1,15 @@
 """Where a run goes on: at the newest checkpoint that is what was saved; damaged ones newer than it are put aside."""
 
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
-
-import jax
+from collections.abc import Mapping
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
 from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_arrays import read_arrays
-from moe_jax.train.checkpoint_files import FOLDER, DamagedError, check_files, newest_checkpoint
+from moe_jax.train.checkpoint_files import DamagedError, check_files
 from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.load import told
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.quarantine import quarantine
@@ -22,8 +17,6 @@ from moe_jax.train.restored import Restored
 from moe_jax.train.safety_restore import newest_safe
 from moe_jax.train.same_run import check_same_model
 from moe_jax.train.setup import Run, open_run
-
-T = TypeVar("T")
 
 
 def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
@@ -56,43 +49,6 @@ def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
             _put_aside(run, damaged)
             return run, restored
     return run, None
-
-
-def load_params(run: Path, params_shapes: Any) -> Any:
-    """The parameters of a run's newest whole checkpoint, placed as the shapes' shardings say, experts in their order.
-
-    Damaged ones are told and stay where they are. Raises CheckpointError.
-    """
-    damaged: dict[int, str] = {}
-    found = read_newest(run, lambda record: (record.step, _params(run, record, params_shapes)), damaged)
-    if found is None:
-        raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
-    for step, reason in damaged.items():
-        print(f"warning: {_told(run, step, reason)}; using step {found[0]}", file=sys.stderr)
-    return found[1]
-
-
-def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str]) -> T | None:
-    """What `read` makes of the newest checkpoint that is whole, or None without any; others are noted in `damaged`.
-
-    Raises CheckpointError if there are checkpoints and none is whole.
-    """
-    while (step := newest_checkpoint(run, damaged)) is not None:
-        try:
-            return read(check_files(run, step))
-        except DamagedError as error:
-            damaged[step] = str(error)
-    return None
-
-
-def _params(run: Path, record: Record, params_shapes: Any) -> Any:
-    wanted = {"params": params_shapes}
-    if record.slots is None:
-        return read_arrays(run, record, wanted)["params"]
-    stages = Stages.of(load_config(run))
-    placement = placement_shapes(stages.model, record.slots, jax.tree.leaves(params_shapes)[0].sharding)
-    wanted = slot_shapes(wanted, record.slots) | {"placement": placement}
-    return ordered(read_arrays(run, record, wanted), wanted, stages)["params"]
 
 
 def _restore(run: Run) -> Restored:
@@ -141,10 +97,6 @@ def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:
     if is_main_process():
         for step, reason in damaged.items():
             moved = quarantine(run.folder, step, reason)
-            told = _told(run.folder, step, reason)
-            print(f"warning: {told}: moved to {moved}, going on from step {run.first_step}", flush=True)
+            text = told(run.folder, step, reason)
+            print(f"warning: {text}: moved to {moved}, going on from step {run.first_step}", flush=True)
     allgather(0)  # until they are out of the way, for all processes
-
-
-def _told(run: Path, step: int, reason: str) -> str:
-    return f"checkpoint {run / FOLDER / str(step)} is damaged ({reason})"

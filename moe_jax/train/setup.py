@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
@@ -28,13 +28,14 @@ from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
+from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import compiled
 from moe_jax.train.run_folder import resume_step
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
-from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step import State, Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
 
 
@@ -70,7 +71,7 @@ class Programs:
     """Compiled for one run's shapes. Only `step` is certain to be ready."""
 
     step: Compiled
-    init: Future[Compiled]
+    init: Future[Compiled]  # of nothing, or of the parameters of `train.init_from`
     evaluate: Future[Compiled]
     digests: Future[Compiled]  # of a state, see train/digest.py
 
@@ -90,6 +91,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     tokens = open_tokens(config.data, config.model.vocab_size)
     folder = Path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
+    if first_step == 0:
+        check_source(config)
     if config.log.sample_tokens:
         encode_prompt(config, config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
@@ -130,11 +133,24 @@ def compile_programs(run: Run) -> Programs:
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
-    init = pool.submit(compiled, trainer.init.lower())
+    init = pool.submit(compiled, lowered_init(run))
     evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
     digests = pool.submit(compiled, digest_program(state).lower(state))
     pool.shutdown(wait=False)
     return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
+
+
+def lowered_init(run: Run) -> Lowered:
+    """The program that makes a new run's state, of nothing or of parameters."""
+    trainer = run.trainer
+    return trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes)
+
+
+def first_state(run: Run, init: Compiled) -> State:
+    """Of a new run. Raises UserError for parameters that cannot be read."""
+    config = run.config
+    state: State = init() if config.train.init_from is None else init(source_params(config, run.trainer.param_shapes))
+    return state
 
 
 def about(run: Run) -> dict[str, Any]:

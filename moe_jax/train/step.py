@@ -62,7 +62,9 @@ class Trainer:
     mesh: Mesh
     plan: Plan | pipeline.Plan | None  # None: autodiff's and the compiler's order
     state_shapes: State  # ShapeDtypeStructs that carry shardings
+    param_shapes: Any  # of the parameters of a state without copies of experts, with shardings
     init: Wrapped  # () → State
+    begin: Wrapped  # parameters like param_shapes (donated) → State
     step: Wrapped  # State (donated), batch, largest loss to learn from (left out: any) → State, metrics
     evaluate: Wrapped  # parameters, batch, where experts lie (None: in their order) → mean nats per token
     has_loss_bound: bool = False  # whether the step of a run gets its third argument
@@ -100,12 +102,17 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         layout["placement"] = dict.fromkeys(jax.eval_shape(placement), REPLICATED)
     placed = shardings(mesh, layout)
 
-    def init() -> State:
-        params = stored(init_params(config.model, config.train.seed), stages)
+    def begin(params: Any) -> State:
         where = {"placement": placement()} if config.migration.enabled else {}
         if config.replicas:
             params = by_slot(params, first_experts(config.model.moe.num_experts, ranks, config.replicas))
         return {"step": jnp.int32(0), "params": params, "optimizer": own.optimizer.init(params), **where}
+
+    def init() -> State:
+        return begin(stored(init_params(config.model, config.train.seed), stages))
+
+    def with_shardings(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), tree, shardings)
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     if "background" in (how.exchange, config.exchange.reduction):
@@ -122,12 +129,10 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     return Trainer(
         mesh=mesh,
         plan=own.plan,
-        state_shapes=jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-            jax.eval_shape(init),
-            placed,
-        ),
+        state_shapes=with_shardings(jax.eval_shape(init), placed),
+        param_shapes=with_shardings(stored_shapes(stages), placed["params"]),
         init=jax.jit(init, out_shardings=placed, compiler_options=_INIT_OPTIONS.get(how.platform)),
+        begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
         step=jax.jit(
             step,
             donate_argnums=0,

@@ -1,6 +1,7 @@
 """Text ↔ tokens: UTF-8 bytes, or a byte-level BPE from a prepared folder's tokenizer.json."""
 
 import importlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,18 +51,21 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A byte-level BPE in the tokenizer.json format of Hugging Face's `tokenizers`."""
+    """A byte-level BPE, or what else a tokenizer.json of Hugging Face's `tokenizers` holds.
 
-    def __init__(self, file: Path) -> None:
+    `end_of_text` is the token behind each document, as its number or name.
+    """
+
+    def __init__(self, file: Path, end_of_text: int | str = _END_OF_TEXT) -> None:
         tokenizers = optional_package("tokenizers")
         try:
             self._bpe = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{file} is no tokenizer ({error}): make the folder again") from None
-        self.vocab_size: int = self._bpe.get_vocab_size()
-        self.end_of_text: int = self._bpe.token_to_id(_END_OF_TEXT)
+        self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
+        self.end_of_text: int = end_of_text if isinstance(end_of_text, int) else self._bpe.token_to_id(end_of_text)
         if self.end_of_text is None:
-            raise DataError(f"{file} has no {_END_OF_TEXT} token: make the folder again")
+            raise DataError(f"{file} has no {end_of_text} token: make the folder again")
         self._bpe.encode_special_tokens = True  # a text that spells out the end of a text does not end there
 
     def encode(self, text: str) -> list[int]:
@@ -92,6 +96,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> BpeTokenizer
     return BpeTokenizer(file)
 
 
+def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
+    """The tokenizer.json in the folder of a Hugging Face model, or this file itself, and its tokenizer.
+
+    tokenizer_config.json beside it names the token behind each document. Raises DataError.
+    """
+    file = path / BPE_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
+    settings = file.with_name("tokenizer_config.json")
+    try:
+        found = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
+    name = found.get("content") if isinstance(found, dict) else found
+    return file, BpeTokenizer(file, name if isinstance(name, str) else _END_OF_TEXT)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a data path: a .txt file or a prepared folder. Raises DataError."""
     path = find_data(path)
@@ -102,7 +123,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ByteTokenizer()
     if meta.tokenizer != "bpe":
         raise DataError(f"{path}: unknown tokenizer {meta.tokenizer!r}, expected bytes or bpe: make the folder again")
-    tokenizer = BpeTokenizer(path / BPE_FILE)
+    tokenizer = BpeTokenizer(path / BPE_FILE, meta.end_of_text)
     if tokenizer.vocab_size != meta.vocab_size:
         raise DataError(
             f"{path / BPE_FILE} has {tokenizer.vocab_size} tokens, and meta.json says {meta.vocab_size}: "

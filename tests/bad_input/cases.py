@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moe_jax import generate
+from moe_jax.convert import __main__ as convert
 from moe_jax.launch import __main__ as launch
 from moe_jax.measure import __main__ as measure
 from moe_jax.plan import __main__ as plan
@@ -30,6 +31,7 @@ def _script_main() -> None:
 COMMANDS: dict[str, Callable[[], None]] = {
     "train": train.main,
     "generate": generate.main,
+    "convert": convert.main,
     "report": report.main,
     "launch": launch.main,
     "measure": measure.main,

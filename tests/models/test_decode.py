@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Attention, Latent, Mesh, Model, MoE
+from moe_jax.config import Attention, Latent, Mesh, Model, MoE, RopeScaling
 from moe_jax.models.decode import sample
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.mesh import make_mesh
@@ -65,8 +65,16 @@ MODELS = {
     "windows-and-no-rope": dataclasses.replace(
         MODEL, qk_norm_over="projection", attention=Attention(window=3, full_every=3, nope_every=2)
     ),
-    "sinks-and-biases": dataclasses.replace(MODEL, qk_norm=False, attention=Attention(bias=True, sinks=True, window=4)),
-    "latents": LATENT,
+    "sinks-and-biases": dataclasses.replace(
+        MODEL,
+        qk_norm=False,
+        attention=Attention(bias=True, sinks=True, window=4),
+        activation="clipped_swiglu",
+        moe=dataclasses.replace(MODEL.moe, shared_gate=True),
+    ),
+    "latents": dataclasses.replace(
+        LATENT, rope_scaling=RopeScaling(kind="yarn", factor=4, original_length=8, mscale_all_dim=1)
+    ),
     "latents-sinks-window": dataclasses.replace(
         LATENT,
         latent=dataclasses.replace(LATENT.latent, q_lora_rank=None),

@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain full": {"schedule": {"remat": "full"}, "mesh": (2, 2, 2)},
     "dense": {"mesh": (8, 1, 1), "num_experts": 0, "model": {"activation": "gelu"}},
     "dropless": {"capacity_factor": None},
+    "clipped and gated": {"model": {"activation": "clipped_swiglu"}, "num_shared_experts": 1, "shared_gate": True},
     "scheduled": {"schedule": SCHEDULED | {"microbatches": 2}, "mesh": (2, 2, 2)},
     "scheduled full": {"schedule": SCHEDULED | {"remat": "full"}},
     "ring": {"mesh": (1, 4, 1, 2)},

@@ -24,6 +24,8 @@ MODELS = [
     Model(latent=Latent(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
     Model(latent=Latent(kv_lora_rank=24)),
     Model(qk_norm=True, qk_norm_over="projection", num_kv_heads=2, attention=Attention(bias=True, sinks=True)),
+    Model(attention=Attention(bias=True, out_bias=False), moe=MoE(num_shared_experts=1, shared_gate=True)),
+    Model(activation="clipped_swiglu", moe=MoE(bias=True)),
     Model(moe=MoE(bias=True)),
     Model(activation="gelu", moe=MoE(bias=True, every=2)),
     *(Model(moe=MoE(gate=gate)) for gate in GATES),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import Attention, Latent
+from moe_jax.config import Attention, Latent, RopeScaling
 from moe_jax.train.emit import make_plan
 from tests.small import small_config
 from tests.train.gradients import assert_equals_reference, mesh_of
@@ -24,8 +24,19 @@ FORMS: dict[str, dict] = {
         "qk_norm": True,
         "qk_norm_over": "projection",
     },
-    "sinks-and-biases": {"attention": Attention(bias=True, sinks=True, window=5)},
+    "scaled-rotary-latents": {
+        "latent": dataclasses.replace(LATENT, norm_eps=1e-3),
+        "num_kv_heads": None,
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4, original_length=64, attention_factor=1.2, mscale_all_dim=0.7, truncate=False
+        ),
+    },
+    "sinks-and-biases": {
+        "attention": Attention(bias=True, sinks=True, window=5, out_bias=False),
+        "activation": "clipped_swiglu",
+    },
 }
+MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts": 1, "shared_gate": True}}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +46,8 @@ FORMS: dict[str, dict] = {
 def test_loss_and_gradients_equal_the_reference(form, schedule):
     """With heads cut over tensor ranks, and all else that a mesh cuts."""
     model = {"num_heads": 4, "num_kv_heads": 2} | FORMS[form]
-    config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), num_experts=4, batch_size=4)
+    moe = {"num_experts": 4, "batch_size": 4} | MOE.get(form, {})
+    config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), **moe)
     assert_equals_reference(config)
 
 

@@ -15,9 +15,9 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
 from moe_jax.train import setup
+from moe_jax.train.load import load_params
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
-from moe_jax.train.restore import load_params
 from moe_jax.train.sample import one_device_mesh
 from tests.train.test_resume import SMALL
 from tests.train.whole_runs import compiled_once, config_of

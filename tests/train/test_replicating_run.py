@@ -15,9 +15,10 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.migration import num_copied
 from moe_jax.stages import Stages
+from moe_jax.train.load import load_params
 from moe_jax.train.loop import train
 from moe_jax.train.placement import first_placement, params_in_order
-from moe_jax.train.restore import load_params, restore_newest
+from moe_jax.train.restore import restore_newest
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.setup import open_run
 from tests.train.test_migrating_run import MOE, ON, TINY, records

@@ -50,6 +50,23 @@ def test_the_end_of_a_text_can_be_seen(bpe_folder: Path) -> None:
     assert bpe.decode([*bpe.encode("a"), bpe.end_of_text, *bpe.encode("b")]) == "a<|endoftext|>b"
 
 
+def test_the_tokenizer_of_a_model_is_used(bpe_folder: Path, tmp_path: Path) -> None:
+    """Its documents end with the token that its settings name."""
+    model = tmp_path / "model"
+    model.mkdir()
+    text = (bpe_folder / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>")
+    (model / "tokenizer.json").write_text(text)
+    (model / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    meta = prepare_text(bpe_folder.parent / "text.txt", tmp_path / "tokens", tokenizer=model)
+    found = load_tokenizer(tmp_path / "tokens")
+    assert (meta.tokenizer, meta.end_of_text) == ("bpe", found.end_of_text)
+    assert found.decode([*found.encode(TEXT), found.end_of_text]) == f"{TEXT}</s>"
+    missing = tmp_path / "tokens" / "none"
+    with pytest.raises(DataError) as refusal:
+        prepare_text(bpe_folder.parent / "text.txt", tmp_path / "other", tokenizer=missing)
+    assert str(refusal.value) == f"--tokenizer={missing} must be bytes, bpe, or a folder with a tokenizer.json"
+
+
 def test_any_tokens_decode(tokenizer: Tokenizer) -> None:
     generator = random.Random(0)
     for _ in range(100):

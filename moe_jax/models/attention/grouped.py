@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import Model, View
 from moe_jax.models.attention.core import seen_before, weighted_values
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import rms_norm, rotate
+from moe_jax.models.layers import rms_norm
+from moe_jax.models.rope import rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.tensor_axis import gathered
 
@@ -79,7 +80,7 @@ def _project(
     if model.qk_norm:
         query, key = _NORMS[model.qk_norm_over](query, key, params, model)
     if view.rope:
-        query, key = (rotate(x, position_BN, model.rope_theta) for x in (query, key))
+        query, key = (rotate(x, position_BN, model) for x in (query, key))
     return query, key, value
 
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import Model, View
 from moe_jax.models.attention.core import seen_before, weighted_values
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import matmul, rms_norm, rotate
+from moe_jax.models.layers import matmul, rms_norm
+from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.tensor_axis import gathered
 
@@ -34,7 +35,7 @@ def heads(
     held = latent_BNR, _rotated(key_BNP[:, :, None], position_BN, model, view)
     query = jnp.concatenate([plain, rotated], axis=-1)
     weights = {name: params[name] for name in ("key", "value")}
-    scale, sink = model.qk_width**-0.5, params.get("sink")
+    scale, sink = logit_scale(model), params.get("sink")
     if context_ranks() > 1:  # latents are short: they travel, not what is made of them
         return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
     key, value = _keys_and_values(weights, held)
@@ -68,7 +69,7 @@ def next_heads(
         jnp.concatenate([latents, keys], axis=-1)[:, :, None],
         latents[:, :, None],
         seen_before(position[None], jnp.arange(keys.shape[1]), view.window),
-        model.qk_width**-0.5,
+        logit_scale(model),
         params.get("sink"),
     )
     return jnp.einsum("bnhr,rhv->bnhv", seen_B1HR, params["value"].astype(seen_B1HR.dtype)), (latents, keys)
@@ -78,10 +79,10 @@ def _latents(
     params: Any, h_BND: Float[Array, "B N D"], model: Model
 ) -> tuple[Float[Array, "B N Q"], Float[Array, "B N R"], Float[Array, "B N P"]]:
     """Of queries (without one: what they are made of), of keys and values, and the key that is to be rotated."""
-    query = h_BND
+    query, eps = h_BND, model.norm_eps if model.latent.norm_eps is None else model.latent.norm_eps
     if "query_latent" in params:
-        query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], model.norm_eps)
-    latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], model.norm_eps)
+        query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], eps)
+    latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], eps)
     return query, latent, matmul(h_BND, params["rope_key"])
 
 
@@ -106,7 +107,7 @@ def _queries(
 def _rotated(
     x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: Model, view: View
 ) -> Float[Array, "B N H P"]:
-    return rotate(x_BNHP, position_BN, model.rope_theta) if view.rope else x_BNHP
+    return rotate(x_BNHP, position_BN, model) if view.rope else x_BNHP
 
 
 def _of_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:

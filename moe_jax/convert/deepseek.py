@@ -1,0 +1,107 @@
+"""What DeepSeek-V2 and V3 have alike: multi-head latent attention, shared experts, dense blocks at the bottom.
+
+Pairs that are rotated together are neighbours on disk, and lie half a width apart here.
+"""
+
+from typing import Any
+
+from moe_jax.config import Latent, Model
+from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import hf_settings, shared_settings
+from moe_jax.convert.tensors import Part, Tensor, halves
+
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
+
+
+def model_settings(hf: HfConfig) -> dict[str, Any]:
+    """Arguments of a Model without its experts."""
+    hf.only("attention_bias", False)
+    hf.only("moe_layer_freq", 1)
+    shared = shared_settings(hf)
+    return {
+        **shared,
+        "hidden_dim": hf.whole("intermediate_size"),
+        "latent": Latent(
+            kv_lora_rank=hf.whole("kv_lora_rank"),
+            q_lora_rank=hf.whole("q_lora_rank") if hf.has("q_lora_rank") else None,
+            qk_nope_head_dim=hf.whole("qk_nope_head_dim"),
+            qk_rope_head_dim=hf.whole("qk_rope_head_dim"),
+            v_head_dim=hf.whole("v_head_dim"),
+            norm_eps=None if shared["norm_eps"] == _LATENT_EPS else _LATENT_EPS,
+        ),
+    }
+
+
+def moe_settings(hf: HfConfig) -> dict[str, Any]:
+    """Arguments of a MoE without its gate."""
+    return {
+        "num_experts": hf.whole("n_routed_experts", "num_experts", "num_local_experts"),
+        "top_k": hf.whole("num_experts_per_tok"),
+        "hidden_dim": hf.whole("moe_intermediate_size"),
+        "num_shared_experts": hf.whole("n_shared_experts", default=0),
+        "first_dense_blocks": hf.whole("first_k_dense_replace", default=0),
+        "routed_scale": hf.number("routed_scaling_factor", 1.0),
+        "capacity_factor": None,
+    }
+
+
+def settings(model: Model) -> dict[str, Any]:
+    """For a config.json."""
+    latent, moe = model.latent, model.moe
+    return hf_settings(model) | {
+        "attention_bias": False,
+        "head_dim": latent.qk_rope_head_dim,
+        "intermediate_size": model.hidden_dim,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "q_lora_rank": latent.q_lora_rank,
+        "qk_nope_head_dim": latent.qk_nope_head_dim,
+        "qk_rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden_dim,
+        "n_shared_experts": moe.num_shared_experts,
+        "first_k_dense_replace": moe.first_dense_blocks,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": moe.routed_scale,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+    }
+
+
+def block(model: Model, kind: str) -> list[Tensor]:
+    """Rows of a block."""
+    if kind == "dense":
+        return [*_attention(model), *mlp_rows("mlp", "mlp")]
+    shared = mlp_rows("mlp.shared_experts", "moe.shared") if model.moe.num_shared_experts else []
+    return [*_attention(model), *expert_rows(model), *shared]
+
+
+def _attention(model: Model) -> list[Tensor]:
+    latent = model.latent
+    plain, rotated, width = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
+    rank = latent.kv_lora_rank
+    assert rank is not None, "a model with latents"
+    query = Part("head", plain + rotated, (range(plain), *halves(rotated, plain)))
+    if latent.q_lora_rank is None:
+        queries = [Tensor("self_attn.q_proj.weight", "attention.query", "heads.head model", query)]
+    else:
+        queries = [
+            Tensor("self_attn.q_a_proj.weight", "attention.query_latent", "latent model"),
+            Tensor("self_attn.q_a_layernorm.weight", "attention.query_latent_norm", "latent"),
+            Tensor("self_attn.q_b_proj.weight", "attention.query", "heads.head latent", query),
+        ]
+    latents, both = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight"
+    key = Part("head", plain + width, (range(plain),))
+    value = Part("head", plain + width, (range(plain, plain + width),))
+    return [
+        *norm_rows(),
+        *queries,
+        Tensor(latents, "attention.kv_latent", "latent model", Part("latent", rank + rotated, (range(rank),))),
+        Tensor(latents, "attention.rope_key", "head model", Part("head", rank + rotated, halves(rotated, rank))),
+        Tensor("self_attn.kv_a_layernorm.weight", "attention.kv_latent_norm", "latent"),
+        Tensor(both, "attention.key", "heads.head latent", key),
+        Tensor(both, "attention.value", "heads.head latent", value),
+        Tensor("self_attn.o_proj.weight", "attention.out", "model heads.head"),
+    ]

@@ -1,0 +1,38 @@
+"""DeepSeek-V2 (2024): softmax scores, in groups by their best expert or without groups."""
+
+from typing import Any
+
+from moe_jax.config import Model, MoE
+from moe_jax.convert import deepseek
+from moe_jax.convert.family import Family
+from moe_jax.convert.hf_config import HfConfig
+
+_GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+
+
+def _model(hf: HfConfig) -> Model:
+    hf.only("topk_method", _GREEDY, _GROUPED)
+    hf.only("scoring_func", "softmax")
+    hf.only("norm_topk_prob", False)
+    grouped = hf.word("topk_method", _GREEDY) == _GROUPED
+    return Model(
+        **deepseek.model_settings(hf),
+        moe=MoE(
+            **deepseek.moe_settings(hf),
+            gate="deepseek_v2",
+            num_groups=hf.whole("n_group") if grouped else 1,
+            top_groups=hf.whole("topk_group") if grouped else 1,
+            normalize_weights=False,
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return deepseek.settings(model) | {
+        "topk_method": _GROUPED if model.moe.num_groups > 1 else _GREEDY,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    }
+
+
+FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _model, _settings, deepseek.block)

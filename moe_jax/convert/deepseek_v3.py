@@ -1,0 +1,42 @@
+"""DeepSeek-V3 (2024) and what is built like it: sigmoid scores, chosen with a bias."""
+
+from typing import Any
+
+from moe_jax.config import Model, MoE
+from moe_jax.convert import deepseek
+from moe_jax.convert.family import Family
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.tensors import Tensor
+
+
+def _model(hf: HfConfig) -> Model:
+    hf.only("topk_method", "noaux_tc")
+    hf.only("scoring_func", "sigmoid")
+    hf.only("rope_interleave", True)
+    return Model(
+        **deepseek.model_settings(hf),
+        moe=MoE(
+            **deepseek.moe_settings(hf),
+            gate="deepseek_v3",
+            num_groups=hf.whole("n_group", default=1),
+            top_groups=hf.whole("topk_group", default=1),
+            normalize_weights=hf.flag("norm_topk_prob", True),
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return deepseek.settings(model) | {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": model.moe.normalize_weights,
+        "rope_interleave": True,
+    }
+
+
+def _block(model: Model, kind: str) -> list[Tensor]:
+    bias = Tensor("mlp.gate.e_score_correction_bias", "moe.score_bias", "choices", float32=True)
+    return [*deepseek.block(model, kind), *([bias] if kind == "moe" else [])]
+
+
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block)

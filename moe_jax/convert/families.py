@@ -1,0 +1,99 @@
+"""All families, and which one a model is of."""
+
+import dataclasses
+from typing import Any
+
+from moe_jax.config import Model
+from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
+from moe_jax.convert.family import Family
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.gate_table import SCORE_BIAS, gate_parameters
+
+_MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+
+# of a MoE: how it is trained, and how many rows there is room for
+_TRAINING = {
+    *("capacity_factor", "capacity_schedule", "order", "hooks", "load_balance_weight", "load_balance"),
+    *("bias_update_rate", "router_z_weight"),
+}
+
+_UNUSED = "unused"
+
+
+def family_of(hf: HfConfig) -> Family:
+    """The one that config.json names. Raises ConvertError."""
+    name = hf.word("model_type")
+    if name not in FAMILIES:
+        raise ConvertError(f"{hf.where}: model_type={name!r} is not built: it must be {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def family_that_holds(model: Model, name: str | None = None) -> Family:
+    """The family of this name, or the first one, whose files say all of a model. Raises ConvertError."""
+    if name is not None and name not in FAMILIES:
+        raise ConvertError(f"--family={name} is not built: it must be {', '.join(FAMILIES)}")
+    told = {}
+    for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+        try:
+            back = family.model(HfConfig(family.settings(model), family.model_type))
+        except ConvertError as error:
+            told[family.model_type] = str(error)
+            continue
+        differs = differences(model, back)
+        if not differs:
+            return family
+        told[family.model_type] = " and ".join(f"{setting}={value}" for setting, (value, _) in differs.items())
+    nearest = min(told, key=lambda each: len(told[each]))
+    raise ConvertError(
+        f"no files of {name or 'any family'} hold this model; nearest are those of {nearest}, which have no "
+        f"{told[nearest]}: change that, and train it so"
+    )
+
+
+def differences(here: Model, there: Model) -> dict[str, tuple[Any, Any]]:
+    """Settings that make two models different functions of their tokens, with the values of both."""
+    mine, others = _meaning(here), _meaning(there)
+    return {
+        f"model.{name}": (value, others[name])
+        for name, value in mine.items()
+        if others[name] != value and _UNUSED not in (value, others[name])  # another setting says so
+    }
+
+
+def _meaning(model: Model) -> dict[str, Any]:
+    """What a model computes: settings that mean something in it, those that follow from others spelled out."""
+    found = _flat(model, "")
+    found |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
+    if model.has_latents:
+        found["latent.norm_eps"] = model.latent.norm_eps or model.norm_eps
+        unused = {"num_kv_heads", "head_dim"}
+    else:
+        unused = {name for name in found if name.startswith("latent.")} - {"latent.kv_lora_rank"}
+    if model.rope_scaling.kind == "none":
+        unused |= {name for name in found if name.startswith("rope_scaling.")} - {"rope_scaling.kind"}
+    if not model.qk_norm:
+        unused.add("qk_norm_over")
+    if not model.attention.bias:
+        unused.add("attention.out_bias")
+    if "dense" not in model.block_kinds and not model.moe.dense_residual:
+        unused.add("hidden_dim")
+    if model.attention.window is None:
+        unused.add("attention.full_every")
+    if model.moe.num_experts == 0:
+        unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
+    elif model.moe.top_groups == model.moe.num_groups:
+        unused |= {"moe.num_groups", "moe.top_groups"}
+    found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
+    return {name: _UNUSED if name in unused else value for name, value in found.items()}
+
+
+def _flat(section: Any, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= _flat(value, f"{prefix}{field.name}.")
+        elif not (prefix == "moe." and field.name in _TRAINING):
+            found[f"{prefix}{field.name}"] = value
+    return found

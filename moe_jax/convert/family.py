@@ -1,0 +1,111 @@
+"""What a family of Hugging Face models is: its settings and its table of tensors, and rows that many tables share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_jax.config import Model
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json."""
+
+    model_type: str
+    architecture: str  # the class that transformers loads
+    model: Callable[[HfConfig], Model]  # raises ConvertError for what is not built
+    settings: Callable[[Model], dict[str, Any]]  # the inverse, for a model of this family
+    block: Callable[[Model, str], list[Tensor]]  # of a block of a kind, `dense` or `moe`
+
+
+def end_rows(model: Model) -> list[Tensor]:
+    """Of what is no block's."""
+    head = [] if model.tie_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
+    return [
+        Tensor("model.embed_tokens.weight", "embedding", "vocab model"),
+        Tensor("model.norm.weight", "norm", "model"),
+        *head,
+    ]
+
+
+def norm_rows() -> list[Tensor]:
+    """In front of attention, and of what is behind it."""
+    return [
+        Tensor("input_layernorm.weight", "attention.norm", "model"),
+        Tensor("post_attention_layernorm.weight", "norm", "model"),
+    ]
+
+
+def attention_rows(model: Model) -> list[Tensor]:
+    """Of grouped-query attention, with its norms."""
+    heads = {"q": ("query", "heads.head"), "k": ("key", "kv_heads.head"), "v": ("value", "kv_heads.head")}
+    rows = [
+        Tensor(f"self_attn.{n}_proj.weight", f"attention.{own}", f"{axis} model") for n, (own, axis) in heads.items()
+    ]
+    rows.append(Tensor("self_attn.o_proj.weight", "attention.out", "model heads.head"))
+    if model.attention.bias:
+        rows += [Tensor(f"self_attn.{n}_proj.bias", f"attention.{own}_bias", axis) for n, (own, axis) in heads.items()]
+        if model.attention.out_bias:
+            rows.append(Tensor("self_attn.o_proj.bias", "attention.out_bias", "model"))
+    if model.qk_norm:
+        of_all = model.qk_norm_over == "projection"
+        rows += [
+            Tensor(f"self_attn.{n}_norm.weight", f"attention.{own}_norm", axis if of_all else "head")
+            for n, (own, axis) in heads.items()
+            if n != "v"
+        ]
+    return [*norm_rows(), *rows]
+
+
+def mlp_rows(
+    there: str, here: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Tensor]:
+    """Of an MLP, or of one for each {expert}."""
+    gate, up, down = names
+    return [
+        Tensor(f"{there}.{gate}.weight", f"{here}.gate", "hidden model"),
+        Tensor(f"{there}.{up}.weight", f"{here}.up", "hidden model"),
+        Tensor(f"{there}.{down}.weight", f"{here}.down", "model hidden"),
+    ]
+
+
+def expert_rows(model: Model) -> list[Tensor]:
+    """Of a router and its experts, as most families have them."""
+    return [
+        Tensor("mlp.gate.weight", "moe.router", "choices model"),
+        *mlp_rows("mlp.experts.{expert}", "moe.experts"),
+    ]
+
+
+def dense_or_experts(model: Model, kind: str) -> list[Tensor]:
+    """Of grouped-query attention, and an MLP or experts."""
+    return [*attention_rows(model), *(expert_rows(model) if kind == "moe" else mlp_rows("mlp", "mlp"))]
+
+
+def dense_copied(model: Model, kind: str) -> list[Tensor]:
+    """Of a dense family: where the model has experts, each gets the MLP."""
+    return [*attention_rows(model), *mlp_rows("mlp", "moe.experts" if kind == "moe" else "mlp")]
+
+
+def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
+    """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
+    layers, step, dense = (
+        hf.whole("num_hidden_layers"),
+        hf.whole("decoder_sparse_step", default=1),
+        hf.listed("mlp_only_layers"),
+    )
+    has = [i not in dense and (i + 1) % max(step, 1) == 0 for i in range(layers)]
+    for first in range(layers):
+        if has == [i >= first and (i - first + 1) % max(step, 1) == 0 for i in range(layers)]:
+            return {"first_dense_blocks": first, "every": max(step, 1)}
+    raise ConvertError(
+        f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not built: dense blocks must be the "
+        "lowest ones, and above them all but every n-th"
+    )
+
+
+def no_windows(hf: HfConfig) -> None:
+    """Raise ConvertError for windows, which some Qwen models have in their upper blocks."""
+    hf.only("use_sliding_window", False)

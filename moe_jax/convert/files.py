@@ -1,0 +1,141 @@
+"""The safetensors files of a Hugging Face model: checked before anything is read, read by slices, written whole."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self, final
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from moe_jax.convert.hf_config import ConvertError, read_json
+
+SUFFIX = ".safetensors"
+_SINGLE = f"model{SUFFIX}"
+INDEX = f"{_SINGLE}.index.json"
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+_READ = ("F32", "BF16", "F16")  # types that float32 holds
+
+
+class Found(NamedTuple):
+    """A tensor of an open file."""
+
+    slices: Any  # safetensors' lazy slice
+    file: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.slices.get_shape())
+
+
+@final
+class Weights:
+    """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._open = folder, ExitStack()
+        self._tensors: dict[str, Found] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opening:
+            files = {file: self._open_file(file, opening) for file in self._files()}
+            self._open = opening.pop_all()
+        for file, handle in files.items():
+            for name in handle.keys():  # noqa: SIM118 – it is no dict
+                self._tensors.setdefault(name, Found(handle.get_slice(name), file))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ConvertError unless there are tensors of these names and shapes, in types that float32 holds."""
+        for name, shape in shapes.items():
+            if name not in self._tensors:
+                raise ConvertError(
+                    f"{self._folder} has no tensor {name}: fetch all of its files, or use another config.json"
+                )
+            found = self._tensors[name]
+            if found.shape != shape:
+                raise ConvertError(
+                    f"{self._folder / found.file}: {name} is {list(found.shape)}, and config.json makes it "
+                    f"{list(shape)}: use the files that belong together"
+                )
+            if found.slices.get_dtype() not in _READ:
+                raise ConvertError(
+                    f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not built: "
+                    "convert it to BF16 first"
+                )
+
+    def __getitem__(self, name: str) -> Any:
+        """Numbers of a tensor, read as they are sliced."""
+        return self._tensors[name].slices
+
+    def _files(self) -> list[str]:
+        """Names of files in this folder, and nowhere else."""
+        index = self._folder / INDEX
+        if not index.exists():
+            if not (self._folder / _SINGLE).exists():
+                raise ConvertError(
+                    f"{self._folder} has neither {_SINGLE} nor {INDEX}: name the folder of a model that has"
+                )
+            return [_SINGLE]
+        found = read_json(index).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise ConvertError(f"{index} has no weight_map: fetch it again")
+        for name in found.values():
+            if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(SUFFIX):
+                raise ConvertError(
+                    f"{index} names {json.dumps(name)[:80]}, no {SUFFIX} file of its own folder: fetch it again"
+                )
+        return sorted(set(found.values()))
+
+    def _open_file(self, name: str, opening: ExitStack) -> Any:
+        try:
+            return opening.enter_context(safetensors.safe_open(self._folder / name, framework="numpy"))
+        except FileNotFoundError:
+            raise ConvertError(f"{self._folder / name} is missing, and {INDEX} names it: fetch it, too") from None
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConvertError(f"{self._folder / name} cannot be read ({error}): fetch it again") from None
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Mapping[str, np.dtype[Any]],
+    tensors: Iterator[tuple[str, NDArray[Any]]],
+    most_bytes: int,
+) -> None:
+    """Write tensors, which come in the order of `shapes`, to files of at most `most_bytes` or one tensor each.
+
+    Memory holds one file. Raises OSError.
+    """
+    groups = list(
+        _files_of({name: int(np.prod(shape)) * types[name].itemsize for name, shape in shapes.items()}, most_bytes)
+    )
+    index: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = _SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}{SUFFIX}"
+        held = dict(next(tensors) for _ in names)
+        save_file(held, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(held, file)
+    if len(groups) > 1:
+        total = sum(int(np.prod(shape)) * types[name].itemsize for name, shape in shapes.items())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / INDEX).write_text(text + "\n")
+
+
+def _files_of(sizes: Mapping[str, int], most_bytes: int) -> Iterator[Sequence[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > most_bytes:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names

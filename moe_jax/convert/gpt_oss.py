@@ -1,0 +1,79 @@
+"""gpt-oss (OpenAI 2025): windows in every other block, sinks, biases everywhere, clipped SwiGLU.
+
+On disk experts are stacked, transposed, and an expert's gate and up columns take turns.
+"""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, attention_rows
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.tensors import Part, Tensor
+
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def _model(hf: HfConfig) -> Model:
+    hf.only("swiglu_limit", 7.0)
+    hf.only("swiglu_alpha", 1.702)
+    hf.only("attention_bias", True)
+    return Model(
+        **shared_settings(hf),
+        **grouped_heads(hf),
+        activation="clipped_swiglu",
+        attention=Attention(bias=True, sinks=True, **_windows(hf)),
+        moe=MoE(
+            num_experts=hf.whole("num_local_experts", "num_experts"),
+            top_k=hf.whole("num_experts_per_tok", "experts_per_token"),
+            hidden_dim=hf.whole("intermediate_size"),
+            bias=True,
+            gate="gpt_oss",
+            capacity_factor=None,
+        ),
+    )
+
+
+def _windows(hf: HfConfig) -> dict[str, Any]:
+    layers = hf.whole("num_hidden_layers")
+    types = hf.listed("layer_types") or [_FULL if i % 2 else _WINDOW for i in range(layers)]
+    if types == [_FULL] * layers:
+        return {"window": None}
+    every = types.index(_FULL) + 1 if _FULL in types else None
+    if types != [_FULL if every and (i + 1) % every == 0 else _WINDOW for i in range(layers)]:
+        raise ConvertError(f"{hf.where}: layer_types is not built: every n-th must be {_FULL}, the others {_WINDOW}")
+    return {"window": hf.whole("sliding_window"), "full_every": every}
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | {
+        "head_dim": model.head_width,
+        "attention_bias": True,
+        "sliding_window": model.attention.window,
+        "layer_types": [_WINDOW if view.window else _FULL for view in model.views],
+        "num_local_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "intermediate_size": model.moe.hidden_dim,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    }
+
+
+def _block(model: Model, kind: str) -> list[Tensor]:
+    both = 2 * model.moe.hidden_dim
+    gate, up = (Part("hidden", both, (range(first, both, 2),)) for first in range(2))
+    return [
+        *attention_rows(model),
+        Tensor("self_attn.sinks", "attention.sink", "heads"),
+        Tensor("mlp.router.weight", "moe.router", "choices model"),
+        Tensor("mlp.router.bias", "moe.router_bias", "choices"),
+        Tensor("mlp.experts.gate_up_proj", "moe.experts.clipped_gate", "experts model hidden", gate),
+        Tensor("mlp.experts.gate_up_proj", "moe.experts.up", "experts model hidden", up),
+        Tensor("mlp.experts.gate_up_proj_bias", "moe.experts.clipped_gate_bias", "experts hidden", gate),
+        Tensor("mlp.experts.gate_up_proj_bias", "moe.experts.up_bias", "experts hidden", up),
+        Tensor("mlp.experts.down_proj", "moe.experts.down", "experts hidden model"),
+        Tensor("mlp.experts.down_proj_bias", "moe.experts.down_bias", "experts model"),
+    ]
+
+
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", _model, _settings, _block)

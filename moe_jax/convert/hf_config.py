@@ -1,0 +1,108 @@
+"""config.json of a Hugging Face model, read with refusals in one line."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import UserError
+
+FILE = "config.json"
+
+
+class ConvertError(UserError):
+    """A Hugging Face folder that is incomplete, damaged, or holds what is not built here."""
+
+
+class HfConfig:
+    """The settings of one model. Each getter raises ConvertError for a value of another type, or for none."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._values, self.where = values, where
+
+    def has(self, name: str) -> bool:
+        """Whether it is given, and not null."""
+        return self._values.get(name) is not None
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """The first of these names that is given; a whole number of at least 0."""
+        value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(names[0], value, "a whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite one."""
+        value = self._first((name,), default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, value, "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._first((name,), default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def word(self, name: str, default: str | None = None) -> str:
+        """Some text."""
+        value = self._first((name,), default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "text")
+        return value
+
+    def listed(self, name: str) -> list[Any]:
+        """A list; none is an empty one."""
+        value = self._first((name,), [])
+        if not isinstance(value, list):
+            raise self._wrong(name, value, "a list")
+        return value
+
+    def section(self, name: str) -> "HfConfig | None":
+        """Nested settings, if there are some."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(name, value, "an object")
+        return HfConfig(value, f"{self.where}: {name}") if value else None
+
+    def only(self, name: str, *built: Any) -> None:
+        """Raise ConvertError unless the value is one of these, or missing."""
+        value = self._values.get(name)
+        if value is not None and value not in built:
+            words = " or ".join(json.dumps(each) for each in built) or "null"
+            raise ConvertError(f"{self.where}: {name}={json.dumps(value)[:80]} is not built: it must be {words}")
+
+    def _first(self, names: tuple[str, ...], default: Any) -> Any:
+        for name in names:
+            if self.has(name):
+                return self._values[name]
+        if default is None:
+            raise ConvertError(f"{self.where} has no {' or '.join(names)}: use the file that came with the model")
+        return default
+
+    def _wrong(self, name: str, value: Any, kind: str) -> ConvertError:
+        return ConvertError(f"{self.where}: {name}={json.dumps(value)[:80]} must be {kind}")
+
+
+def read_config(folder: Path) -> HfConfig:
+    """Of a model's folder. Raises ConvertError."""
+    return HfConfig(read_json(folder / FILE), str(folder / FILE))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object. Raises ConvertError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ConvertError(f"{file} does not exist: name the folder of a Hugging Face model") from None
+    except OSError as error:
+        raise ConvertError(
+            f"{file} cannot be read ({error.strerror}): name the folder of a Hugging Face model"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"{file} is not JSON ({str(error)[:80]}): fetch it again") from None
+    if not isinstance(found, dict):
+        raise ConvertError(f"{file} holds no JSON object: fetch it again")
+    return found

@@ -1,0 +1,29 @@
+"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): dense."""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, dense_copied
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+
+
+def _model(hf: HfConfig) -> Model:
+    return Model(
+        **shared_settings(hf),
+        **grouped_heads(hf),
+        hidden_dim=hf.whole("intermediate_size"),
+        attention=Attention(bias=hf.flag("attention_bias", False)),
+        moe=MoE(num_experts=0),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | {
+        "head_dim": model.head_width,
+        "intermediate_size": model.hidden_dim,
+        "attention_bias": model.attention.bias,
+    }
+
+
+FAMILY = Family("llama", "LlamaForCausalLM", _model, _settings, dense_copied)

@@ -1,0 +1,44 @@
+"""Mixtral (Jiang et al. 2024)."""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, attention_rows, mlp_rows
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.tensors import Tensor
+
+
+def _model(hf: HfConfig) -> Model:
+    return Model(
+        **shared_settings(hf),
+        **grouped_heads(hf),
+        attention=Attention(window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
+        moe=MoE(
+            num_experts=hf.whole("num_local_experts", "num_experts"),
+            top_k=hf.whole("num_experts_per_tok"),
+            hidden_dim=hf.whole("intermediate_size"),
+            capacity_factor=None,
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | {
+        "head_dim": model.head_width,
+        "sliding_window": model.attention.window,
+        "num_local_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "intermediate_size": model.moe.hidden_dim,
+    }
+
+
+def _block(model: Model, kind: str) -> list[Tensor]:
+    return [
+        *attention_rows(model),
+        Tensor("block_sparse_moe.gate.weight", "moe.router", "choices model"),
+        *mlp_rows("block_sparse_moe.experts.{expert}", "moe.experts", ("w1", "w3", "w2")),
+    ]
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", _model, _settings, _block)

@@ -1,0 +1,39 @@
+"""OLMoE (Muennighoff et al. 2024): norms over all queries and over all keys."""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, dense_or_experts
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+
+
+def _model(hf: HfConfig) -> Model:
+    hf.only("clip_qkv")
+    return Model(
+        **shared_settings(hf),
+        **grouped_heads(hf),
+        qk_norm=True,
+        qk_norm_over="projection",
+        attention=Attention(bias=hf.flag("attention_bias", False)),
+        moe=MoE(
+            num_experts=hf.whole("num_experts", "num_local_experts"),
+            top_k=hf.whole("num_experts_per_tok"),
+            hidden_dim=hf.whole("intermediate_size"),
+            normalize_weights=hf.flag("norm_topk_prob", False),
+            capacity_factor=None,
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | {
+        "attention_bias": model.attention.bias,
+        "intermediate_size": model.moe.hidden_dim,
+        "num_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "norm_topk_prob": model.moe.normalize_weights,
+    }
+
+
+FAMILY = Family("olmoe", "OlmoeForCausalLM", _model, _settings, dense_or_experts)

@@ -1,0 +1,55 @@
+"""Qwen2-MoE (Yang et al. 2024): biases of queries, keys and values, and shared experts behind a gate."""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, blocks_with_experts, dense_or_experts, mlp_rows, no_windows
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.qwen3_moe import qwen_moe_settings
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.tensors import Tensor
+
+
+def _model(hf: HfConfig) -> Model:
+    no_windows(hf)
+    width, shared = hf.whole("moe_intermediate_size"), hf.whole("shared_expert_intermediate_size")
+    if width == 0 or shared % width:
+        raise ConvertError(
+            f"{hf.where}: shared_expert_intermediate_size={shared} is not built: it must be a multiple of "
+            f"moe_intermediate_size={width}"
+        )
+    return Model(
+        **shared_settings(hf),
+        **grouped_heads(hf),
+        hidden_dim=hf.whole("intermediate_size"),
+        attention=Attention(bias=hf.flag("qkv_bias", True), out_bias=False),
+        moe=MoE(
+            num_experts=hf.whole("num_experts", "num_local_experts"),
+            top_k=hf.whole("num_experts_per_tok"),
+            hidden_dim=width,
+            num_shared_experts=shared // width,
+            shared_gate=True,
+            normalize_weights=hf.flag("norm_topk_prob", False),
+            capacity_factor=None,
+            **blocks_with_experts(hf),
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    own = {
+        "qkv_bias": model.attention.bias,
+        "shared_expert_intermediate_size": model.moe.hidden_dim * model.moe.num_shared_experts,
+    }
+    return hf_settings(model) | qwen_moe_settings(model) | own
+
+
+def _block(model: Model, kind: str) -> list[Tensor]:
+    rows = dense_or_experts(model, kind)
+    if kind == "moe":
+        rows += mlp_rows("mlp.shared_expert", "moe.shared")
+        rows.append(Tensor("mlp.shared_expert_gate.weight", "moe.shared.token_gate", "one model"))
+    return rows
+
+
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _settings, _block)

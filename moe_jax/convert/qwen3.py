@@ -1,0 +1,32 @@
+"""Qwen3 (Qwen Team 2025): dense, with norms of each head's queries and keys."""
+
+from typing import Any
+
+from moe_jax.config import Attention, Model, MoE
+from moe_jax.convert.family import Family, dense_copied, no_windows
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+
+
+def _model(hf: HfConfig) -> Model:
+    return Model(**qwen3_settings(hf), hidden_dim=hf.whole("intermediate_size"), moe=MoE(num_experts=0))
+
+
+def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
+    """Arguments of a Model for what is not behind attention."""
+    no_windows(hf)
+    hf.whole("head_dim")  # which none but these files has a default for
+    attention = Attention(bias=hf.flag("attention_bias", False))
+    return {**shared_settings(hf), **grouped_heads(hf), "qk_norm": True, "attention": attention}
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | {
+        "head_dim": model.head_width,
+        "intermediate_size": model.hidden_dim,
+        "attention_bias": model.attention.bias,
+        "use_sliding_window": False,
+    }
+
+
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _model, _settings, dense_copied)

@@ -1,0 +1,49 @@
+"""Qwen3 with experts (Qwen Team 2025)."""
+
+from typing import Any
+
+from moe_jax.config import Model, MoE
+from moe_jax.convert.family import Family, blocks_with_experts, dense_or_experts
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.qwen3 import qwen3_settings
+from moe_jax.convert.shared import hf_settings
+
+
+def _model(hf: HfConfig) -> Model:
+    return Model(
+        **qwen3_settings(hf),
+        hidden_dim=hf.whole("intermediate_size"),
+        moe=MoE(
+            num_experts=hf.whole("num_experts", "num_local_experts"),
+            top_k=hf.whole("num_experts_per_tok"),
+            hidden_dim=hf.whole("moe_intermediate_size"),
+            normalize_weights=hf.flag("norm_topk_prob", False),
+            capacity_factor=None,
+            **blocks_with_experts(hf),
+        ),
+    )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    return hf_settings(model) | qwen_moe_settings(model) | {"attention_bias": model.attention.bias}
+
+
+def qwen_moe_settings(model: Model) -> dict[str, Any]:
+    """For a config.json, of what Qwen's models with experts have alike."""
+    moe = model.moe
+    return {
+        "head_dim": model.head_width,
+        "intermediate_size": model.hidden_dim,
+        "use_sliding_window": False,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden_dim,
+        "norm_topk_prob": moe.normalize_weights,
+        "decoder_sparse_step": moe.every if not moe.first_dense_blocks else 1,
+        "mlp_only_layers": [
+            i for i, kind in enumerate(model.block_kinds) if kind == "dense" and moe.first_dense_blocks
+        ],
+    }
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _model, _settings, dense_or_experts)

@@ -1,0 +1,94 @@
+"""Rotary embedding and the scaling of its frequencies, as config.json has them."""
+
+import json
+import math
+from typing import Any
+
+from moe_jax.config import Model, RopeScaling
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+
+
+def _rope(hf: HfConfig) -> HfConfig:
+    """Where files of one age or another have what concerns rotation."""
+    return hf.section("rope_parameters") or hf.section("rope_scaling") or HfConfig({}, hf.where)
+
+
+def rope_settings(hf: HfConfig) -> dict[str, Any]:
+    """Arguments of a Model. Raises ConvertError for what is not built."""
+    theta = _rope(hf).number("rope_theta", hf.number("rope_theta", 10_000.0))
+    return {"rope_theta": theta, "rope_scaling": _scaling(hf)}
+
+
+def _scaling(hf: HfConfig) -> RopeScaling:
+    rope = _rope(hf)
+    rope.only("partial_rotary_factor", 1.0)
+    hf.only("partial_rotary_factor", 1.0)
+    kind = rope.word("rope_type", rope.word("type", "default"))
+    if kind == "default":
+        return RopeScaling()
+    if kind not in _KINDS:
+        raise ConvertError(f"{rope.where}: rope_type={json.dumps(kind)} is not built: it must be {', '.join(_KINDS)}")
+    return _KINDS[kind](rope, hf)
+
+
+def _linear(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+    return RopeScaling(kind="linear", factor=rope.number("factor"))
+
+
+def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+    return RopeScaling(
+        kind="llama3",
+        factor=rope.number("factor"),
+        original_length=rope.whole("original_max_position_embeddings"),
+        slow_turns=rope.number("low_freq_factor"),
+        fast_turns=rope.number("high_freq_factor"),
+    )
+
+
+def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+    """Both numbers of DeepSeek's, `mscale` and `mscale_all_dim`, decide the factor on rotated features."""
+    factor, all_dim = rope.number("factor"), rope.number("mscale_all_dim", 0.0)
+
+    def mscale(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    own = rope.number("mscale", 0.0)
+    default = mscale(own) / mscale(all_dim) if own and all_dim else mscale(1.0)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_length=rope.whole(
+            "original_max_position_embeddings", default=hf.whole("max_position_embeddings", default=4096)
+        ),
+        slow_turns=rope.number("beta_slow", 1.0),
+        fast_turns=rope.number("beta_fast", 32.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", default),
+        mscale_all_dim=all_dim,
+    )
+
+
+_KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def hf_rope(model: Model) -> dict[str, Any]:
+    """For a config.json; and how long a sequence may be, which only scaling tells."""
+    scaling = model.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default" if scaling.kind == "none" else scaling.kind}
+    if scaling.kind != "none":
+        rope["factor"] = scaling.factor
+    if scaling.kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.slow_turns, "high_freq_factor": scaling.fast_turns}
+    if scaling.kind == "yarn":
+        rope |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.fast_turns, "truncate": scaling.truncate}
+        rope["attention_factor"] = scaling.attention_factor
+        if scaling.mscale_all_dim:
+            rope |= {"mscale": scaling.mscale_all_dim, "mscale_all_dim": scaling.mscale_all_dim}
+    long = scaling.original_length * scaling.factor if scaling.kind != "none" else 4096
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_theta": model.rope_theta, **rope},
+        "max_position_embeddings": round(long),
+    }

@@ -1,0 +1,50 @@
+"""Settings that all families have alike in config.json."""
+
+from typing import Any
+
+from moe_jax.config import Model
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.rope import hf_rope, rope_settings
+
+
+def shared_settings(hf: HfConfig) -> dict[str, Any]:
+    """Arguments of a Model that all families give in the same way."""
+    hf.only("hidden_act", "silu")
+    hf.only("quantization_config")
+    hf.only("mlp_bias", False)
+    heads, d_model = hf.whole("num_attention_heads"), hf.whole("hidden_size")
+    return {
+        "vocab_size": hf.whole("vocab_size"),
+        "d_model": d_model,
+        "num_layers": hf.whole("num_hidden_layers"),
+        "num_heads": heads,
+        "norm_eps": hf.number("rms_norm_eps"),
+        "tie_embeddings": hf.flag("tie_word_embeddings", False),
+        **rope_settings(hf),
+    }
+
+
+def grouped_heads(hf: HfConfig) -> dict[str, Any]:
+    """Of grouped-query attention."""
+    heads, d_model = hf.whole("num_attention_heads"), hf.whole("hidden_size")
+    kv_heads = hf.whole("num_key_value_heads", default=heads)
+    width = hf.whole("head_dim", default=d_model // max(heads, 1))
+    return {
+        "num_kv_heads": None if kv_heads == heads else kv_heads,
+        "head_dim": None if width * heads == d_model else width,
+    }
+
+
+def hf_settings(model: Model) -> dict[str, Any]:
+    """The inverse of `shared_settings` and `grouped_heads`, for a config.json."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        **hf_rope(model),
+    }

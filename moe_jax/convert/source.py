@@ -1,0 +1,44 @@
+"""A Hugging Face folder and the model that it is to become, held against each other before numbers are read."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_jax.config import Model, MoE
+from moe_jax.convert.families import differences, family_of
+from moe_jax.convert.family import Family
+from moe_jax.convert.files import Weights
+from moe_jax.convert.hf_config import ConvertError, read_config
+from moe_jax.convert.table import disk_shapes, places
+
+
+def model_in(folder: Path) -> Model:
+    """The model that a folder holds; not checked. Raises ConvertError."""
+    hf = read_config(folder)
+    return family_of(hf).model(hf)
+
+
+@contextmanager
+def opened(folder: Path, model: Model, upcycle: bool = False) -> Iterator[tuple[Weights, Family]]:
+    """The tensors of a folder that holds a model, or the dense one that it is upcycled from, and their family.
+
+    Raises ConvertError if it holds another one, or not all of it.
+    """
+    hf = read_config(folder)
+    family = family_of(hf)
+    check_same(folder, dense_twin(model) if upcycle else model, family.model(hf))
+    with Weights(folder) as weights:
+        weights.check(disk_shapes(places(model, family)))
+        yield weights, family
+
+
+def check_same(folder: Path, here: Model, there: Model) -> None:
+    """Raise ConvertError unless the model of a folder is the same function of tokens as another."""
+    for name, (own, others) in differences(here, there).items():
+        raise ConvertError(f"{name}={own}, and the model in {folder} has {name}={others}: use that, or another model")
+
+
+def dense_twin(model: Model) -> Model:
+    """The dense model whose MLP each expert begins as."""
+    return dataclasses.replace(model, hidden_dim=model.moe.hidden_dim, moe=MoE(num_experts=0))

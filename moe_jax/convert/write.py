@@ -1,0 +1,78 @@
+"""A Hugging Face folder of parameters: files that transformers loads."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.config import Model
+from moe_jax.convert.family import Family
+from moe_jax.convert.files import DTYPES, write_weights
+from moe_jax.convert.hf_config import FILE, ConvertError
+from moe_jax.convert.table import Place, places
+
+TOKENIZER = "tokenizer.json"
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+MOST_BYTES = 5 * 10**9  # of a file
+
+
+def copy_beside(source: Path, target: Path) -> None:
+    """What belongs to a model and is not converted: its tokenizer, if there is one."""
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def write_model(
+    folder: Path, model: Model, family: Family, params: Any, dtype: str, source: Path, most_bytes: int = MOST_BYTES
+) -> None:
+    """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
+
+    Numbers are rounded to `dtype`, but those that the family has in float32. Raises ConvertError; then there is no
+    folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConvertError(f"{folder} exists and is not an empty folder: name another one, or remove it")
+    by_name: dict[str, list[tuple[Place, int, int]]] = {}
+    for group in places(model, family).values():
+        for period, place in enumerate(group):
+            for expert, name in enumerate(place.names()):
+                by_name.setdefault(name, []).append((place, period, expert))
+    shapes = {name: parts[0][0].shape for name, parts in by_name.items()}
+    types = {name: DTYPES["float32" if parts[0][0].row.float32 else dtype] for name, parts in by_name.items()}
+
+    def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
+        for name, parts in by_name.items():
+            out = np.empty(shapes[name], types[name])
+            for place, period, expert in parts:
+                _put(params, place, period, expert, out)
+            yield name, out
+
+    settings = {"architectures": [family.architecture], "model_type": family.model_type, **family.settings(model)}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            made = Path(scratch) / "model"
+            made.mkdir()
+            write_weights(made, shapes, types, tensors(), most_bytes)
+            (made / FILE).write_text(json.dumps(settings | {"dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
+            copy_beside(source, made)
+            made.rename(folder)
+    except OSError as error:
+        raise ConvertError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from None
+
+
+def _put(params: Any, place: Place, period: int, expert: int, out: NDArray[Any]) -> None:
+    array = params
+    for key in place.path:
+        array = array[key]
+    own = np.asarray(array[period] if place.path[0] == "segments" else array)
+    dims = place.dims
+    if "{expert}" in place.row.name:
+        own, dims = own[expert], dims[1:]
+    place.row.copy_out(own, dims, out)

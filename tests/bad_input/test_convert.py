@@ -1,0 +1,190 @@
+"""Hugging Face folders that are incomplete, damaged or hold what is not built, and runs that are not what they name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.cases import Refusal, cases
+from tests.convert.golden import GOLDEN
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00002.safetensors"
+CONFIG = "hf/config.json"
+IN = "convert import hf --out made"
+QWEN3 = "it must be mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss"
+Damage = Callable[[Path], object]
+
+
+def change(**settings: object) -> Damage:
+    """Of config.json; None takes a setting away."""
+
+    def damage(hf: Path) -> None:
+        found = json.loads((hf / "config.json").read_text()) | settings
+        kept = {name: value for name, value in found.items() if value is not None}
+        (hf / "config.json").write_text(json.dumps(kept))
+
+    return damage
+
+
+def index_to(name: str) -> Damage:
+    def damage(hf: Path) -> None:
+        text = (hf / INDEX).read_text()
+        (hf / INDEX).write_text(text.replace(FIRST, name))
+
+    return damage
+
+
+def cut(hf: Path) -> None:
+    (hf / FIRST).write_bytes((hf / FIRST).read_bytes()[:-1])
+
+
+REFUSED = [
+    ("no folder", shutil.rmtree, IN, "hf/config.json does not exist: name the folder of a Hugging Face model"),
+    (
+        "no JSON",
+        lambda hf: (hf / "config.json").write_text("{"),
+        IN,
+        "hf/config.json is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): "
+        "fetch it again",
+    ),
+    (
+        "a list",
+        lambda hf: (hf / "config.json").write_text("[]"),
+        IN,
+        "hf/config.json holds no JSON object: fetch it again",
+    ),
+    ("another family", change(model_type="gpt2"), IN, f"hf/config.json: model_type='gpt2' is not built: {QWEN3}"),
+    (
+        "a setting is missing",
+        change(hidden_size=None),
+        IN,
+        "hf/config.json has no hidden_size: use the file that came with the model",
+    ),
+    ("a wrong type", change(hidden_size="32"), IN, 'hf/config.json: hidden_size="32" must be a whole number'),
+    (
+        "other activation",
+        change(hidden_act="gelu"),
+        IN,
+        'hf/config.json: hidden_act="gelu" is not built: it must be "silu"',
+    ),
+    (
+        "other rotation",
+        change(rope_parameters={"rope_type": "dynamic"}),
+        IN,
+        'hf/config.json: rope_parameters: rope_type="dynamic" is not built: it must be linear, llama3, yarn',
+    ),
+    (
+        "quantised",
+        change(quantization_config={"quant_method": "fp8"}),
+        IN,
+        'hf/config.json: quantization_config={"quant_method": "fp8"} is not built: it must be null',
+    ),
+    (
+        "heads that do not divide",
+        change(num_key_value_heads=3),
+        IN,
+        "model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4",
+    ),
+    (
+        "an index that leads away",
+        index_to("../secret.safetensors"),
+        IN,
+        f'train.init_from=hf: hf/{INDEX} names "../secret.safetensors", no .safetensors file of its own folder: '
+        "fetch it again",
+    ),
+    (
+        "an absolute index",
+        index_to("/etc/passwd"),
+        IN,
+        f'train.init_from=hf: hf/{INDEX} names "/etc/passwd", no .safetensors file of its own folder: fetch it again',
+    ),
+    (
+        "a file is missing",
+        lambda hf: (hf / FIRST).unlink(),
+        IN,
+        f"train.init_from=hf: hf/{FIRST} is missing, and {INDEX} names it: fetch it, too",
+    ),
+    (
+        "no files",
+        lambda hf: (hf / INDEX).unlink(),
+        IN,
+        f"train.init_from=hf: hf has neither model.safetensors nor {INDEX}: name the folder of a model that has",
+    ),
+    (
+        "a file is cut",
+        cut,
+        IN,
+        f"train.init_from=hf: hf/{FIRST} cannot be read (Error while deserializing header: incomplete metadata, file "
+        "not fully covered): fetch it again",
+    ),
+    (
+        "another shape",
+        change(vocab_size=65),
+        IN,
+        f"train.init_from=hf: hf/{FIRST}: model.embed_tokens.weight is [64, 32], and "
+        "config.json makes it [65, 32]: use the files that belong together",
+    ),
+    (
+        "more blocks",
+        change(num_hidden_layers=3),
+        IN,
+        "train.init_from=hf: hf has no tensor model.layers.2.input_layernorm.weight: fetch all of its files, or use "
+        "another config.json",
+    ),
+    (
+        "something is there",
+        lambda hf: None,
+        "convert import hf --out full",
+        "--out=full exists and is not an empty folder: name another one, or remove it",
+    ),
+    (
+        "a flag of the other way",
+        lambda hf: None,
+        f"{IN} --dtype float32",
+        "--dtype is for export: see python -m moe_jax.convert --help",
+    ),
+    (
+        "a run of another model",
+        lambda hf: None,
+        "train --config tiny.yaml train.init_from=hf",
+        "train.init_from=hf: model.vocab_size=256, and the model in hf has model.vocab_size=64: use that, or "
+        "another model",
+    ),
+    (
+        "begins with nothing",
+        lambda hf: None,
+        "train --config tiny.yaml train.init_from=full",
+        "train.init_from=full: it has no config.json and no config.yaml: name the folder of a model, or of a run",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "line", "message"), cases(REFUSED))
+def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Path, assert_refused: Refusal) -> None:
+    shutil.copytree(GOLDEN / "mixtral", folder / "hf")
+    damage(folder / "hf")
+    assert_refused(line, message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "convert export run --out out --family qwen3_moe",
+            "no files of qwen3_moe hold this model; nearest are those of qwen3_moe, which have no model.qk_norm=False: "
+            "change that, and train it so",
+        ),
+        ("convert export run --out out --family gpt2", f"--family=gpt2 is not built: {QWEN3}"),
+        ("convert export run --out full", "full exists and is not an empty folder: name another one, or remove it"),
+        (
+            "convert export run --out out train.steps=3",
+            "train.steps=3 changes a model's settings, and export writes what there is: "
+            "see python -m moe_jax.convert --help",
+        ),
+    ],
+)
+def test_an_export_is_refused(line: str, message: str, run: Path, assert_refused: Refusal) -> None:
+    assert_refused(line, message)

@@ -1,0 +1,55 @@
+"""The tiny models of `tests/golden`, as they are read."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
+
+from moe_jax.config import Config, Mesh, Model
+from moe_jax.convert.families import FAMILIES, family_of
+from moe_jax.convert.files import Weights
+from moe_jax.convert.hf_config import read_config
+from moe_jax.convert.read import read_params
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.stages import stored_shapes
+from moe_jax.parallel.mesh import expert_axis, make_mesh
+from moe_jax.parallel.sharding import partitions
+from moe_jax.stages import Stages
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = sorted(FAMILIES)
+
+
+def model_of(name: str) -> Model:
+    hf = read_config(GOLDEN / name)
+    return family_of(hf).model(hf)
+
+
+def shapes_on(mesh: jax.sharding.Mesh, config: Config) -> Any:
+    """Of parameters as the config's stages hold them."""
+    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        stored_shapes(Stages.of(config)),
+        specs,
+    )
+
+
+def read(folder: Path, mesh: Mesh | None = None) -> Any:
+    """Parameters on a mesh; None: on one device."""
+    hf = read_config(folder)
+    family = family_of(hf)
+    settings = mesh or Mesh()
+    config = Config(model=family.model(hf), mesh=settings)
+    devices = jax.devices()[: 1 if mesh is None else int(np.prod(list(mesh.sizes.values())))]
+    with Weights(folder) as weights:
+        return read_params(weights, family, Stages.of(config), shapes_on(make_mesh(settings, devices), config))
+
+
+def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logits."""
+    found = load_file(GOLDEN / name / "golden.safetensors")
+    return found["tokens"], found["logits"]

@@ -1,0 +1,171 @@
+"""Tiny random models of each family with the logits that transformers gives them; made once, and again for more.
+
+    pip install torch transformers safetensors
+    python tests/golden/make.py [family …]
+
+Each folder has what `save_pretrained` writes, and `golden.safetensors` with tokens and logits in float32.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+SHARED: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+DEEPSEEK = {
+    **SHARED,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (
+        "Mixtral",
+        SHARED | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
+    "llama": (
+        "Llama",
+        SHARED
+        | {
+            "intermediate_size": 40,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "qwen3": ("Qwen3", SHARED | {"intermediate_size": 40, "head_dim": 12, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        SHARED
+        | {
+            "vocab_size": 256,  # bytes, so that tests may train it
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        SHARED | {"intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        SHARED
+        | {
+            "num_hidden_layers": 4,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 16,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        SHARED
+        | {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+}
+
+
+def make(family: str) -> None:
+    """Write one folder."""
+    prefix, settings = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**settings, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, leaf in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            if name.endswith("norm.weight"):
+                leaf.copy_(1 + 0.2 * torch.randn(leaf.shape))
+            else:
+                leaf.copy_((0.5 if leaf.ndim == 1 else 1.2 * SHARED["hidden_size"] ** -0.5) * torch.randn(leaf.shape))
+            if "e_score_correction_bias" in name:
+                leaf.copy_(0.3 * torch.rand(leaf.shape))
+            if family == "gpt_oss" and "gate_up_proj" in name:
+                leaf.mul_(4)  # so that some are clipped
+            if family == "mixtral":
+                leaf.copy_(leaf.bfloat16())
+        tokens = torch.randint(0, SHARED["vocab_size"], (2, 24))
+        logits = model(tokens).logits
+    folder = HERE / family
+    sizes = {"max_shard_size": "40KB"} if family == "mixtral" else {}
+    (model.bfloat16() if family == "mixtral" else model).save_pretrained(folder, **sizes)
+    save_file({"tokens": tokens.int(), "logits": logits}, folder / "golden.safetensors")
+    (folder / "generation_config.json").unlink()
+    print(family, f"{logits.abs().max():.2f}", sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    for family in sys.argv[1:] or FAMILIES:
+        make(family)

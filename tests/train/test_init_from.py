@@ -1,0 +1,64 @@
+"""Runs that begin with a Hugging Face model, with another run, or with experts that are copies of a dense MLP."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Mesh, MoE, Train
+from moe_jax.config_files import load_config
+from moe_jax.convert import __main__ as convert
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.train.init_from import source_params
+from moe_jax.train.setup import first_state, lowered_init, open_run
+from tests.convert.golden import GOLDEN, expected, model_of, read, shapes_on
+from tests.models.test_decode import logits_of
+
+NAME = "qwen3_moe"
+
+
+def params_of(config: Config):
+    devices = int(np.prod(list(config.mesh.sizes.values())))
+    return source_params(config, shapes_on(make_mesh(config.mesh, jax.devices()[:devices]), config))
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("imported") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["convert", "import", str(GOLDEN / NAME), "--out", str(run), "mesh.expert=8"])
+        convert.main()
+    return run
+
+
+def test_a_run_begins_with_an_imported_model(imported, tmp_path):
+    """On another mesh; nothing is chosen at random."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 60)
+    settings = "train.batch_size=8 data.seq_len=16 mesh.expert=2 mesh.tensor=2"
+    run = open_run(load_config(imported, [*settings.split(), f"log.dir={tmp_path}", f"data.path={tmp_path}/text.txt"]))
+    state = first_state(run, lowered_init(run).compile())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["params"]), read(GOLDEN / NAME))
+    assert (int(state["step"]), run.first_step) == (0, 0)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, run.trainer.state_shapes)
+
+
+def test_an_imported_model_is_exported_as_it_was(imported, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["convert", "export", str(imported), "--out", str(tmp_path / "hf")])
+    convert.main()
+    jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "hf"), read(GOLDEN / NAME))
+
+
+def test_an_upcycled_model_begins_as_the_dense_one():
+    """All its experts are alike, and the weights of those that a token chose sum to 1."""
+    dense = model_of("llama")
+    moe = MoE(num_experts=4, top_k=2, hidden_dim=dense.hidden_dim, capacity_factor=None)
+    model = dataclasses.replace(dense, moe=moe)
+    settings = Train(init_from=str(GOLDEN / "llama"), upcycle=True)
+    params = params_of(Config(model=model, mesh=Mesh(data=1, expert=2), train=settings))
+    token_BN, logit_BNV = expected("llama")
+    np.testing.assert_allclose(logits_of(jax.device_get(params), token_BN, model), logit_BNV, rtol=0, atol=2e-5)
+    router = params["segments"][0][0]["moe"]["router"]
+    assert 0.005 < router.std() < 0.02, "random"
