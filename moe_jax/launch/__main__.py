@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_jax.errors import CommandParser, UserError, run_command
-from moe_jax.launch.supervisor import PORTS, Launch, supervise
+from moe_jax.launch.supervisor import PORTS, TRAINING, Launch, supervise
 
 
 class LaunchError(UserError):
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start")
     parser.add_argument("--port", type=int, metavar="P", help="where they meet on 127.0.0.1; None: a free one")
-    parser.add_argument("--module", default="moe_jax.train", help="what each of them runs")
+    parser.add_argument("--module", default=TRAINING, help="what each of them runs")
     parser.add_argument("--grace", type=float, default=10, metavar="SECONDS", help="left to end in")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
     parser.add_argument(

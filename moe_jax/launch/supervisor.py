@@ -25,6 +25,7 @@ from moe_jax.train.progress import PROGRAMS
 
 PORTS = 16  # from --port on: a generation may find the one before's still taken
 LONGEST_PAUSE_S = 60
+TRAINING = "moe_jax.train"  # a module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,7 @@ def _run_generation(launch: Launch, generation: int, places: Places, environ: di
                 grace_s=launch.grace_s,
                 start_timeout_s=launch.start_timeout_s,
                 progress_timeout_s=launch.progress_timeout_s,
+                trains=launch.module == TRAINING,
             )
             watch.until_all_have_ended()
     finally:
@@ -133,7 +135,10 @@ def _run_generation(launch: Launch, generation: int, places: Places, environ: di
         told = "" if everywhere else f"rank {rank} {watch.how}"
         return _Ended(code if code > 0 else 128 - code, told, places.used[rank], code in FINAL, reached)
     if watch.stopped_by and any(worker.code for worker in workers):
-        return _Ended(128 + watch.stopped_by, f"stopped by {signal.Signals(watch.stopped_by).name}")
+        told = f"stopped by {signal.Signals(watch.stopped_by).name}"
+        if watch.stopped_in_time:
+            return _Ended(0, f"{told} before a new step: the same command goes on")
+        return _Ended(128 + watch.stopped_by, told)
     return _Ended(0)
 
 

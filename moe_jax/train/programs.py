@@ -1,10 +1,11 @@
-"""Compiled programs that outlive their process: when a supervisor starts all processes again, they load what they had.
+"""Compiled programs, and numbers, that outlive their process: started again by a supervisor, it loads what it had.
 
 jax's own persistent cache does not do it on CPUs, where each process looks for another key, and only process 0 writes.
 """
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Compiled, Lowered
 
-from moe_jax.files import write_together
+from moe_jax.files import write_atomically, write_together
 from moe_jax.train.progress import PROGRAMS
 
 
@@ -36,3 +37,16 @@ def compiled(lowered: Lowered) -> Compiled:
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
+
+
+def kept(name: str, measure: Callable[[], float]) -> float:
+    """A number that takes time to measure, unless process 0 of the same run has measured it before."""
+    if PROGRAMS not in os.environ:
+        return measure()
+    path = Path(os.environ[PROGRAMS]) / name
+    if path.exists():
+        return float(path.read_text())
+    number = measure()
+    with suppress(OSError):  # no room
+        write_atomically(path, repr(number))
+    return number

@@ -189,6 +189,19 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     assert err.count("[rank 1] rank 1 in place 2\n") == 2
 
 
+def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -> None:
+    flags = ["--processes", "2", "--min-processes", "1", "--retries", "1", "--module", "tests.launched.script"]
+    code, _, err = run(*flags, "is-broken-for-a-while", str(tmp_path / "mended"))
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            f"{FAILED}: all start again in 0 s, try 1 of 1",
+            f"{FAILED}: 1 of 2 processes go on",
+            "launch: rank 0 failed first, with exit code 8: all start again in 0 s, try 1 of 1",
+        ],
+    )
+
+
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     with started(*act("hangs"), str(tmp_path / "starts"), "not at all") as process:
         ids = wait_for_ids(process, 1)
