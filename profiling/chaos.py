@@ -33,7 +33,6 @@ from results_file import quartiles, rounded, write_result
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.train.metrics import read_metrics
 
-WHILE_STARTING = 0.2  # share of faults that come while the run recovers from the one before, of those that may
 LONGEST_START_S = 8  # into which they come
 DISK_BYTES = 256 * 10**6
 TIMES = ("restart_s", "first_new_step_s", "exit_s")
@@ -46,6 +45,7 @@ class Chaos:
     kinds: Sequence[str]
     processes: int
     seed: int = 0  # of ranks and times
+    while_starting: float = 0.2  # share of faults that come while the run recovers from the one before, if they may
     checkpoint_every: int = 20
     steps_between: int = 30  # of two faults, or more
     progress_timeout_s: int = 5
@@ -127,7 +127,7 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     for name in kinds:
         kind = KINDS[name]
         starts = bool(faults) and KINDS[faults[-1]["kind"]].goes_back
-        starting = starts and kind.at_starts and rng.random() < WHILE_STARTING
+        starting = starts and kind.at_starts and rng.random() < chaos.while_starting
         if starting:
             time.sleep(rng.uniform(0, LONGEST_START_S))
         else:

@@ -26,6 +26,7 @@ _GOING_ON = re.compile(r"going on from step (\d+)")
 _AGAIN = re.compile(r"launch: (.*): all start again|warning: (.*: going back to the checkpoint of step \d+)")
 _DAMAGED = re.compile(r"warning: checkpoint \S+ is damaged \((.*)\): moved to ")
 _RANK = re.compile(r"--process-id (\d+)$")
+_LAST_LINES = 12  # of what a run said, in errors
 _LONGEST_WAIT_S = 600  # a busy machine takes minutes to compile
 
 
@@ -178,4 +179,4 @@ class DisturbedRun:
                 stretch.first_step_at = stretch.first_step_at or now
 
     def _error(self, what: str) -> ChaosError:
-        return ChaosError(f"{what}: {' | '.join(self.said[-5:])}")
+        return ChaosError(f"{what}: {' | '.join(self.said[-_LAST_LINES:])}")

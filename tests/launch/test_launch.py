@@ -109,6 +109,18 @@ def test_a_signal_that_one_cannot_handle_yet_ends_all() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_signal_to_a_training_that_starts_ends_all_well_and_at_once(tmp_path: Path) -> None:
+    training = ["--config", "configs/shakespeare_cpu.yaml", "mesh.cpu_devices=2", f"log.dir={tmp_path / 'run'}"]
+    with started("--processes=2", "--grace=60", *training) as process:
+        workers: list[str] = []
+        while len(workers) < 2:
+            listed = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
+            workers = subprocess.run(listed, capture_output=True, text=True).stdout.split()
+        os.kill(int(workers[1]), signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "launch: stopped by SIGTERM before a new step: the same command goes on\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_every_process_save_and_end_well(number: signal.Signals) -> None:
     with started(*act("saves-on-sigterm")) as process:
