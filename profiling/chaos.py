@@ -126,7 +126,7 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     run.start()
     for name in kinds:
         kind = KINDS[name]
-        starts = bool(faults) and KINDS[faults[-1]["kind"]].goes_back
+        starts = bool(faults) and "at" in faults[-1]
         starting = starts and kind.at_starts and rng.random() < chaos.while_starting
         if starting:
             time.sleep(rng.uniform(0, LONGEST_START_S))
@@ -142,7 +142,7 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     run.wait_for_step(reached + chaos.steps_between)
     run.stop()
     run.finish()
-    return [fault | (run.outcome(fault.pop("at")) if KINDS[fault["kind"]].goes_back else {}) for fault in faults]
+    return [fault | (run.outcome(fault.pop("at")) if "at" in fault else {}) for fault in faults]
 
 
 def _judged(

@@ -1,6 +1,6 @@
 """Faults that a disturbed run is put through: each hits it, and returns what is worth knowing.
 
-Of what those return that make the run go back, `at` is when, on the monotonic clock.
+If that made the run go back to a checkpoint, `at` is when, on the monotonic clock.
 """
 
 import os
@@ -29,7 +29,6 @@ class Kind(NamedTuple):
     strike: Strike
     weight: float  # how often it is drawn
     at_starts: bool = False  # may hit a run that starts, too
-    goes_back: bool = True  # the run, to a checkpoint
 
 
 def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: signal.Signals) -> dict[str, Any]:
@@ -59,16 +58,23 @@ def _damaged(run: DisturbedRun, rng: Random, ranks: Sequence[int], how: str) -> 
 
 
 def _full(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """The disk, before the next save or in the middle of it, until the run says that it could not save."""
+    """The disk, before the next save or in the middle of it, until the run says that it could not save.
+
+    Where one process could write and the other could not, the first waits for it until that counts as a hang.
+    """
     assert run.disk is not None
     during = rng.random() < 0.5
     if during:
         run.wait_for(lambda: any((run.folder / FOLDER).glob("*tmp*")), "a save")
-    step, said = run.step, len(run.said)
+    at, step, said = time.monotonic(), run.step, len(run.said)
+
+    def told() -> list[str]:
+        return [line for line in run.said[said:] if "was not saved" in line or "all start again" in line]
+
     with run.disk.full():
-        run.wait_for(lambda: any("was not saved" in line for line in run.said[said:]), "a save that fails")
-    told = next(line for line in run.said[said:] if "was not saved" in line)
-    return {"step": step, "during_a_save": during, "told": told}
+        run.wait_for(lambda: bool(told()), "a save that fails")
+    again = "again" in told()[0]
+    return {"step": step, "during_a_save": during, "told": told()[0]} | ({"at": at} if again else {})
 
 
 def _nan(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
@@ -98,6 +104,6 @@ KINDS = {
     "bit": Kind(partial(_damaged, how="bit"), 1),
     "cut": Kind(partial(_damaged, how="cut"), 1),
     "nan": Kind(_nan, 1),
-    "full": Kind(_full, 1, goes_back=False),
-    "slow": Kind(_slowed, 1, goes_back=False),
+    "full": Kind(_full, 1),
+    "slow": Kind(_slowed, 1),
 }

@@ -14,7 +14,7 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: py
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiling")
     module = importlib.import_module("chaos")
     chaos = module.Chaos(
-        ORDER, processes=2, while_starting=0, checkpoint_every=EVERY, steps_between=EVERY + 3, progress_timeout_s=5
+        ORDER, processes=2, while_starting=0, checkpoint_every=EVERY, steps_between=EVERY + 3, progress_timeout_s=8
     )
     found = module.come_through(chaos)
     assert found["losses_equal_bit_for_bit"], "and each step is recorded once"
