@@ -61,7 +61,8 @@ class Pair:
 
     def step(self) -> int:
         """The last one recorded."""
-        return read_metrics(self.folder)[-1]["step"] if (self.folder / FILE_NAME).exists() else 0
+        records = read_metrics(self.folder) if (self.folder / FILE_NAME).exists() else []
+        return records[-1]["step"] if records else 0
 
     def wait_for(self, reached: Callable[[], bool]) -> bool:
         """Whether that came in time."""
