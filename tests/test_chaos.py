@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 EVERY = 10  # steps between checkpoints
-ORDER = ("nan", "slow", "full", "bit", "term", "stop", "kill", "cut")
+ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "cut", "full")
 
 
 def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
