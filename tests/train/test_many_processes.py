@@ -1,10 +1,7 @@
 """Two and four real processes train exactly like one with the same devices, and stop and go on as one."""
 
 import json
-import os
-import re
 import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -96,27 +93,3 @@ def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_on
 def moves_in(folder) -> list[dict]:
     """Records of experts that changed ranks."""
     return [record for record in map(json.loads, lines_of(folder, last=STEPS)) if "migrated_blocks" in record]
-
-
-def test_a_killed_process_is_started_again_with_the_others_and_nothing_changes(expected, tmp_path):
-    """Rank 0, which has the coordinator and the records; steps behind the checkpoint are done twice, bit for bit."""
-    with launched(tmp_path, 2, "train.steps=60", "checkpoint.every=20") as process:
-        wait_until(lambda: newest_checkpoint(tmp_path) and 23 in losses_of(tmp_path), tmp_path, process)
-        (rank_0,) = (pid for pid, command in children(process) if command.endswith("--process-id 0"))
-        os.kill(rank_0, signal.SIGKILL)
-        before = losses_of(tmp_path)
-        assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
-    said = (tmp_path / "output").read_text()
-    assert "launch: rank 0 failed first, killed by SIGKILL: all start again in 0 s, try 1 of 3\n" in said
-    assert re.search("^going on from step [24]0$", said, re.MULTILINE)
-    losses = losses_of(tmp_path)
-    assert before == {step: losses[step] for step in before}
-    assert_equal(losses, {step: expected[step] for step in range(1, 61)})
-    assert len(lines_of(tmp_path, last=60)) == 60 + 1, "each step recorded once, and a validation"
-
-
-def children(process: subprocess.Popen) -> list[tuple[int, str]]:
-    """Process ids and command lines."""
-    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return [(int(pid), command) for pid, command in (line.split(maxsplit=1) for line in lines)]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from moe_jax.train.programs import compiled
+from moe_jax.train.programs import compiled, kept
 from moe_jax.train.progress import PROGRAMS
 
 ROWS = PartitionSpec("x")
@@ -41,3 +41,10 @@ def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkey
     assert state["weight"].is_deleted(), "donated"
     np.testing.assert_array_equal(first["weight"], np.arange(8) + 28)
     np.testing.assert_array_equal(again["weight"], first["weight"])
+
+
+def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([1.5, 2.5, 3.5])
+    assert kept("rate", lambda: next(numbers)) == 1.5
+    monkeypatch.setenv(PROGRAMS, str(tmp_path))
+    assert [kept("rate", lambda: next(numbers)) for _ in range(2)] == [2.5, 2.5]
