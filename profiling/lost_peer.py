@@ -86,6 +86,7 @@ class Pair:
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
     def kill(self) -> None:
+        """What still runs."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -130,24 +131,33 @@ def _cut_for_some_seconds(pair: Pair, rank: int) -> dict[str, Any]:
     return {"how": f"cut for {SHORT_CUT_S:g} s", "rank": rank, "next_step_s": rounded(time.monotonic() - at)}
 
 
+def _disturbed(pair: Pair) -> list[dict[str, Any]]:
+    """Through all faults; what came of each."""
+    found, reached = [], 0
+    for how in ("cut for some seconds", "killed", "stopped", "cut"):
+        for rank in range(PROCESSES):
+            if not any(each.poll() is None for each in pair.processes):
+                pair.start()
+            pair.wait_for_step(reached + STEPS_BETWEEN)
+            short = how.startswith("cut for")
+            found.append(_cut_for_some_seconds(pair, rank) if short else _lost(pair, how, rank))
+            reached = max(reached, pair.step())
+            print(found[-1], flush=True)
+    return found
+
+
 def main() -> None:
     """Disturb, compare, and write the result."""
     parser = CommandParser(prog="python profiling/lost_peer.py", description=__doc__)
     parser.parse_args()
     box.check_possible()
     with tempfile.TemporaryDirectory() as home, box.namespaces(box.Box(processes=PROCESSES, cores=(0,))) as names:
-        pair, found = Pair(names, Path(home) / "disturbed", 10**6), []
-        reached = 0
-        for how in ("cut for some seconds", "killed", "stopped", "cut"):
-            for rank in range(PROCESSES):
-                if not any(each.poll() is None for each in pair.processes):
-                    pair.start()
-                pair.wait_for_step(reached := reached + STEPS_BETWEEN)
-                short = how.startswith("cut for")
-                found.append(_cut_for_some_seconds(pair, rank) if short else _lost(pair, how, rank))
-                reached = max(reached, pair.step())
-                print(found[-1], flush=True)
-        equal = _ends_equal(pair, Path(home) / "undisturbed", reached + STEPS_BETWEEN)
+        pair = Pair(names, Path(home) / "disturbed", 10**6)
+        try:
+            found = _disturbed(pair)
+            equal = _ends_equal(pair, Path(home) / "undisturbed", pair.step() + STEPS_BETWEEN)
+        finally:
+            pair.kill()
     write_result(
         "lost_peer",
         {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "losses_equal_bit_for_bit": equal, "faults": found},
