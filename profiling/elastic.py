@@ -5,6 +5,7 @@ processes goes on: experts, optimizer and batches are cut anew. The restore comp
 of the checkpoint; the losses of the second half are compared here. Writes results/elastic.json.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,11 @@ def _train(folder: Path, processes: int, steps: int) -> str:
     ]
     command = [sys.executable, "-m", "moe_jax.launch", f"--processes={processes}", "--retries=0"]
     done = subprocess.run(
-        [*command, "--config", CONFIG, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--config", CONFIG, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},  # LLVM would take most of the time
     )
     if done.returncode:
         raise ElasticError(f"{processes} processes ended with exit code {done.returncode}: {done.stdout[-300:]}")
