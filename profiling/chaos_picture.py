@@ -32,7 +32,7 @@ def write_picture(result: Mapping[str, Any], path: Path) -> Path:
     losses.set(ylabel="loss")
     title = f"a run through {len(result['faults'])} faults; losses {equal} to an undisturbed run's"
     losses.set_title(title, loc="right")
-    losses.legend(frameon=False, ncols=len(_COLORS) // 2, loc="lower left", bbox_to_anchor=(0, 1))
+    losses.legend(frameon=False, ncols=len(_COLORS), fontsize="small", loc="lower left", bbox_to_anchor=(0, 1.08))
     lost.axhline(result["checkpoint_every"], color="#333333", linestyle=":", linewidth=1)
     lost.set(ylabel="steps lost")
     seconds.set(ylabel="seconds to the\nfirst new step", xlabel="step")

@@ -97,7 +97,7 @@ class Worker:
         with os.fdopen(pipe) as lines:
             for line in lines:
                 step = int(line)
-                if self._began_at is None:
+                if self.reached is None or step < self.reached:  # it has gone back, and compiles again
                     self._began_at = step
                 self._told += 1
                 self.reached, self._heard = step, time.monotonic()

@@ -188,6 +188,12 @@ def test_a_hang_is_noticed_and_all_start_again(how: str, why: str, tmp_path: Pat
     assert_all_end([hanging])
 
 
+def test_what_goes_back_has_as_long_as_what_starts() -> None:
+    """It compiles its programs again."""
+    code, _, err = run(*act("goes-back", "--progress-timeout=1", "--start-timeout=30"))
+    assert (code, err) == (0, "")
+
+
 def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     """Three can form no mesh, so it is two of four."""
     flags = ["--processes", "4", "--min-processes", "2", "--retries", "1", "--module", "tests.launched.script"]

@@ -70,6 +70,10 @@ elif role == "is-broken-for-a-while":  # FILE: the second place, until the first
         mended.touch()
         sys.exit(8)
     time.sleep(0 if mended.exists() else 60)
+elif role == "goes-back":  # and takes its time
+    for step in (0, 1, 2, 3, 1):
+        tell_progress(step)
+    time.sleep(2)
 elif rank == 0:  # of the roles below: goes on until process 1 is done
     done = Path(f"{sys.argv[2]}.done")
     for _ in range(600):
