@@ -164,19 +164,23 @@ class DisturbedRun:
         return values
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or []:
-            now = time.monotonic()
-            self.said.append(line.strip())
-            stretch = self.stretches[-1]
-            if found := _AGAIN.match(line):
-                self.stretches.append(Stretch(now, found[1] or found[2]))
-            elif found := _GOING_ON.match(line):
-                stretch.resumed = int(found[1])
-            elif found := _DAMAGED.match(line):
-                stretch.damaged = found[1]
-            elif found := _STEP.match(line):
-                stretch.furthest = int(found[1])
-                stretch.first_step_at = stretch.first_step_at or now
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self.said.append(line.strip())
+                self._hear(line, time.monotonic())
+
+    def _hear(self, line: str, now: float) -> None:
+        stretch = self.stretches[-1]
+        if found := _AGAIN.match(line):
+            self.stretches.append(Stretch(now, found[1] or found[2]))
+        elif found := _GOING_ON.match(line):
+            stretch.resumed = int(found[1])
+        elif found := _DAMAGED.match(line):
+            stretch.damaged = found[1]
+        elif found := _STEP.match(line):
+            stretch.furthest = int(found[1])
+            stretch.first_step_at = stretch.first_step_at or now
 
     def _error(self, what: str) -> ChaosError:
         return ChaosError(f"{what}: {' | '.join(self.said[-_LAST_LINES:])}")

@@ -10,7 +10,7 @@ ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "cut", "full")
 
 
 def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """About a minute on two idle cores: four faults make all processes start again."""
+    """Five of the faults make all processes start again."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiling")
     module = importlib.import_module("chaos")
     chaos = module.Chaos(
