@@ -93,12 +93,12 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def text(rows: dict[str, Any]) -> str:
     """The summary as a table."""
-    lines = [f"{'':20}  step s  × {BASE}  idle: measured, by formula, with sends"]
+    lines = [f"{'':20}  step s  × {BASE}  idle: measured, by formula, of its own slots, with sends"]
     for name, row in rows.items():
         lines.append(
             f"{name:20}  {row['step_s']['median']:6.3f}  {row['speed_up_over_1f1b']['median']:6.3f}"
             f"  {row['bubble']['measured']:14.1%}  {row['bubble']['formula']:10.1%}"
-            f"  {row['bubble']['formula_with_sends']:10.1%}"
+            f"  {row['bubble']['own_slots']:16.1%}  {row['bubble']['own_slots_and_sends']:10.1%}"
         )
     return "\n".join(lines)
 
@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
     box.add_arguments(parser)
     cores = sorted(os.sched_getaffinity(0))
-    of_stages = [str(cores[stage % len(cores)]) for stage in range(STAGES) for _ in range(EXPERT_RANKS)]
-    parser.set_defaults(processes=STAGES * EXPERT_RANKS, cores=",".join(of_stages))
+    cores_of_ranks = [str(cores[stage % len(cores)]) for stage in range(STAGES) for _ in range(EXPERT_RANKS)]
+    parser.set_defaults(processes=STAGES * EXPERT_RANKS, cores=",".join(cores_of_ranks))
     arguments = parser.parse_intermixed_args()
     check_least(arguments, steps=1, rounds=1)
     if arguments.processes != STAGES * EXPERT_RANKS:

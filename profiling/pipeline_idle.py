@@ -21,7 +21,6 @@ from moe_jax.schedule.pipelines.table import Table
 
 STAGES, EXPERT_RANKS = 2, 2  # ranks of a stage are neighbours
 _SENDS = 9  # there and back, that a send's time is the median of
-_SLOTS = ("F", "B", "FB")  # what a stage runs in a tick
 
 
 def seconds_of_send(mesh: Mesh, config: Config) -> float:
@@ -60,39 +59,48 @@ def _shifted(operations: Sequence[Operation], zero_s: float) -> list[Operation]:
 
 
 def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> dict[str, float]:
-    """Which share of the time between the first stage's first pass and its last one stages run no pass, on average.
+    """Which share of the time between the first stage's first pass and its last one stages are idle, on average.
 
-    Measured; by the table, for slots as long as they are on average; and by the table for stages whose slots differ, as
-    the last one has the head, with sends. A pass is under way from the first of its operations in a tick to the last
-    one, whatever it waits for between.
+    Measured; by the table, for slots as long as they are on average; for each slot as long as it was; and with sends.
     """
-    own_stage, ticks = (box.rank() or 0) // EXPERT_RANKS, _ticks(operations, len(table.ticks))
-    seconds: dict[str, list[float]] = {kind: [] for kind in _SLOTS}
-    spans = []
-    for slots, own in zip(table.ticks, ticks, strict=True):
-        kind = "".join(direction for direction, _ in slots[own_stage].tasks())
-        if kind:
-            passes = [each for each in own if each.task[:1] in set(kind)]
-            spans.append((min(each.start_s for each in passes), max(each.end_s for each in passes)))
-            seconds[kind].append(spans[-1][1] - spans[-1][0])
-    busy = sum(end - start for start, end in joined(spans))
-    means = [float(np.mean(seconds[kind])) if seconds[kind] else np.nan for kind in _SLOTS]
-    found = multihost_utils.process_allgather(np.array([busy, spans[-1][1] - spans[0][0], *means], np.float32))
-    of_stage = np.reshape(found, (STAGES, EXPERT_RANKS, 2 + len(_SLOTS))).mean(axis=1)
-    busy_s, whole_s, *slot_s = of_stage.T
+    own_stage = (box.rank() or 0) // EXPERT_RANKS
+    whole_s, busy_s = busy_in_ticks(operations, table, own_stage)
+    found = multihost_utils.process_allgather(np.array([whole_s, *busy_s], np.float32))
+    (whole_s, *_), *busy_TS = np.reshape(found, (STAGES, EXPERT_RANKS, -1)).mean(axis=1).T.tolist()
     kinds = [["".join(direction for direction, _ in slot.tasks()) for slot in slots] for slots in table.ticks]
-    uneven_s = [
-        [float(slot_s[_SLOTS.index(kind)][s]) if kind else 0.0 for s, kind in enumerate(tick)] for tick in kinds
-    ]
-    forward_s, backward_s, *together_s = (float(np.nanmean(own)) for own in slot_s if not np.isnan(own).all())
+    seconds: dict[str, list[float]] = {}
+    for slots, busy_S in zip(kinds, busy_TS, strict=True):
+        for kind, own_s in zip(slots, busy_S, strict=True):
+            seconds.setdefault(kind, []).append(own_s)
+    means = {kind: float(np.mean(seconds[kind])) for kind in sorted(seconds) if kind}
     return {
-        "measured": float(1 - busy_s.mean() / whole_s[0]),
-        "formula": bubble(table, forward_s, backward_s, together_s=next(iter(together_s), None)),
-        "formula_with_sends": uneven_bubble(table, uneven_s, send_s),
-        "forward_s": forward_s,
-        "backward_s": backward_s,
-        **({"together_s": together_s[0]} if together_s else {}),
+        "measured": float(1 - np.sum(busy_TS) / (STAGES * whole_s)),
+        "formula": bubble(table, means["F"], means["B"], together_s=means.get("FB")),
+        "own_slots": uneven_bubble(table, busy_TS),
+        "own_slots_and_sends": uneven_bubble(table, busy_TS, send_s),
+        **{f"{kind}_s": own_s for kind, own_s in means.items()},
     }
+
+
+def busy_in_ticks(operations: Sequence[Operation], table: Table, own_stage: int) -> tuple[float, list[float]]:
+    """From a stage's first pass to its last: seconds altogether, and those of each tick in which it is busy.
+
+    It is while a pass is under way, from the first of its operations to the last, whatever it waits for between, and
+    while it computes anything else, as what a pass reads of earlier ones.
+    """
+    busy: list[list[tuple[float, float]]] = []
+    for slots, tick in zip(table.ticks, _ticks(operations, len(table.ticks)), strict=True):
+        directions = {direction for direction, _ in slots[own_stage].tasks()}
+        passes = [each for each in tick if each.task[:1] in directions]
+        spans = [(min(each.start_s for each in passes), max(each.end_s for each in passes))] if passes else []
+        busy.append(spans + [(each.start_s, each.end_s) for each in tick if not each.communicates])
+        if passes:
+            last, end_s = len(busy) - 1, spans[0][1]
+    busy[last] = [(start, min(end, end_s)) for start, end in busy[last] if start < end_s]  # behind it is the optimizer
+    first = next(tick for tick, slots in enumerate(table.ticks) if slots[own_stage].tasks())
+    joined_T = [joined(busy[tick]) if first <= tick <= last else [] for tick in range(len(busy))]
+    whole_s = joined_T[last][-1][1] - joined_T[first][0][0]
+    return whole_s, [sum(end - start for start, end in spans) for spans in joined_T]
 
 
 def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:

@@ -23,7 +23,7 @@ from moe_jax.train.restore import load_params
 from moe_jax.train.sample import one_device_mesh
 from moe_jax.train.tokens import open_tokens
 from tests import references
-from tests.train.test_resume import compiled_once
+from tests.train.whole_runs import compiled_once
 
 LETTERS = "abcdefgh"  # a text of these is soon learnt so far that nothing else is sampled: every token is a character
 STEPS, SAMPLE = 40, 30

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from moe_jax.train.progress import PIPE
+from moe_jax.train.progress import PIPE, STARTS
 
 Events = SimpleQueue[tuple[int, int]]  # (rank, exit code), or (-1, signal that the supervisor received)
 
@@ -50,14 +50,15 @@ class Worker:
                 os.killpg(self._process.pid, number)
 
     def overdue(self, start_timeout_s: float, progress_timeout_s: float) -> str | None:
-        """How it hangs: it is stopped, or reaches no new step. One that has never told a step is not timed."""
+        """How it hangs: it is stopped, or reaches no new step. One that tells nothing is not timed."""
         now = time.monotonic()
         if now - self._stopped > progress_timeout_s:
             return f"stopped for {progress_timeout_s:g} s"
         started = self.reached != self._began_at
         limit_s = progress_timeout_s if started else start_timeout_s
         if now - self._heard > limit_s:
-            return f"no step after {self.reached} for {limit_s:g} s"
+            after = "first step" if self.reached is None else f"step after {self.reached}"
+            return f"no {after} for {limit_s:g} s"
         return None
 
     @property
@@ -96,11 +97,14 @@ class Worker:
     def _listen(self, pipe: int) -> None:
         with os.fdopen(pipe) as lines:
             for line in lines:
+                self._heard = time.monotonic()
+                if line.strip() == STARTS:
+                    continue
                 step = int(line)
-                if self.reached is None or step < self.reached:  # it has gone back, and compiles again
+                if self.reached is None or step < self.reached:  # it begins here, or has gone back
                     self._began_at = step
                 self._told += 1
-                self.reached, self._heard = step, time.monotonic()
+                self.reached = step
         self._heard = float("inf")  # it has closed the pipe: the rest is not training
 
     def _pass_on_stderr(self) -> None:

@@ -27,15 +27,15 @@ from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
-from moe_jax.schedule.link_order import Traffic
+from moe_jax.schedule.link_order import Priority
 
 Kind = Literal["exchange", "to_next", "to_previous", "sum", "scatter"]
-_TRAFFIC: dict[Kind, Traffic] = {
-    "exchange": Traffic.EXPERT,
-    "to_next": Traffic.PIPELINE,
-    "to_previous": Traffic.PIPELINE,
-    "sum": Traffic.DATA,
-    "scatter": Traffic.DATA,
+_TRAFFIC: dict[Kind, Priority] = {
+    "exchange": Priority.EXPERT,
+    "to_next": Priority.PIPELINE,
+    "to_previous": Priority.PIPELINE,
+    "sum": Priority.DATA,
+    "scatter": Priority.DATA,
 }
 
 NOTHING = -1  # ticket of a collective from which this device receives nothing
@@ -69,7 +69,7 @@ class Part(NamedTuple):
     receives: bool = True
 
 
-class Worker:
+class JobThread:
     """A thread that runs jobs one after another, urgent ones first: 0 before 1."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class Engine:
     def __init__(self, owner_D: tuple[int, ...]):
         self.owner_D = owner_D
         self._post = Post(owner_D)
-        self._sending = {d: Worker() for d, process in enumerate(owner_D) if process == jax.process_index()}
-        self._adding = {device: Worker() for device in self._sending}
+        self._sending = {d: JobThread() for d, process in enumerate(owner_D) if process == jax.process_index()}
+        self._adding = {device: JobThread() for device in self._sending}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._tickets = itertools.count()

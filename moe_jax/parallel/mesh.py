@@ -21,6 +21,7 @@ class Axis(StrEnum):
     TENSOR = "tensor"
 
 
+ALL_AXES = tuple(Axis)  # in the order that devices are numbered by
 Axes = Axis | tuple[Axis, ...]  # of a collective: one, or several as if they were one
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
 TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)  # and the tokens of each over context and tensor ranks

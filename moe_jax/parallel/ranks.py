@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moe_jax.parallel.mesh import Axes, Axis
+from moe_jax.parallel.mesh import ALL_AXES, Axes, Axis
 
 
 class Ranks(NamedTuple):
@@ -93,3 +93,9 @@ def _line_of_torus(lines: np.ndarray) -> int:
     pairs = [(line[0].coords, line[1].coords) for line in lines] if lines.shape[1] > 1 else []
     moving = {axis for a, b in pairs for axis in range(len(a)) if a[axis] != b[axis]}
     return math.gcd(lines.shape[1], *_changes(lines, others)) if len(moving) <= 1 else 1
+
+
+def of_all_devices(x: jax.Array) -> jax.Array:
+    """[…] of each device → […, P] of all P devices of the mesh, in their order. Not to be differentiated."""
+    with jax.named_scope("of_all_devices"):
+        return jax.lax.all_gather(x, ALL_AXES, axis=x.ndim)

@@ -64,17 +64,36 @@ def plan(
     """
     experts, before = len(load_E), load_ratio(load_E, expert_S, ranks)
     nothing = Plan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
-    best, best_gain = nothing, -float("inf")
-    for climbed in climb(load_E, expert_S, ranks, threshold):
-        moves, slots = moves_between(expert_S, climbed, ranks, experts)
+    climbed = [*climb(load_E, expert_S, ranks, threshold)]
+    if prices is None:
+        moves, slots = moves_between(expert_S, climbed[-1] if climbed else expert_S, ranks, experts)
         after = load_ratio(load_E, slots, ranks)
-        if prices is None:
-            best = nothing if slots == tuple(expert_S) else Plan(moves, slots, before, after, 0.0, 0.0, pays=True)
-            continue
-        more_copied = num_copied(slots, experts) - num_copied(expert_S, experts)
-        saved_s = (before - after) * prices.even_s - more_copied * prices.sum_s
-        cost_s = sum(0.5 if move.copies else 1.0 for move in moves) * prices.swap_s
-        gain = saved_s * prices.steps - cost_s
+        return Plan(moves, slots, before, after, 0.0, 0.0, pays=True) if slots != tuple(expert_S) else nothing
+    copied, best, best_gain = num_copied(expert_S, experts), nothing, -float("inf")
+
+    def saved_s(slots: Sequence[int]) -> float:
+        better = before - load_ratio(load_E, slots, ranks)
+        return better * prices.even_s - (num_copied(slots, experts) - copied) * prices.sum_s
+
+    # moves take longest to find, so first where they can pay most: half a swap brings one expert to a rank
+    most = {
+        slots: saved_s(slots) * prices.steps - _num_new(expert_S, slots, ranks, experts) / 2 * prices.swap_s
+        for slots in climbed
+    }
+    for wanted in sorted(most, key=lambda slots: -most[slots]):
+        if most[wanted] <= best_gain:
+            break
+        moves, slots = moves_between(expert_S, wanted, ranks, experts)
+        saved, cost_s = saved_s(slots), sum(0.5 if move.copies else 1.0 for move in moves) * prices.swap_s
+        gain = saved * prices.steps - cost_s
         if gain > best_gain:
-            best, best_gain = Plan(moves, slots, before, after, cost_s, saved_s, pays=gain > 0), gain
+            after = load_ratio(load_E, slots, ranks)
+            best, best_gain = Plan(moves, slots, before, after, cost_s, saved, pays=gain > 0), gain
     return best
+
+
+def _num_new(old_S: Sequence[int], new_S: Sequence[int], ranks: int, experts: int) -> int:
+    """How many experts ranks have that they had not."""
+    held = len(old_S) // ranks
+    parts = [slice(rank * held, (rank + 1) * held) for rank in range(ranks)]
+    return sum(len({*new_S[part]} - {*old_S[part]} - {experts}) for part in parts)

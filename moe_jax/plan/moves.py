@@ -39,9 +39,12 @@ def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], held: int) -> M
     """One that brings two experts where they are to be; or else copies one to where nobody misses what was there; or
     else, in a circle, brings one there."""
     missing_P = [goal - {*slots[rank * held : (rank + 1) * held]} for rank, goal in enumerate(goal_P)]
-    missing = set().union(*missing_P)
     stray = [slot for slot, expert in enumerate(slots) if expert not in goal_P[slot // held]]
-    pairs = [(one, two) for one in stray for two in stray if slots[one] in missing_P[two // held]]
+    missing: dict[int, list[int]] = {}  # where each expert is to be and is not: stray slots of such ranks
+    for slot in stray:
+        for expert in missing_P[slot // held]:
+            missing.setdefault(expert, []).append(slot)
+    pairs = [(one, two) for one in stray for two in missing.get(slots[one], ())]
     for one, two in pairs:
         if slots[two] in missing_P[one // held]:
             return Move(one, two)

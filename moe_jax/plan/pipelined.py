@@ -20,7 +20,7 @@ from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
-from moe_jax.schedule.link_order import Traffic, finished_s
+from moe_jax.schedule.link_order import Priority, finished_s
 from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 from moe_jax.stages import Stages
@@ -60,8 +60,8 @@ class PipelinedStep:
         """When a send beside a pass has arrived."""
         if beside is None or not self.step.fabric.share_links(self._neighbours, self.step.experts):
             return send_s
-        wanted_s = {Traffic.EXPERT: beside.exchange, Traffic.PIPELINE: send_s}
-        return finished_s(wanted_s)[Traffic.PIPELINE] if send_s else 0.0
+        wanted_s = {Priority.EXPERT: beside.exchange, Priority.PIPELINE: send_s}
+        return finished_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:

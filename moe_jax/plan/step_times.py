@@ -24,7 +24,7 @@ from moe_jax.plan.work import ITEM_BYTES, Work, computed_keys, exchange_bytes, e
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
-from moe_jax.schedule.link_order import Traffic, finished_s
+from moe_jax.schedule.link_order import Priority, finished_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Shape
 
@@ -241,8 +241,8 @@ class Step:
         squares_s, before_s = self.squares_s(), self._exchanges_beside_attention_s(group)
 
         def waited_s(hops_s: float, products_s: float) -> float:
-            wanted_s = {Traffic.EXPERT: before_s, Traffic.CONTEXT: hops_s}
-            return min(max(finished_s(wanted_s)[Traffic.CONTEXT] - products_s, 0.0), hops_s)
+            wanted_s = {Priority.EXPERT: before_s, Priority.CONTEXT: hops_s}
+            return min(max(finished_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
 
         return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
 

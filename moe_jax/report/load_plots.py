@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.report.loads import Loads, Move, loads_of
+from moe_jax.report.loads import Loads, RankMove, loads_of
 from moe_jax.report.numbers import ReportError, records_of
 from moe_jax.report.plots import COLORS, Array, count_steps, new_figure, style, svg_of, thin
 
@@ -106,7 +106,7 @@ def load_gradient() -> str:
 def _told(loads: Loads) -> str:
     """What the last moves made of the load of ranks."""
 
-    def told(move: Move) -> str:
+    def told(move: RankMove) -> str:
         after = f"{move.planned:.2f} (planned)" if move.after is None else f"{move.after:.2f}"
         return f"{move.before:.2f} → {after} at step {move.step:,}"
 

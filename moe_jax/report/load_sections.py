@@ -2,7 +2,7 @@
 
 from moe_jax.report.html import plots, table
 from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg, load_gradient, ranks_svg
-from moe_jax.report.loads import Loads, Move
+from moe_jax.report.loads import Loads, RankMove
 
 _LISTED = 20  # moves
 
@@ -23,7 +23,7 @@ def rank_section(loads: Loads) -> str:
     return told + plot + earlier + table("numbers", map(_row, loads.moves[-_LISTED:]))
 
 
-def _row(move: Move) -> tuple[str, str, str]:
+def _row(move: RankMove) -> tuple[str, str, str]:
     after = move.planned if move.after is None else move.after
     found = "no look since" if move.after is None else "over the steps up to the next look"
     blocks = f"block{'s' if len(move.blocks) > 1 else ''} {', '.join(map(str, move.blocks))}"

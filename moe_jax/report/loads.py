@@ -12,7 +12,7 @@ from moe_jax.report.numbers import Records
 from moe_jax.report.plots import Array
 
 
-class Move(NamedTuple):
+class RankMove(NamedTuple):
     """Experts that changed ranks. Loads are the busiest rank's / mean, of the worst block whose experts did."""
 
     step: int
@@ -30,7 +30,7 @@ class Loads(NamedTuple):
     expert_RME: Array
     look_L: Array  # steps
     rank_LM: Array  # the busiest rank, over the steps since the look before
-    moves: tuple[Move, ...]
+    moves: tuple[RankMove, ...]
 
 
 def loads_of(records: Records) -> Loads:
@@ -51,11 +51,11 @@ def _array(values: Sequence[object]) -> Array:
     return np.array(values, dtype=np.float64)
 
 
-def _move(looks: Records) -> Move:
+def _move(looks: Records) -> RankMove:
     """That of the first look."""
     blocks = tuple(looks[0]["migrated_blocks"])
     before, *after = (max(look["rank_load"][block] for block in blocks) for look in looks[:2])
-    return Move(
+    return RankMove(
         step=looks[0]["step"],
         blocks=blocks,
         pairs=sum(looks[0]["migration_swaps"]),

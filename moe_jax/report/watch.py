@@ -9,13 +9,13 @@ from moe_jax.train.metrics import read_metrics
 
 
 def watch(run: Path, every_s: int) -> None:
-    """Write the page every so many seconds until the run has ended, or somebody presses Ctrl-C.
+    """Write the page every so many seconds until the run's last step, or somebody presses Ctrl-C.
 
     Browsers load it as often meanwhile. A run without records is waited for. Raises what `write_report` does, and
     ConfigError if the run's config cannot be read.
     """
     if not _has_ended(run):
-        print(f"renewing {run / 'report.html'} every {every_s} s until the run has ended; Ctrl-C stops", flush=True)
+        print(f"renewing {run / 'report.html'} every {every_s} s until the last step; Ctrl-C stops", flush=True)
     try:
         while not _has_ended(run):
             if read_metrics(run):

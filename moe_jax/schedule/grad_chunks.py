@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
-from moe_jax.schedule.link_order import Traffic
+from moe_jax.schedule.link_order import Priority
 from moe_jax.schedule.play import play
 from moe_jax.schedule.shape import Shape
 
@@ -50,4 +50,4 @@ def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_o
 
 def exchanges_first(action: Action) -> int:
     """Any exchange that is ready goes before any reduction."""
-    return Traffic.DATA if is_reduction(action) else Traffic.EXPERT
+    return Priority.DATA if is_reduction(action) else Priority.EXPERT

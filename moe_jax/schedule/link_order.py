@@ -8,7 +8,7 @@ from enum import IntEnum
 from itertools import accumulate
 
 
-class Traffic(IntEnum):
+class Priority(IntEnum):
     """What is sent, the most urgent first."""
 
     EXPERT = 0  # rows, for which the pass itself waits
@@ -17,7 +17,7 @@ class Traffic(IntEnum):
     DATA = 3  # sums, for which nothing waits before the end of the step
 
 
-def finished_s(wanted_s: Mapping[Traffic, float]) -> dict[Traffic, float]:
+def finished_s(wanted_s: Mapping[Priority, float]) -> dict[Priority, float]:
     """When each kind has been sent over a link that all want from second 0 on, for so many seconds each."""
     kinds = sorted(wanted_s)
     return dict(zip(kinds, accumulate(wanted_s[kind] for kind in kinds), strict=True))

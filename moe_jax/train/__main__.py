@@ -17,6 +17,7 @@ from moe_jax.train.describe import dry_run, table
 from moe_jax.train.failures import fail_fast, leave
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
+from moe_jax.train.progress import tell_start
 from moe_jax.train.sample import write_sample
 from moe_jax.train.step import State
 
@@ -37,6 +38,7 @@ def main() -> None:
     if not draft.open:
         draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
+    tell_start()
     processes.initialize(processes.options_from(arguments), draft.mesh.cpu_devices)
     with fail_fast():
         config, chosen = choose(draft)

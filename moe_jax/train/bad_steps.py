@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,10 +36,18 @@ class BadSteps:
 
     def __init__(self, config: Config, log: RunLog):
         self._config, self._log = config, log
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._most = math.inf  # a loss above is a spike
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)  # the last may be none to measure by yet
         self.count = self.in_a_row = self.spikes = 0
         self.last: BadStep | None = None
+
+    @property
+    def recent_losses(self) -> list[tuple[int, float]]:
+        """Finite ones with their steps, to be kept with the state."""
+        return [*self._losses]
+
+    def remember(self, losses: Sequence[tuple[int, float]]) -> None:
+        """Those of the run that this one goes on with."""
+        self._losses.extend((step, loss) for step, loss in losses)
 
     @property
     def too_many(self) -> bool:
@@ -70,12 +79,24 @@ class BadSteps:
         spikes = {} if self._config.train.spike_factor is None else {"loss_spikes": self.spikes}
         return {"bad_steps": self.count} | spikes
 
-    def bound(self, mesh: Mesh) -> tuple[jax.Array, ...]:
-        """The largest loss that the next step may learn from; nothing if spikes are not skipped."""
+    def bound(self, mesh: Mesh, done: int) -> tuple[jax.Array, ...]:
+        """The largest loss that the step behind `done` ones may learn from; nothing if spikes are not skipped.
+
+        The last of them may still run, so it is not looked at, whether it does or not.
+        """
         if not self._config.train.skip_spikes:
             return ()
         sharding = NamedSharding(mesh, REPLICATED)
-        return (jax.make_array_from_process_local_data(sharding, np.asarray(self._most, np.float32)),)
+        most = np.asarray(self._most(self._window(done)), np.float32)
+        return (jax.make_array_from_process_local_data(sharding, most),)
+
+    def _window(self, before: int) -> list[float]:
+        return [loss for step, loss in self._losses if step < before][-_WINDOW:]
+
+    def _most(self, losses: Sequence[float]) -> float:
+        """Behind these a loss above is a spike."""
+        factor = self._config.train.spike_factor
+        return math.inf if factor is None or len(losses) < _FEWEST else factor * statistics.median(losses)
 
     def _tell(self, bad: BadStep) -> None:
         self.last, self.count = bad, self.count + 1
@@ -85,15 +106,18 @@ class BadSteps:
             self._log.warn(f"{bad}: parameters, optimizer and balance are left as they were{of}")
 
     def _look_for_spike(self, step: int, loss: float) -> None:
-        factor = self._config.train.spike_factor
+        factor, losses = self._config.train.spike_factor, self._window(step)
         if factor is None:
             return
-        if loss > self._most:
+        if loss > (most := self._most(losses)):
             self.spikes += 1
             self._log.warn(
-                f"step {step}: loss {loss:.4g} is {loss * factor / self._most:.2f} × the median of the last "
-                f"{len(self._losses)} (train.spike_factor={factor:g})"
+                f"step {step}: loss {loss:.4g} is {loss * factor / most:.2f} × the median of the last "
+                f"{len(losses)} (train.spike_factor={factor:g})"
             )
-        self._losses.append(loss)
-        if len(self._losses) >= _FEWEST:
-            self._most = factor * statistics.median(self._losses)
+        self._losses.append((step, loss))
+
+
+def slower(config: Config) -> str:
+    """What helps a run that has diverged."""
+    return f"use an optimizer.learning_rate below {config.optimizer.learning_rate:g}, or more optimizer.warmup_steps"

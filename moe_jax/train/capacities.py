@@ -15,6 +15,7 @@ from jax.stages import Compiled
 from moe_jax.config import Config
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.placement import slots_of
+from moe_jax.train.programs import compiled
 from moe_jax.train.step import Trainer, make_trainer
 
 
@@ -61,11 +62,11 @@ class Capacities:
     def programs(self) -> tuple[Compiled, Future[Compiled]]:
         """The step and the evaluation of the factor that begins; waits for the compiler."""
         change, (step, evaluate) = self._ahead.pop(0), self._compiling
-        compiled = step.result()
+        program = step.result()
         self._log.tell(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
         self._log.write({"step": change.step, "capacity_factor": change.factor})
         self._compile_next()
-        return compiled, evaluate
+        return program, evaluate
 
     def _compile_next(self) -> None:
         if not self._ahead:
@@ -74,7 +75,7 @@ class Capacities:
         state = trainer.state_shapes
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = [
-            pool.submit(lambda: trainer.step.lower(*trainer.step_shapes(batch)).compile()),
-            pool.submit(lambda: trainer.evaluate.lower(state["params"], batch, slots_of(state)).compile()),
+            pool.submit(lambda: compiled(trainer.step.lower(*trainer.step_shapes(batch)))),
+            pool.submit(lambda: compiled(trainer.evaluate.lower(state["params"], batch, slots_of(state)))),
         ]
         pool.shutdown(wait=False)

@@ -60,10 +60,11 @@ class Checkpoints:
         step: int | None = self._manager.latest_step()
         return step
 
-    def save(self, step: int, state: Any, *, data: Mapping[str, Any], tuner: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: Any, **host: Any) -> None:
         """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept.
 
-        All processes call it. What went wrong with the save before is told first.
+        `host` is what the record has of the run besides arrays: `data`, `tuner`, `recent_losses`. All processes call
+        it. What went wrong with the save before is told first.
         """
         self._finish()
         if step == self._manager.latest_step():
@@ -74,7 +75,7 @@ class Checkpoints:
             self._tell_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "make room")
             return
         self._under_way, leaves = step, leaves_of(state, jax.device_get(self._digests(state)))
-        record = Record(step=step, leaves=leaves, data=data, tuner=tuner, **self._about)
+        record = Record(step=step, leaves=leaves, **host, **self._about)
         items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record.to_json())}
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)

@@ -85,7 +85,7 @@ def _check_commit(checkpoint: Path) -> None:
 def _check_arrays(checkpoint: Path) -> None:
     """Raise ValueError unless every file that the arrays' indices name is there in its full length.
 
-    Restoring would fail as well, but in many threads at once, each of which prints its stack.
+    Which step to go on from is chosen by this, before any array is read.
     """
     _json(checkpoint, f"{STATE}/_METADATA")
     _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)

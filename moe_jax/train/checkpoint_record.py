@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ class Record:
     leaves: Mapping[str, Leaf]  # by name
     data: Mapping[str, Any]  # where the batches go on
     config: Mapping[str, Any]  # of the run, all settings
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int]  # for readers, as are the versions
     versions: Mapping[str, str | None]
-    tuner: Mapping[str, Any] | None  # the search of settings under way
+    tuner: Mapping[str, Any] | None = None  # the search of settings under way
+    recent_losses: Sequence[tuple[int, float]] = ()  # of steps, by which the next ones are told to jump
 
     @property
     def slots(self) -> int | None:

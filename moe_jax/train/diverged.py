@@ -3,10 +3,11 @@
 from typing import Any
 
 from moe_jax.errors import DivergedError
-from moe_jax.train.bad_steps import BadSteps
+from moe_jax.train.bad_steps import BadSteps, slower
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.first_bad import FILE_NAME, write_first_bad
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.progress import end_of_progress
 from moe_jax.train.setup import Run
 from moe_jax.train.step import State
 
@@ -29,6 +30,7 @@ def way_out(
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return GoBack(last.step)
+    end_of_progress()  # what is compiled now takes its time
     found = write_first_bad(run, state, last)
     if found["parameters"] and newest is not None:
         return DivergedError(
@@ -36,11 +38,7 @@ def way_out(
             "delete it to go on from the one before"
         )
     again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
-    rate = run.config.optimizer.learning_rate
-    return DivergedError(
-        f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); use an optimizer.learning_rate below "
-        f"{rate:g}, or more optimizer.warmup_steps"
-    )
+    return DivergedError(f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {slower(run.config)}")
 
 
 def _where(found: dict[str, Any]) -> str:

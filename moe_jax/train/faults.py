@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.mesh import ALL_AXES
 
 FOLDER = "MOE_JAX_FAULTS"  # environment variable: where a file `nan-RANK` asks for NaN in what that process holds
-_MESH = tuple(Axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ def struck(params: Any, step: jax.Array | None) -> Any:
         for fault in _faults:
             if jax.tree_util.keystr(path, simple=True, separator=".") == fault.parameter:
                 since = step + 1 - fault.step
-                here = (jax.lax.axis_index(_MESH) == fault.device) & (since >= 0) & (since < fault.steps)
+                here = (jax.lax.axis_index(ALL_AXES) == fault.device) & (since >= 0) & (since < fault.steps)
                 leaf = jnp.where(here, jnp.nan, leaf)
         return leaf
 

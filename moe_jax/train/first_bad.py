@@ -21,9 +21,10 @@ from moe_jax.models.gates.seen import When
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import Computation, block, embed, unembed
 from moe_jax.parallel import background
-from moe_jax.parallel.mesh import Axis, expert_axis
+from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.pipeline import stage, sum_over_stages
+from moe_jax.parallel.ranks import of_all_devices
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.parallel.zero import part_specs
 from moe_jax.stages import Segment, Stages, segments
@@ -31,15 +32,15 @@ from moe_jax.train import faults
 from moe_jax.train.bad_steps import BadStep
 from moe_jax.train.capacities import config_at
 from moe_jax.train.data import sample_numbers
+from moe_jax.train.gradients import gradients_of, in_parts, plan_of
 from moe_jax.train.optimizer import state_cuts
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.setup import Run
-from moe_jax.train.step import State, gradients_of, in_parts, plan_of
+from moe_jax.train.step import State
 from moe_jax.train.tokens import open_tokens
 
 FILE_NAME = "bad_step.json"
-_MESH = tuple(Axis)
 
 
 def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
@@ -87,8 +88,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
 
         part_AbN1 = in_parts(token_BN1, config)
         wrong_W = jax.lax.map(of_part, (jnp.arange(count), part_AbN1)).any(axis=0)
-        here_P = jnp.arange(mesh.size) == jax.lax.axis_index(_MESH)
-        return jax.lax.psum(jnp.int32(wrong_W[:, None] & here_P), _MESH)
+        return of_all_devices(wrong_W)
 
     in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False))

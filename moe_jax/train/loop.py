@@ -1,5 +1,6 @@
 """A training run from its config to its last checkpoint, top to bottom."""
 
+import dataclasses
 import math
 
 import jax
@@ -45,6 +46,7 @@ def train(config: Config) -> State:
                 return _train(config, stop, failed_at)
             except GoBack as back:
                 failed_at = back.step
+                config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
 
 
 def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
@@ -74,9 +76,15 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
         evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
         bad_steps = meter.bad_steps
+        bad_steps.remember(restored.record.recent_losses if restored else ())
+
+        def save() -> None:
+            host = {"data": run.batches.get_state(), "tuner": tuning.under_way}
+            checkpoints.save(step, state, **host, recent_losses=bad_steps.recent_losses)
+
         while step < last and not stop.reached(step) and not bad_steps.too_many:
             state = faults.struck_as_asked(state)
-            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh)
+            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):
                 with meter.paused():
@@ -96,14 +104,14 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             if _is_due(step, config.checkpoint.every, last):
                 with meter.paused():
                     if bad_steps.may_save(step):
-                        checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+                        save()
         meter.finish(stopping=True)
         if bad_steps.too_many:
             raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
         if 0 < step < last:
-            checkpoints.save(step, state, data=run.batches.get_state(), tuner=tuning.under_way)
+            save()
     end_of_progress()
     if step < last:
         _say(f"stopped after step {step}: the same command goes on from there")

@@ -13,7 +13,7 @@ from moe_jax.config import Config
 from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.alarms import Alarms, load_statistics
-from moe_jax.train.bad_steps import BadSteps
+from moe_jax.train.bad_steps import BadSteps, slower
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
@@ -68,10 +68,9 @@ class Meter:
         """Record a validation. Raises DivergedError if its loss is not finite, and the state would be saved."""
         self._log.write({"step": step, "validation_loss": loss})
         if not math.isfinite(loss) and self.bad_steps.may_save(step):
-            rate = self._config.optimizer.learning_rate
             raise DivergedError(
                 f"step {step} has validation_loss={loss:g}: training has diverged, and what came of it is not saved: "
-                f"use an optimizer.learning_rate below {rate:g}, or more optimizer.warmup_steps"
+                f"{slower(self._config)}"
             )
 
     @contextmanager

@@ -97,16 +97,18 @@ class Migration:
 
     def _said(self, step: int, moved: dict[int, Plan], cost: Moved, took_s: float) -> dict[str, Any]:
         for m, found in moved.items():
+            which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"
             self._log.tell(
-                f"step {step}: {num_swaps(found)} pair(s) of experts of MoE block {m} changed ranks, the "
-                f"busiest of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
+                f"step {step}: {which} of MoE block {m} changed ranks, the busiest "
+                f"of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
                 + (f" with {self._num_copies(found)} replica(s)" if self._run.config.replicas else "")
             )
         predicted = {} if self._costs is None else {"migration_predicted_s": cost.sends * self._costs.send_s}
         copies = {"migration_copies": [*map(self._num_copies, moved.values())]} if self._run.config.replicas else {}
         saved = {} if self._costs is None else {"migration_saved_s": sum(found.saved_s for found in moved.values())}
+        sent = f"{cost.num_bytes / _MB:,.1f} MB left each device" if cost.num_bytes else "nothing was sent"
         self._log.tell(
-            f"step {step}: {cost.num_bytes / _MB:,.1f} MB left each device in {human_seconds(took_s)}"
+            f"step {step}: {sent} in {human_seconds(took_s)}"
             + (f", predicted {human_seconds(predicted['migration_predicted_s'])}" if predicted else "")
             + (f"; each step is to save {human_seconds(saved['migration_saved_s'])}" if saved else "")
         )

@@ -21,6 +21,7 @@ from moe_jax.parallel.migrate import Trips, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.moves import Move, Trip, trips_of
 from moe_jax.stages import Stages
+from moe_jax.train.programs import compiled
 from moe_jax.train.step import State, Trainer
 
 _MOST_TRIPS = 32  # of a call; more take several
@@ -72,7 +73,7 @@ class Mover:
         return jax.jit(body, donate_argnums=0).lower(shapes, trips)
 
     def _compiled(self, group: Group) -> Compiled:
-        return self.lowered(group).compile()
+        return compiled(self.lowered(group))
 
     def expert_bytes(self, group: Group) -> int:
         """Of one expert on one device, moments included."""

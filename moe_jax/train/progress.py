@@ -10,8 +10,15 @@ from moe_jax.errors import EXIT_TRY_AGAIN
 PIPE = "MOE_JAX_PROGRESS_PIPE"  # the pipe's descriptor
 PROGRAMS = "MOE_JAX_PROGRAMS"  # a folder for compiled programs
 
+STARTS = "starts"  # instead of a step
+
 _pipe: int | None = None
 _reached = 0
+
+
+def tell_start() -> None:
+    """Tell that this process will tell its progress: it is timed from now on."""
+    _tell(STARTS)
 
 
 def tell_progress(step: int) -> None:
@@ -19,16 +26,21 @@ def tell_progress(step: int) -> None:
 
     Ends the process if its supervisor is gone: a second run might be started in the same folder.
     """
-    global _pipe, _reached
+    global _reached
     _reached = step
+    _tell(str(step))
+
+
+def _tell(text: str) -> None:
+    global _pipe
     if PIPE in os.environ:
         _pipe = int(os.environ.pop(PIPE))  # what this process starts does not inherit it
     if _pipe is not None:
         try:
-            os.write(_pipe, b"%d\n" % step)
+            os.write(_pipe, f"{text}\n".encode())
         except BrokenPipeError:
             with suppress(OSError):  # it may have been who reads this
-                print(f"the launcher is gone: ended behind step {step}", file=sys.stderr, flush=True)
+                print(f"the launcher is gone: ended behind step {_reached}", file=sys.stderr, flush=True)
             os._exit(EXIT_TRY_AGAIN)
 
 

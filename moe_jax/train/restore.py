@@ -93,7 +93,7 @@ def _restore(run: Run) -> Restored:
 
     Raises DamagedError and CheckpointError.
     """
-    record, shapes, config = check_files(run.folder, run.first_step), run.trainer.state_shapes, run.config
+    record, shapes, config = _agreed_record(run), run.trainer.state_shapes, run.config
     check_same_model(config, record.config, run.folder, record.step)
     sharding, slots = shapes["step"].sharding, record.slots
     ranks = config.mesh.expert_ranks(sharding.mesh.shape)
@@ -116,6 +116,18 @@ def _restore(run: Run) -> Restored:
     if migrates and "placement" not in state:
         state = with_first_placement(state, shapes, config, ranks)
     return Restored(state, record)
+
+
+def _agreed_record(run: Run) -> Record:
+    """Raises DamagedError on all processes if one of them cannot read it."""
+    record, problem = None, "another process cannot read it"
+    try:
+        record = check_files(run.folder, run.first_step)
+    except DamagedError as error:
+        problem = str(error)
+    if any(allgather(record is None)) or record is None:
+        raise DamagedError(problem)
+    return record
 
 
 def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:

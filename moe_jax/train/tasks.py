@@ -32,7 +32,7 @@ from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.schedule.actions import Action
 from moe_jax.train.expert_weights import ExpertWeights
 from moe_jax.train.facts import Facts
-from moe_jax.train.moving import Arrival, Moving, start
+from moe_jax.train.pending_exchange import Arrival, PendingExchange, start
 from moe_jax.train.pullback import SplitPullback, differentiate, floats_of, is_float, with_floats
 from moe_jax.train.rare_rows import RareRows, lane_widths
 from moe_jax.train.ties import Ties
@@ -286,11 +286,11 @@ class Tasks:
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         route, moe = self.facts.how.route, self.facts.config.model.moe
-        moving = Moving(*start(joined, action, route, moe, self.ties), bounds, axis)
+        pending = PendingExchange(*start(joined, action, route, moe, self.ties), bounds, axis)
         send = EXCHANGES[route.algorithm].between(route.ranks)
         for place, p in enumerate(pieces):
             sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
-            flow[p] = Arrival(moving, place, sizes)
+            flow[p] = Arrival(pending, place, sizes)
 
     def _arrived(self, flow: dict[int, Any], p: int) -> Any:
         """A piece that compute goes on with, now."""

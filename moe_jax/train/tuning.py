@@ -18,6 +18,7 @@ from moe_jax.train.choices import Choices
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.processes import allgather, is_main_process
+from moe_jax.train.programs import compiled
 from moe_jax.train.setup import Run
 from moe_jax.train.step import make_trainer
 
@@ -105,7 +106,7 @@ class Tuning:
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
         shapes = trainer.step_shapes(self._run.batch_shape)
         pool = ThreadPoolExecutor(max_workers=1)
-        self._compiling = pool.submit(lambda: trainer.step.lower(*shapes).compile())
+        self._compiling = pool.submit(lambda: compiled(trainer.step.lower(*shapes)))
         pool.shutdown(wait=False)
 
     def _look(self, step: int, program: Future[Compiled]) -> None:

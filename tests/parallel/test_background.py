@@ -15,7 +15,7 @@ from moe_jax.parallel import background, post
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.post import Key, Post
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.schedule.link_order import Traffic
+from moe_jax.schedule.link_order import Priority
 from tests.parallel.per_device import on_mesh
 from tests.small import small_config
 
@@ -115,14 +115,14 @@ def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch)
 
 
 def test_urgent_jobs_overtake_others_and_none_of_their_kind():
-    worker, ready, done, order = background.Worker(), threading.Event(), threading.Event(), []
+    worker, ready, done, order = background.JobThread(), threading.Event(), threading.Event(), []
     worker.submit(ready.wait)
     for job, urgency in (
-        ("sum 0", Traffic.DATA),
-        ("exchange 0", Traffic.EXPERT),
-        ("stage", Traffic.PIPELINE),
-        ("sum 1", Traffic.DATA),
-        ("exchange 1", Traffic.EXPERT),
+        ("sum 0", Priority.DATA),
+        ("exchange 0", Priority.EXPERT),
+        ("stage", Priority.PIPELINE),
+        ("sum 1", Priority.DATA),
+        ("exchange 1", Priority.EXPERT),
     ):
         worker.submit(lambda job=job: order.append(job), urgency)
     worker.submit(done.set)

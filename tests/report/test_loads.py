@@ -10,7 +10,7 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.report import load_figure, write_report
 from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg
-from moe_jax.report.loads import Move, loads_of
+from moe_jax.report.loads import RankMove, loads_of
 from moe_jax.train.metrics import FILE_NAME
 
 EVERY = 50  # steps between two looks
@@ -78,8 +78,8 @@ def test_a_move_is_told_by_the_worst_block_whose_experts_moved(tmp_path: Path) -
     run = run_in(tmp_path, 3, 8, moves={100: [0, 1], 300: [2]})
     loads = loads_of(records_in(run))
     assert loads.moves == (
-        Move(step=100, blocks=(0, 1), pairs=6, before=2.41, planned=1.01, after=1.05),
-        Move(step=300, blocks=(2,), pairs=3, before=2.42, planned=1.01, after=None),
+        RankMove(step=100, blocks=(0, 1), pairs=6, before=2.41, planned=1.01, after=1.05),
+        RankMove(step=300, blocks=(2,), pairs=3, before=2.42, planned=1.01, after=None),
     )
     page = write_report(run).read_text()
     assert page.index("Rank load") < page.index("Busiest rank / mean load") < page.index("Expert load")

@@ -1,4 +1,4 @@
-"""The page of a run that goes on is written until the run has ended, or somebody stops that."""
+"""The page of a run that goes on is written until its last step, or somebody stops that."""
 
 import json
 import time
@@ -66,7 +66,7 @@ def test_the_page_follows_a_run_to_its_end(run, meanwhile, capsys) -> None:
     assert slept == [7, 7, 7]
     assert "http-equiv" not in page.read_text()
     assert "2.750" in page.read_text()
-    told = f"renewing {page} every 7 s until the run has ended; Ctrl-C stops"
+    told = f"renewing {page} every 7 s until the last step; Ctrl-C stops"
     assert capsys.readouterr().out == f"{told}\nwrote {page}\n"
 
 

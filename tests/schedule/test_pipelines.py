@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.pipelines import PIPELINES
-from moe_jax.schedule.pipelines.bubble import bubble, lock_step_bubble, lock_step_s, step_s
+from moe_jax.schedule.pipelines.bubble import bubble, lock_step_bubble
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import activation_from, check, gradient_from
 from moe_jax.schedule.pipelines.memory import in_flight, slots_of
@@ -57,8 +57,10 @@ def test_zero_bubble_saves_a_weight_gradient_for_each_stage(stages, microbatches
         forward_s, backward_s, weight_s = costs
         work_s = microbatches * sum(costs)
         filled_s = (min(stages, microbatches) - 1) * weight_s
-        assert step_s(table, *costs) - work_s == pytest.approx((stages - 1) * (forward_s + backward_s) - filled_s)
-        assert step_s(one_f_one_b, *costs) - work_s == pytest.approx((stages - 1) * sum(costs))
+        idle_s = (stages - 1) * (forward_s + backward_s) - filled_s
+        assert bubble(table, *costs) == pytest.approx(idle_s / (work_s + idle_s))
+        idle_s = (stages - 1) * sum(costs)
+        assert bubble(one_f_one_b, *costs) == pytest.approx(idle_s / (work_s + idle_s))
     assert in_flight(table, until="B") == in_flight(one_f_one_b)
     assert in_flight(table) == (min(stages, microbatches),) * stages
 
@@ -69,7 +71,7 @@ def test_weight_gradients_apart_never_make_a_step_longer(stages, microbatches):
     draw = random.Random(stages * 100 + microbatches)
     for _ in range(50):
         costs = [draw.uniform(0, 1) for _ in range(3)]
-        assert step_s(zero_bubble, *costs) <= step_s(one_f_one_b, *costs) * (1 + 1e-9)
+        assert bubble(zero_bubble, *costs) <= bubble(one_f_one_b, *costs) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -84,17 +86,20 @@ def test_coscheduled_loses_nothing_in_lock_step(stages, microbatches, chunks):
         assert lock_step_bubble(table, *costs) == pytest.approx(share)
     held = [(chunks + 1) * stages - 2 * stage for stage in range(stages)]
     assert in_flight(table) == tuple(min(count, chunks * microbatches) for count in held)
-    pairs = max(chunks * microbatches - held[0] + 1, 0)
-    assert sum(None not in slots[0][:2] for slots in table.ticks) == pairs
-    hidden_s = step_s(table, 1.0, 2.0) - step_s(table, 1.0, 2.0, together_s=2.5)
-    assert hidden_s >= 0.5 * pairs * (1 - 1e-9)
+    pairs_S = [sum(None not in slots[s][:2] for slots in table.ticks) for s in range(stages)]
+    assert pairs_S[0] == max(chunks * microbatches - held[0] + 1, 0)
+    apart_s = chunks * microbatches * 3.0
+    together_s = apart_s - 0.5 * sum(pairs_S) / stages
+    step_s = apart_s / (1 - bubble(table, 1.0, 2.0))
+    hidden_s = step_s - together_s / (1 - bubble(table, 1.0, 2.0, together_s=2.5))
+    assert hidden_s >= 0.5 * pairs_S[0] * (1 - 1e-9)
 
 
 def test_1f1b_loses_in_lock_step_where_passes_differ():
     """Neighbours alternate, so every tick is as long as a backward pass: why `coscheduled` exists even without W."""
     table = make_table("1f1b", 4, 64)
-    assert lock_step_s(table, 1.0, 1.0) == step_s(table, 1.0, 1.0)
-    assert lock_step_s(table, 1.0, 2.0) > 1.3 * step_s(table, 1.0, 2.0)
+    assert lock_step_bubble(table, 1.0, 1.0) == bubble(table, 1.0, 1.0)
+    assert 1 - bubble(table, 1.0, 2.0) > 1.3 * (1 - lock_step_bubble(table, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), EVERY)

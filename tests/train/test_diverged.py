@@ -19,7 +19,8 @@ from moe_jax.train.step import make_trainer
 from moe_jax.train.tokens import open_tokens
 from tests.small import small_config, tokens_of
 from tests.train.gradients import mesh_of
-from tests.train.test_resume import config_in, losses_of
+from tests.train.test_resume import config_in, lines_of, losses_of
+from tests.train.whole_runs import compiled_once
 
 FAULTY, SOUND = True, False
 SHORT = ("train.steps=6", "train.bad_in_a_row=2", "checkpoint.every=2", "train.eval_every=0")
@@ -57,7 +58,7 @@ def checkpoints(folder: Path) -> list[str]:
 def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, capsys):
     starts[:] = [FAULTY, SOUND]
     (tmp_path / "plain").mkdir()
-    state = train(config_in(tmp_path, *SHORT))
+    state = train(config_in(tmp_path, *SHORT, "checkpoint.resume=false"))  # of what others left there
     said = capsys.readouterr().out
     assert "warning: step 4 has loss=nan, grad_norm=nan: parameters, optimizer and balance are left as they" in said
     assert "bad ones in a row: going back to the checkpoint of step 2\n" in said
@@ -100,6 +101,26 @@ def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
         "samples": sample_numbers(tokens, 16, 8, seed=0, batch=4),
         **{"first_output": "block 1", "devices": [5], "first_gradient": "block 1", "parameters": {}},
     }
+
+
+def test_spikes_are_skipped_alike_by_a_run_that_was_stopped_between(tmp_path):
+    """Here every loss above the median of those before is one."""
+    skipping = ["train.spike_factor=1.00001", "train.skip_spikes=true", "train.bad_in_a_row=null"]
+    settings = [*skipping, "checkpoint.every=0", "train.eval_every=0"]
+    with compiled_once():
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        expected = train(config_in(tmp_path / "one", *settings, "train.steps=20"))
+        train(config_in(tmp_path / "two", *settings, "train.steps=13"))
+        state = train(config_in(tmp_path / "two", *settings, "train.steps=20"))
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(expected))
+    losses = losses_of(tmp_path / "one")
+    assert losses == losses_of(tmp_path / "two")
+    bounds = {step: np.median([losses[n] for n in range(1, step - 1)]) * 1.00001 for step in range(10, 21)}
+    skipped = {step for step, bound in bounds.items() if losses[step] > bound}
+    assert {step < 13 for step in skipped} == {True, False}, "some before the stop, some behind it"
+    (last,) = [record for record in map(json.loads, lines_of(tmp_path / "one", last=20)) if "bad_steps" in record][-1:]
+    assert last["bad_steps"] == len(skipped)
 
 
 def test_a_block_of_a_later_stage_is_found_with_the_devices_that_have_it():

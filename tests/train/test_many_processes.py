@@ -8,7 +8,8 @@ import pytest
 
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.loop import train
-from tests.train.test_resume import compiled_once, config_in, lines_of, losses_of, started, wait_until
+from tests.train.test_resume import config_in, lines_of, losses_of, started, wait_until
+from tests.train.whole_runs import compiled_once
 
 SETTINGS = [
     "mesh.data=2",

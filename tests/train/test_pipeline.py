@@ -21,11 +21,12 @@ from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.parallel.zero import no_cuts
 from moe_jax.stages import Stages
+from moe_jax.train.gradients import gradients_of, plan_of
 from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.same_run import check_same_run
 from moe_jax.train.sample import sample_tokens
-from moe_jax.train.step import gradients_of, make_trainer, plan_of
+from moe_jax.train.step import make_trainer
 from tests import references
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import mesh_of

@@ -18,11 +18,12 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
-from moe_jax.train import describe, loop
+from moe_jax.train import loop
 from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.loop import train
 from moe_jax.train.restore import Restored, restore_newest
-from moe_jax.train.setup import Programs, Run, compile_programs
+from moe_jax.train.setup import Programs, Run
+from tests.train.whole_runs import compiled_once
 
 # The learning rate depends on the step to far behind the checkpoint, but not on train.steps; and there is no capacity,
 # which would depend on the number of devices that a batch is cut over.
@@ -47,23 +48,6 @@ def config_in(folder: Path, *overrides: str) -> Config:
     path = folder / "experiment.yaml"
     path.write_text(json.dumps(SMALL))
     return load_config(path, [f"log.dir={folder}", *overrides])
-
-
-@contextmanager
-def compiled_once() -> Iterator[None]:
-    """Runs of one mesh share their programs, and nobody measures the matrix rate."""
-    done: dict[object, Programs] = {}
-
-    def compile_first(run: Run) -> Programs:
-        if run.config.mesh not in done:
-            done[run.config.mesh] = compile_programs(run)
-        return done[run.config.mesh]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (loop, describe):
-            patch.setattr(module, "compile_programs", compile_first)
-            patch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,11 +23,13 @@ def config_of(folder: Path, settings: Mapping[str, Any], *overrides: str) -> Con
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """Runs that differ in mesh or migration alone have programs of their own; no peak is measured."""
+    """Runs that differ in what is computed have programs of their own, lengths apart; no peak is measured."""
     done: dict[Any, Programs] = {}
 
     def compile_first(run: Run) -> Programs:
-        key = run.config.mesh, run.config.replicas, run.config.migration.enabled
+        config = run.config
+        what = (config.model, config.mesh, config.exchange, config.schedule, config.optimizer, config.replicas)
+        key = (what, config.migration.enabled, config.train.skip_spikes, config.train.batch_size)
         done[key] = done.get(key) or compile_programs(run)
         return done[key]
 

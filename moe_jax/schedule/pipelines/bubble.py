@@ -33,21 +33,7 @@ def lock_step_bubble(
 ) -> float:
     """The idle share of the step if all stages wait for each other behind every tick."""
     slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
-    return _idle(slot_s, _lock_step_s(slot_s))
-
-
-def step_s(
-    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
-) -> float:
-    """Seconds of a step whose stages run their slots in order, each as soon as its inputs have come."""
-    return _played_s(table, _slot_seconds(table, forward_s, backward_s, weight_s, together_s))
-
-
-def lock_step_s(
-    table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
-) -> float:
-    """Seconds of a step in which a tick takes as long as its longest slot."""
-    return _lock_step_s(_slot_seconds(table, forward_s, backward_s, weight_s, together_s))
+    return _idle(slot_s, sum(map(max, slot_s)))
 
 
 def _slot_seconds(
@@ -74,10 +60,6 @@ def _played_s(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
             free_s[stage] = max([free_s[stage], *ready_s]) + seconds[stage]
             end_s |= dict.fromkeys(tasks, free_s[stage])
     return max(free_s)
-
-
-def _lock_step_s(slot_s: SlotSeconds) -> float:
-    return sum(map(max, slot_s))
 
 
 def _idle(slot_s: SlotSeconds, whole_s: float) -> float:

@@ -23,12 +23,12 @@ Finish = Callable[[UnderWay], jax.Array]
 class Arrival(NamedTuple):
     """A piece that is under way: its part of an exchange, and its leaves that are no rows."""
 
-    exchange: "Moving"
+    exchange: "PendingExchange"
     place: int
     rest: Any
 
 
-class Moving:
+class PendingExchange:
     """An exchange of several pieces that is put together when the first of them is needed.
 
     `finish` makes rows of what is under way.
