@@ -33,7 +33,7 @@ _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
 _RANK = "BOX_RANK"
 _SIZE = "BOX_PROCESSES"
 _RESULTS = "BOX_RESULTS"
-_LINK = "eth0"  # its name inside every namespace
+LINK = "eth0"  # its name inside every namespace
 # Of a node's link. A burst that is sent for free would make short messages cheap and bend the line of their times.
 _NODE_BURST = "16kb"
 _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
@@ -136,7 +136,7 @@ def join(devices: int = 1) -> None:
     """Join the other processes of the box, with so many CPU devices each."""
     size = int(os.environ[_SIZE])
     initialize(
-        Processes(coordinator=f"{_address(0)}:8476", num_processes=size, process_id=rank()),
+        Processes(coordinator=f"{address(0)}:8476", num_processes=size, process_id=rank()),
         cpu_devices=size * devices,
     )
 
@@ -147,7 +147,7 @@ def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms"
     `queue`, of what has to wait, is a time or a `limit` in bytes: what comes on top is lost, and sent again.
     """
     tbf = f"rate {bits_per_s:.0f}bit burst {burst_kb}kb {queue}"
-    _run("tc", "qdisc", "replace", "dev", _LINK, "root", "tbf", *tbf.split())
+    _run("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *tbf.split())
 
 
 def set_data_rate(bits_per_s: float) -> None:
@@ -156,14 +156,14 @@ def set_data_rate(bits_per_s: float) -> None:
     Behind data of its own, a process's acknowledgements would hold up what the other one sends. Only inside a box.
     """
     data = f"classid 1:2 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb quantum 60000"
-    changed = subprocess.run(f"tc class change dev {_LINK} {data}".split(), capture_output=True, check=False)
+    changed = subprocess.run(f"tc class change dev {LINK} {data}".split(), capture_output=True, check=False)
     if changed.returncode:  # not there yet
-        _run(*f"tc qdisc replace dev {_LINK} root handle 1: htb default 2".split())
-        _run(*f"tc class add dev {_LINK} parent 1: classid 1:1 htb rate 10gbit quantum 60000".split())
-        _run(*f"tc class add dev {_LINK} parent 1: {data}".split())
-        _run(*f"tc qdisc add dev {_LINK} parent 1:2 bfifo limit 32mb".split())
+        _run(*f"tc qdisc replace dev {LINK} root handle 1: htb default 2".split())
+        _run(*f"tc class add dev {LINK} parent 1: classid 1:1 htb rate 10gbit quantum 60000".split())
+        _run(*f"tc class add dev {LINK} parent 1: {data}".split())
+        _run(*f"tc qdisc add dev {LINK} parent 1:2 bfifo limit 32mb".split())
         small = "u32 match u16 0 0xff80 at 2"  # shorter than 128 bytes
-        _run(*f"tc filter add dev {_LINK} protocol ip parent 1: {small} flowid 1:1".split())
+        _run(*f"tc filter add dev {LINK} protocol ip parent 1: {small} flowid 1:1".split())
 
 
 def set_latency(seconds: float) -> None:
@@ -197,8 +197,8 @@ def run_in_box(box: Box) -> Any:
 
     Raises BoxError if it cannot be built here; ends this program like the first process that failed.
     """
-    _check_possible()
-    with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, _namespaces(box) as names:
+    check_possible()
+    with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, namespaces(box) as names:
         results = Path(folder) / "results.json"
         running = [_start(box, rank, name, results) for rank, name in enumerate(names)]
         try:
@@ -217,16 +217,23 @@ def run_in_box(box: Box) -> Any:
 
 
 def _start(box: Box, rank: int, name: str, results: Path) -> subprocess.Popen[bytes]:
-    """Every program of this chain becomes the next one, so that the process started is the one that computes."""
-    core = box.cores[rank % len(box.cores)]
-    chain = ["ip", "netns", "exec", name, "setpriv", "--pdeathsig", "KILL", "unshare", "--uts"]
-    chain += ["sh", "-c", 'hostname "$0"; exec "$@"', name, "taskset", "--cpu-list", str(core), sys.executable]
+    chain = [*inside(name), "taskset", "--cpu-list", str(box.cores[rank % len(box.cores)]), sys.executable]
     variables = {_RANK: str(rank), _SIZE: str(box.processes), _RESULTS: str(results)}
     variables |= {"PJRT_NPROC": str(box.threads), "JAX_PLATFORMS": "cpu"} | _KEEP_MEMORY
     return subprocess.Popen([*chain, *sys.argv], env=os.environ | variables, start_new_session=True)
 
 
-def _check_possible() -> None:
+def inside(name: str) -> list[str]:
+    """What stands before a command that runs in a namespace, and ends with this process.
+
+    Every program of this chain becomes the next one, so that the process started is the one that computes.
+    """
+    chain = ["ip", "netns", "exec", name, "setpriv", "--pdeathsig", "KILL", "unshare", "--uts"]
+    return [*chain, "sh", "-c", 'hostname "$0"; exec "$@"', name]
+
+
+def check_possible() -> None:
+    """Raise BoxError where no box can be built."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
         raise BoxError(f"a box needs {', '.join(missing)}: install iproute2, util-linux and hostname")
@@ -235,7 +242,7 @@ def _check_possible() -> None:
 
 
 @contextmanager
-def _namespaces(box: Box) -> Iterator[list[str]]:
+def namespaces(box: Box) -> Iterator[list[str]]:
     """Namespaces on switches, and a hosts file for each: gloo listens where the host's name points to."""
     names = [f"moebox{os.getpid()}n{i}" for i in range(box.processes)]
     tree = f"moebox{os.getpid()}switch"
@@ -256,13 +263,13 @@ def _namespaces(box: Box) -> Iterator[list[str]]:
             switch = switches[i // box.ranks_per_node % len(switches)]
             hosts = _hosts(name)
             hosts.parent.mkdir(parents=True)
-            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{_address(j)} {n}\n" for j, n in enumerate(names)))
+            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address(j)} {n}\n" for j, n in enumerate(names)))
             _run("ip", "netns", "add", name)
-            _run(*f"ip link add {_LINK} netns {name} type veth peer name rank{i} netns {switch}".split())
+            _run(*f"ip link add {LINK} netns {name} type veth peer name rank{i} netns {switch}".split())
             _run(*f"ip -n {switch} link set rank{i} master bridge0 up".split())
-            _run(*f"ip -n {name} addr add {_address(i)}/24 dev {_LINK}".split())
+            _run(*f"ip -n {name} addr add {address(i)}/24 dev {LINK}".split())
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "set", _LINK, "up")
+            _run("ip", "-n", name, "link", "set", LINK, "up")
         yield names
     finally:
         _remove([*names, *dict.fromkeys([*switches, tree])])
@@ -317,5 +324,6 @@ def _hosts(name: str) -> Path:
     return Path("/etc/netns") / name / "hosts"
 
 
-def _address(rank: int) -> str:
+def address(rank: int) -> str:
+    """In the network of the box."""
     return f"10.77.0.{rank + 1}"

@@ -1,132 +1,169 @@
-"""Does a run come through faults unharmed, and how soon? python profiling/chaos.py [--faults N] [--processes P]
+"""Does a run come through faults unharmed, and how soon? python profiling/chaos.py [--faults N] [--kinds K,K,…]
 
-Trains a small model under the launcher twice: undisturbed, and while random ranks are killed (SIGKILL), stopped
-(SIGSTOP) and told to end (SIGTERM), one, two or all at a time, some of them while the run starts again. By hand nothing
-is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses bit for bit, and
-writes results/chaos.json and .png.
+Trains a small model under the launcher twice: while faults come over it, and undisturbed. Kinds of faults are
+
+    kill, stop, term   random ranks get SIGKILL, SIGSTOP or SIGTERM, one, two or all, some while the run starts again
+    bit, cut           the newest checkpoint has a flipped bit, or a file of it ends early, when ranks are killed
+    nan                one device's copy of a parameter becomes NaN
+    full               the run's disk is full, before a save or in the middle of one (a tmpfs: left out if not root)
+    slow               ranks are stopped half of the time, for five seconds
+
+By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
+bit for bit, and writes results/chaos.json and .png. Cut links are tried by lost_peer.py.
 """
 
 import random
-import signal
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos_disk import small_disk
+from chaos_faults import KINDS
 from chaos_picture import write_picture
 from chaos_run import DisturbedRun
 from count_argument import check_least
 from results_file import quartiles, rounded, write_result
 
-from moe_jax.errors import CommandParser, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.train.metrics import read_metrics
 
-STEPS_PER_FAULT = 30
-CHECKPOINT_EVERY = 20
-PROGRESS_TIMEOUT_S = 5
-WHILE_STARTING = 0.2  # share of faults that come while the run recovers from the one before
-KINDS = {signal.SIGKILL: 0.5, signal.SIGSTOP: 0.3, signal.SIGTERM: 0.2}
+LONGEST_START_S = 8  # into which they come
+DISK_BYTES = 256 * 10**6
+TIMES = ("restart_s", "first_new_step_s", "exit_s")
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Which faults, in order, and what they come over."""
+
+    kinds: Sequence[str]
+    processes: int
+    seed: int = 0  # of ranks and times
+    while_starting: float = 0.2  # share of faults that come while the run recovers from the one before, if they may
+    checkpoint_every: int = 20
+    steps_between: int = 30  # of two faults, or more
+    progress_timeout_s: int = 5
 
 
 def main() -> None:
     """Train both and write the result."""
-    parser = CommandParser(prog=f"python profiling/{Path(sys.argv[0]).name}", description=__doc__)
+    parser = CommandParser(
+        prog=f"python profiling/{Path(sys.argv[0]).name}",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--faults", type=int, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=4, metavar="P", help="default: %(default)s")
+    parser.add_argument("--kinds", default=",".join(KINDS), metavar="K,K,…", help="default: %(default)s")
     parser.add_argument(
         "--seed", type=int, default=0, help="of kinds, ranks and times of faults (default: %(default)s)"
     )
     arguments = parser.parse_args()
     check_least(arguments, faults=1, processes=2)
-    with tempfile.TemporaryDirectory() as folder:
-        undisturbed, disturbed = (_run(Path(folder) / name, arguments) for name in ("undisturbed", "disturbed"))
-        try:
-            undisturbed.start()
-            undisturbed.finish()
-            began = time.monotonic()
-            faults = _disturb(disturbed, arguments)
-            took_s = time.monotonic() - began
-        finally:
-            undisturbed.stop()
-            disturbed.stop()
-        judged = _judged(faults, read_metrics(undisturbed.folder), read_metrics(disturbed.folder))
-    values = _settings(arguments) | {"disturbed_run_s": rounded(took_s)} | judged
+    kinds = arguments.kinds.split(",")
+    if unknown := sorted(set(kinds) - KINDS.keys()):
+        raise ConfigError(f"--kinds={unknown[0]} is unknown: choose of {', '.join(KINDS)}")
+    weights = [KINDS[kind].weight for kind in kinds]
+    drawn = random.Random(arguments.seed).choices(kinds, weights, k=arguments.faults)
+    values = come_through(Chaos(drawn, arguments.processes, arguments.seed))
     path = write_result("chaos", values)
     write_picture(values, path.with_suffix(".png"))
 
 
-def _settings(arguments: Namespace) -> dict[str, Any]:
-    return {
-        "processes": arguments.processes,
-        "seed": arguments.seed,
-        "checkpoint_every": CHECKPOINT_EVERY,
-        "progress_timeout_s": PROGRESS_TIMEOUT_S,
-    }
+def come_through(chaos: Chaos) -> dict[str, Any]:
+    """What became of a run through faults, against an undisturbed one. Raises ChaosError if it did not come through."""
+    with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
+        folder, quiet = Path(home) / "disturbed", Path(home) / "undisturbed"
+        folder.mkdir()
+        disk = stack.enter_context(small_disk(folder, DISK_BYTES)) if "full" in chaos.kinds else None
+        kinds = [kind for kind in chaos.kinds if kind != "full" or disk]
+        if len(kinds) < len(chaos.kinds):
+            print(f"{len(chaos.kinds) - len(kinds)} full disks are left out: mounting a tmpfs needs root", flush=True)
+        run = DisturbedRun(folder, [*_settings(chaos), "train.steps=1000000"], _launcher(chaos), disk)
+        stack.callback(run.stop)
+        began = time.monotonic()
+        faults = _disturb(run, chaos, kinds)
+        took_s = time.monotonic() - began
+        disturbed = read_metrics(folder)
+        steps = disturbed[-1]["step"]
+        other = DisturbedRun(quiet, [*_settings(chaos), f"train.steps={steps}"], _launcher(chaos))
+        stack.callback(other.stop)
+        other.start()
+        other.finish()
+        judged = _judged(faults, disturbed, read_metrics(quiet))
+    return asdict(chaos) | {"kinds": sorted(set(kinds)), "disturbed_run_s": rounded(took_s)} | judged
 
 
-def _run(folder: Path, arguments: Namespace) -> DisturbedRun:
-    ranks = arguments.processes
-    settings = [
+def _settings(chaos: Chaos) -> list[str]:
+    ranks = chaos.processes
+    return [
         *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
         *(f"mesh.cpu_devices={ranks}", "mesh.data=1", f"mesh.expert={ranks}", f"model.moe.num_experts={2 * ranks}"),
         *(f"train.batch_size={2 * ranks}", "data.seq_len=128", "train.compute_dtype=float32"),
-        *(f"train.steps={STEPS_PER_FAULT * (arguments.faults + 1)}", "train.eval_every=0"),
-        *(f"checkpoint.every={CHECKPOINT_EVERY}", "log.every=1", "log.tensorboard=false"),
+        *("optimizer.schedule=constant", "train.eval_every=0"),  # losses do not depend on train.steps
+        *(f"checkpoint.every={chaos.checkpoint_every}", "log.every=1", "log.tensorboard=false"),
     ]
-    timeouts = [f"--progress-timeout={PROGRESS_TIMEOUT_S}", "--start-timeout=120"]
+
+
+def _launcher(chaos: Chaos) -> list[str]:
     # faults that hit a start make no progress
-    return DisturbedRun(folder, settings, [f"--processes={ranks}", f"--retries={arguments.faults}", *timeouts])
+    retries, timeout_s = len(chaos.kinds), chaos.progress_timeout_s
+    flags = [f"--processes={chaos.processes}", f"--retries={retries}", f"--progress-timeout={timeout_s}"]
+    return [*flags, "--start-timeout=600"]
 
 
-def _disturb(run: DisturbedRun, arguments: Namespace) -> list[dict[str, Any]]:
-    """Train to the end through all faults; what was done and what came of it, in order."""
-    rng = random.Random(arguments.seed)
+def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Train on through all faults, and a little further; what was done and what came of it, in order."""
+    rng = random.Random(chaos.seed)
     faults: list[dict[str, Any]] = []
+    reached = 0
     run.start()
-    while len(faults) < arguments.faults:
-        starting = bool(faults) and rng.random() < WHILE_STARTING
+    for name in kinds:
+        kind = KINDS[name]
+        starts = bool(faults) and "at" in faults[-1]
+        starting = starts and kind.at_starts and rng.random() < chaos.while_starting
         if starting:
-            time.sleep(rng.uniform(0, 8))
+            time.sleep(rng.uniform(0, LONGEST_START_S))
         else:
-            run.wait_for_step(STEPS_PER_FAULT * (len(faults) + 1))
+            run.wait_for_step(reached + chaos.steps_between)
             time.sleep(rng.uniform(0, 0.5))
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-        ranks = sorted(rng.sample(range(arguments.processes), rng.choice([1, 1, 2, arguments.processes])))
-        at = run.hit(kind, ranks)
-        fault = {"kind": kind.name, "ranks": ranks, "while_starting": starting, "at": at}
-        if kind == signal.SIGTERM:
-            code = run.wait(at_most_s=60)  # it may hit a process that is stopped
-            fault |= {"exit_code": code, "exit_s": rounded(time.monotonic() - at)}
-            if code is not None:
-                run.start()
-        faults.append(fault)
-        print(f"fault {len(faults)}: {kind.name} of ranks {ranks}", flush=True)
+        reached = max(reached, run.step)
+        ranks = sorted(rng.sample(range(chaos.processes), rng.choice([1, 1, 2, chaos.processes])))
+        found = kind.strike(run, rng, ranks)
+        faults.append({"kind": name, "ranks": ranks, "while_starting": starting} | found)
+        reached = max(reached, run.step)
+        print(f"fault {len(faults)} of {len(kinds)}: {name} of ranks {ranks}", flush=True)
+    run.wait_for_step(reached + chaos.steps_between)
+    run.stop()
     run.finish()
-    return [fault | run.outcome(fault.pop("at")) for fault in faults]
+    return [fault | (run.outcome(fault.pop("at")) if "at" in fault else {}) for fault in faults]
 
 
 def _judged(
-    faults: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]]
+    faults: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """What the faults did, against what is promised."""
     losses, expected = (
         [(record["step"], record["loss"]) for record in run if "loss" in record] for run in (disturbed, undisturbed)
     )
-    ended = [fault for fault in faults if "exit_code" in fault and not fault["while_starting"]]
-    names = ("SIGKILL", "SIGSTOP")
+    by_kind: dict[str, Any] = {}
+    for kind in KINDS:
+        if of_kind := [fault for fault in faults if fault["kind"] == kind]:
+            calm = [fault for fault in of_kind if not fault["while_starting"]]
+            spreads = {name: _spread(calm, name) for name in ("steps_lost", *TIMES)}
+            by_kind[kind] = {"faults": len(of_kind)} | {name: spread for name, spread in spreads.items() if spread}
     return {
+        "steps": len(losses),
         "losses_equal_bit_for_bit": losses == expected,
-        "steps_lost": _spread(faults, "steps_lost"),
-        "first_new_step_s": _spread([fault for fault in faults if fault["kind"] in names], "first_new_step_s"),
-        "restart_s": {
-            name: _spread([fault for fault in faults if fault["kind"] == name], "restart_s") for name in names
-        },
-        "sigterm_exit_s": _spread(ended, "exit_s"),
-        "sigterm_exit_codes": [fault["exit_code"] for fault in ended],
-        "faults": faults,
+        "checkpoints_put_aside": sum("quarantined" in fault for fault in faults),
+        "by_kind": by_kind,
+        "faults": list(faults),
         "loss": [rounded(loss) for _, loss in losses],
     }
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-_COLORS = {"SIGKILL": "#c0392b", "SIGSTOP": "#2a6fd0", "SIGTERM": "#3a8f4d"}
+_COLORS = {
+    **{"kill": "#c0392b", "stop": "#2a6fd0", "term": "#3a8f4d", "bit": "#8e44ad", "cut": "#d35400"},
+    **{"nan": "#16a2a2", "full": "#7f6a3a", "slow": "#8a8a8a"},
+}
 
 
 def write_picture(result: Mapping[str, Any], path: Path) -> Path:
@@ -29,7 +32,7 @@ def write_picture(result: Mapping[str, Any], path: Path) -> Path:
     losses.set(ylabel="loss")
     title = f"a run through {len(result['faults'])} faults; losses {equal} to an undisturbed run's"
     losses.set_title(title, loc="right")
-    losses.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    losses.legend(frameon=False, ncols=len(_COLORS), fontsize="small", loc="lower left", bbox_to_anchor=(0, 1.08))
     lost.axhline(result["checkpoint_every"], color="#333333", linestyle=":", linewidth=1)
     lost.set(ylabel="steps lost")
     seconds.set(ylabel="seconds to the\nfirst new step", xlabel="step")

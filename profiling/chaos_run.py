@@ -1,4 +1,4 @@
-"""A launched run that is disturbed from outside: its processes, what it says and when, and its generations."""
+"""A launched run that is disturbed from outside: its processes, what it says and when, and its stretches."""
 
 import os
 import re
@@ -7,21 +7,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos_disk import SmallDisk
 from results_file import rounded
 from training_run import CONFIG
 
 from moe_jax.errors import UserError
+from moe_jax.train import faults
+from moe_jax.train.checkpoint_files import FOLDER
 from moe_jax.train.progress import PROGRAMS
 
 _STEP = re.compile(r"step +(\d+)/")
 _GOING_ON = re.compile(r"going on from step (\d+)")
-_AGAIN = re.compile(r"launch: (.*): all start again")
+_AGAIN = re.compile(r"launch: (.*): all start again|warning: (.*: going back to the checkpoint of step \d+)")
+_DAMAGED = re.compile(r"warning: checkpoint \S+ is damaged \((.*)\): moved to ")
 _RANK = re.compile(r"--process-id (\d+)$")
+_LAST_LINES = 12  # of what a run said, in errors
+_LONGEST_WAIT_S = 600  # a busy machine takes minutes to compile
 
 
 class ChaosError(UserError):
@@ -29,12 +35,13 @@ class ChaosError(UserError):
 
 
 @dataclass
-class Generation:
-    """Processes that were started together, and what they reached."""
+class Stretch:
+    """Of training from a start, or from where the run went back to, and what it reached."""
 
     began_at: float
-    reason: str  # that the launcher gave; empty: started by hand
+    reason: str  # that the run gave; empty: started by hand
     resumed: int = 0  # step
+    damaged: str | None = None  # why a newer checkpoint was put aside
     first_step_at: float | None = None
     furthest: int | None = None  # step
 
@@ -42,24 +49,29 @@ class Generation:
 class DisturbedRun:
     """One command, given again whenever `start` is called."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], launcher: Sequence[str]) -> None:
-        self.folder = folder
-        self.generations: list[Generation] = []
+    def __init__(
+        self, folder: Path, settings: Sequence[str], launcher: Sequence[str], disk: SmallDisk | None = None
+    ) -> None:
+        self.folder, self.disk = folder, disk
+        self.faults = folder.parent / "faults"  # asked for
+        self.faults.mkdir(exist_ok=True)
+        self.stretches: list[Stretch] = []
+        self.said: list[str] = []
         command = [sys.executable, "-m", "moe_jax.launch", *launcher, "--config", CONFIG, f"log.dir={folder}"]
         self._command = [*command, *settings, "log.sample_tokens=0"]
-        self._said: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start, or go on."""
-        self.generations.append(Generation(time.monotonic(), ""))
+        self.stretches.append(Stretch(time.monotonic(), ""))
+        kept = {PROGRAMS: str(self.folder.parent / "programs")}  # when the command is given again
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, PROGRAMS: str(self.folder.parent)},  # kept when the command is given again
+            env=os.environ | kept | {faults.FOLDER: str(self.faults)},
         )
         self._reader = threading.Thread(target=self._listen, args=[self._process])
         self._reader.start()
@@ -76,9 +88,8 @@ class DisturbedRun:
 
     def finish(self) -> None:
         """Until it ends well. Raises ChaosError."""
-        code = self.wait()
-        if code:
-            raise ChaosError(f"the run ended with exit code {code}: {' | '.join(self._said[-5:])}")
+        if code := self.wait():
+            raise self._error(f"the run ended with exit code {code}")
 
     def stop(self) -> None:
         """End what runs, if anything."""
@@ -86,31 +97,66 @@ class DisturbedRun:
             self._process.terminate()
             self.wait()
 
-    def wait_for_step(self, step: int) -> None:
-        """Until a process has recorded that step, or all have ended."""
-        assert self._process is not None
-        while self._process.poll() is None and (self.generations[-1].furthest or 0) < step:
-            time.sleep(0.02)
+    @property
+    def step(self) -> int:
+        """The last one told since it went on."""
+        return self.stretches[-1].furthest or 0
 
-    def hit(self, kind: signal.Signals, ranks: Sequence[int]) -> float:
-        """Send a signal to some ranks; when. Raises ChaosError if there are none any more."""
-        deadline = time.monotonic() + 10
-        while not set(ranks) <= (found := self._workers()).keys():  # between two generations
-            if time.monotonic() > deadline:
-                raise ChaosError(f"there are no processes to disturb: {' | '.join(self._said[-5:])}")
-            time.sleep(0.02)
+    def wait_for(self, reached: Callable[[], bool], name: str) -> None:
+        """Raises ChaosError if the run ends, or the time is over."""
+        assert self._process is not None
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        while not reached():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self._error(f"waited in vain for {name}")
+            time.sleep(0.005)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until a process has recorded that step, or a later one."""
+        self.wait_for(lambda: self.step >= step, f"step {step}")
+
+    def wait_for_checkpoints(self, count: int) -> list[int]:
+        """The steps of all that are there, oldest first, once there are so many."""
+        found: list[int] = []
+
+        def enough() -> bool:
+            found[:] = sorted(int(path.name) for path in (self.folder / FOLDER).glob("*") if path.name.isdigit())
+            return len(found) >= count
+
+        self.wait_for(enough, f"{count} checkpoints")
+        return found
+
+    def signal(self, number: signal.Signals, ranks: Sequence[int]) -> float:
+        """Send it to some ranks; when. Raises ChaosError if there are none any more."""
+        found: dict[int, int] = {}
+
+        def all_there() -> bool:  # or it is between two generations
+            found.clear()
+            found.update(self.workers())
+            return set(ranks) <= found.keys()
+
+        self.wait_for(all_there, "processes to disturb")
         at = time.monotonic()
         for rank in ranks:
-            os.kill(found[rank], kind)
+            os.kill(found[rank], number)
         return at
 
+    def workers(self) -> dict[int, int]:
+        """Process ids by rank."""
+        assert self._process is not None
+        command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self._process.pid)]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return {int(found[1]): int(line.split()[0]) for line in lines if (found := _RANK.search(line))}
+
     def outcome(self, at: float) -> dict[str, Any]:
-        """What came of a fault: when the next generation began, its first new step, and what it did again."""
-        index = max(i for i, each in enumerate(self.generations) if each.began_at <= at)
-        if index + 1 == len(self.generations):
+        """What came of a fault: when the next stretch began, its first new step, and what it did again."""
+        index = max(i for i, each in enumerate(self.stretches) if each.began_at <= at)
+        if index + 1 == len(self.stretches):
             return {}
-        hit, after = self.generations[index : index + 2]
+        hit, after = self.stretches[index : index + 2]
         values: dict[str, Any] = {"told": after.reason, "restart_s": rounded(after.began_at - at)}
+        if after.damaged is not None:
+            values["quarantined"] = after.damaged
         if after.first_step_at is not None:  # or a fault came before
             values["first_new_step_s"] = rounded(after.first_step_at - at)
         if hit.furthest is not None and after.furthest is not None:
@@ -118,21 +164,23 @@ class DisturbedRun:
         return values
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or []:
-            now = time.monotonic()
-            self._said.append(line.strip())
-            generation = self.generations[-1]
-            if found := _AGAIN.match(line):
-                self.generations.append(Generation(now, found[1]))
-            elif found := _GOING_ON.match(line):
-                generation.resumed = int(found[1])
-            elif found := _STEP.match(line):
-                generation.furthest = int(found[1])
-                generation.first_step_at = generation.first_step_at or now
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self.said.append(line.strip())
+                self._hear(line, time.monotonic())
 
-    def _workers(self) -> dict[int, int]:
-        """Process ids by rank."""
-        assert self._process is not None
-        command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self._process.pid)]
-        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-        return {int(found[1]): int(line.split()[0]) for line in lines if (found := _RANK.search(line))}
+    def _hear(self, line: str, now: float) -> None:
+        stretch = self.stretches[-1]
+        if found := _AGAIN.match(line):
+            self.stretches.append(Stretch(now, found[1] or found[2]))
+        elif found := _GOING_ON.match(line):
+            stretch.resumed = int(found[1])
+        elif found := _DAMAGED.match(line):
+            stretch.damaged = found[1]
+        elif found := _STEP.match(line):
+            stretch.furthest = int(found[1])
+            stretch.first_step_at = stretch.first_step_at or now
+
+    def _error(self, what: str) -> ChaosError:
+        return ChaosError(f"{what}: {' | '.join(self.said[-_LAST_LINES:])}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.launch.follower import follow
 from moe_jax.launch.hosts import add_arguments, hosts_from
-from moe_jax.launch.start import Launch, LaunchError
+from moe_jax.launch.start import TRAINING, Launch, LaunchError
 from moe_jax.launch.supervisor import PORTS, supervise
 
 
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start, on each host")
     parser.add_argument("--port", type=int, metavar="P", help="where they meet on 127.0.0.1; None: a free one")
-    parser.add_argument("--module", default="moe_jax.train", help="what each of them runs")
-    parser.add_argument("--grace", type=float, default=10, metavar="SECONDS", help="left to end in")
+    parser.add_argument("--module", default=TRAINING, help="what each of them runs")
+    parser.add_argument("--grace", type=float, default=60, metavar="SECONDS", help="left to save and end in")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
     parser.add_argument(
         "--min-processes", type=int, metavar="N", help="go on with so many if one fails at every start; None: all"

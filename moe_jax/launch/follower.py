@@ -135,12 +135,12 @@ class _Membership:
     def _has_ended(self, rank: int, code: int) -> None:
         self._running.remove(rank)
         worker = self._workers[rank]
-        self._channel.send("ended", rank=rank, code=code, reached=worker.reached)
+        self._channel.send("ended", rank=rank, code=code, reached=worker.reached, has_begun=worker.has_begun_a_step)
 
     def _state(self, rank: int) -> tuple[Any, ...]:
         worker = self._workers[rank]
         late = worker.overdue(self._launch.start_timeout_s, self._launch.progress_timeout_s)
-        return rank, worker.reached, late, worker.is_stopped
+        return rank, worker.reached, worker.has_begun_a_step, late, worker.is_stopped
 
     def _end_all(self) -> None:
         """Kill what still runs, and forget what was told; only signals stay events."""
@@ -161,7 +161,7 @@ class _Membership:
 def _part(launch: Launch, message: Message) -> Part:
     """What host 0 wants started. Raises KeyError, TypeError or ValueError if that cannot be."""
     rank, place, processes = (int(message[name]) for name in ("rank", "place", "processes"))
-    part = Part(rank, place, processes, str(message["coordinator"]))
+    part = Part(rank, place, processes, str(message["coordinator"]), bool(message["again"]))
     own = range(launch.host * launch.processes, (launch.host + 1) * launch.processes)
     fits = 0 <= part.rank < part.processes <= launch.hosts * launch.processes
     if part.place not in own or not fits or split_address(part.coordinator) is None:

@@ -17,6 +17,7 @@ class RemoteWorker:
 
     def __init__(self, host: "Host", rank: int) -> None:
         self.rank, self.code, self.is_stopped = rank, 0, False
+        self.has_begun_a_step = False  # since it was started
         self.reached: int | None = None  # steps done, as it told
         self._host, self._lost = host, False
         self._overdue: str | None = None
@@ -35,8 +36,9 @@ class RemoteWorker:
     def how_it_ended(self) -> str:
         return "lost with its host" if self._lost else how_it_ended(self.code)
 
-    def heard(self, reached: Any, overdue: Any = None, is_stopped: Any = False) -> None:
+    def heard(self, reached: Any, has_begun: Any, overdue: Any = None, is_stopped: Any = False) -> None:
         """Take over what is told of it."""
+        self.has_begun_a_step = bool(has_begun)
         self.reached = None if reached is None else int(reached)
         self._overdue = None if overdue is None else str(overdue)[:100]
         self.is_stopped = bool(is_stopped)
@@ -95,7 +97,7 @@ class Host:
                     self._running[rank].heard(*told)
             case "ended":
                 worker = self._running[message["rank"]]
-                worker.heard(message["reached"])
+                worker.heard(message["reached"], message["has_begun"])
                 self._has_ended(worker, int(message["code"]))
             case "signal":
                 self._events.put((SIGNALLED, signal.Signals(message["number"])))

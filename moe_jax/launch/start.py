@@ -14,6 +14,7 @@ from moe_jax.launch.places import settings_of_fewer
 from moe_jax.launch.worker import Worker
 from moe_jax.train.progress import PROGRAMS
 
+TRAINING = "moe_jax.train"  # a module
 TOKEN = "MOE_JAX_TOKEN"  # environment variable with the secret that the hosts of a run share
 
 
@@ -49,6 +50,7 @@ class Part(NamedTuple):
     place: int
     processes: int  # of the generation
     coordinator: str  # host:port of rank 0
+    again: bool  # behind another generation, from whose checkpoints it goes on
 
 
 @contextmanager
@@ -65,6 +67,7 @@ def start(launch: Launch, part: Part, environ: Mapping[str, str], events: Events
     """Start a worker on this host."""
     fewer = settings_of_fewer(launch.command, part.processes, launch.hosts * launch.processes)
     meeting = ["--coordinator", part.coordinator, "--num-processes", str(part.processes)]
-    command = [*launch.command, *fewer, *meeting, "--process-id", str(part.rank)]
+    resume = ["checkpoint.resume=true"] if part.again and launch.module == TRAINING else []
+    command = [*launch.command, *fewer, *resume, *meeting, "--process-id", str(part.rank)]
     on_gpus = {"JAX_LOCAL_DEVICE_IDS": str(part.place % launch.processes), **environ}  # one for each process
     return Worker(part.rank, [sys.executable, "-m", launch.module, *command], on_gpus, events)

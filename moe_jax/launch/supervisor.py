@@ -18,7 +18,7 @@ from moe_jax.launch.events import Events, put_stop_signals, signal_within
 from moe_jax.launch.places import Places
 from moe_jax.launch.rendezvous import Rendezvous
 from moe_jax.launch.say import say
-from moe_jax.launch.start import Launch, Part, start, worker_environ
+from moe_jax.launch.start import TRAINING, Launch, Part, start, worker_environ
 from moe_jax.launch.watch import FINAL, Watch, Watched
 from moe_jax.train.address import join_address
 
@@ -135,7 +135,7 @@ def _run_generation(
     try:
         with _meeting(launch, generation, others, places.host(used[0])) as coordinator:
             for rank, place in enumerate(used):
-                part, host = Part(rank, place, len(used), coordinator), places.host(place)
+                part, host = Part(rank, place, len(used), coordinator, generation > 0), places.host(place)
                 workers.append(others.start(host, part) if host else start(launch, part, environ, events))
             watch = Watch(
                 workers,
@@ -144,6 +144,7 @@ def _run_generation(
                 grace_s=launch.grace_s,
                 start_timeout_s=launch.start_timeout_s,
                 progress_timeout_s=launch.progress_timeout_s,
+                trains=launch.module == TRAINING,
             )
             watch.until_all_have_ended()
     finally:
@@ -157,11 +158,16 @@ def _run_generation(
         code, rank = watch.failed.code, watch.failed.rank
         where = f" on host {places.host(used[rank])}" if launch.hosts > 1 else ""
         told = "" if everywhere else f"rank {rank}{where} {watch.how}"
+        if watch.stopped_by:  # meanwhile
+            return _Ended(128 + watch.stopped_by, f"{told}; stopped by {signal.Signals(watch.stopped_by).name}")
         return _Ended(code if code > 0 else 128 - code, told, used[rank], code in FINAL, reached)
     if watch.newcomer is not None:
         return _Ended(0, f"host {watch.newcomer} has come: all start again", final=False, reached=reached)
     if watch.stopped_by and any(worker.code for worker in workers):
-        return _Ended(128 + watch.stopped_by, f"stopped by {signal.Signals(watch.stopped_by).name}")
+        told = f"stopped by {signal.Signals(watch.stopped_by).name}"
+        if watch.stopped_in_time:
+            return _Ended(0, f"{told} before a new step: the same command goes on")
+        return _Ended(128 + watch.stopped_by, told)
     return _Ended(0)
 
 

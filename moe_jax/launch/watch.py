@@ -22,6 +22,8 @@ class Watched(Protocol):
 
     @property
     def is_stopped(self) -> bool: ...
+    @property
+    def has_begun_a_step(self) -> bool: ...
     def send(self, number: signal.Signals) -> None: ...
     def overdue(self, start_timeout_s: float, progress_timeout_s: float) -> str | None: ...
     def finish(self, tell_errors: bool) -> None: ...
@@ -40,14 +42,17 @@ class Watch:
         grace_s: float,
         start_timeout_s: float,
         progress_timeout_s: float,
+        trains: bool,
     ) -> None:
         self._workers, self._events, self._missing = workers, events, missing
         self._grace_s, self._limits_s = grace_s, (start_timeout_s, progress_timeout_s)
         self._running = set(workers)
+        self._trains = trains  # and loses nothing before its first step
         self._deadline = float("inf")  # for ending by themselves
         self._next_signal = signal.SIGTERM  # that those get which run at the deadline
         self._stopped_at = 0.0
         self.stopped_by = 0  # the signal that stopped the launcher
+        self.stopped_in_time = False  # before there was anything to save
         self.newcomer: int | None = None  # the host for which the generation was ended
         self.failed: Watched | None = None  # first
         self.how = ""  # it failed
@@ -93,7 +98,8 @@ class Watch:
     def _is_told_to_stop(self, number: int) -> None:
         now = time.monotonic()
         if not self.stopped_by:
-            self._end(signal.SIGTERM)
+            self.stopped_in_time = self._trains and not any(worker.has_begun_a_step for worker in self._workers)
+            self._end(signal.SIGKILL if self.stopped_in_time else signal.SIGTERM)
         elif self.newcomer is None:
             if now - self._stopped_at > _SAME_SIGNAL_S:
                 self._end(signal.SIGKILL)

@@ -26,6 +26,7 @@ class Worker:
         self.code = 0
         self.reached: int | None = None  # steps done, as it told
         self._began_at: int | None = None
+        self._told = 0  # times
         self._heard = self._stopped = float("inf")  # when it last told its progress; since when it is stopped
         self._errors: list[bytes] = []
         read, write = os.pipe()
@@ -67,6 +68,11 @@ class Worker:
     def is_stopped(self) -> bool:
         return self._stopped < float("inf")
 
+    @property
+    def has_begun_a_step(self) -> bool:
+        """Since it was started: what it tells first is where it begins."""
+        return self._told > 1
+
     def finish(self, tell_errors: bool) -> None:
         """Hear the rest: pass on what is left of stderr, with or without the errors of bad input."""
         self._listener.join(timeout=1)
@@ -100,6 +106,7 @@ class Worker:
                 step = int(line)
                 if self.reached is None or step < self.reached:  # it begins here, or has gone back
                     self._began_at = step
+                self._told += 1
                 self.reached = step
         self._heard = float("inf")  # it has closed the pipe: the rest is not training
 

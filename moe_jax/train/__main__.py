@@ -14,7 +14,7 @@ from moe_jax.stages import Stages
 from moe_jax.train import processes
 from moe_jax.train.choose import choose
 from moe_jax.train.describe import dry_run, table
-from moe_jax.train.failures import fail_fast
+from moe_jax.train.failures import fail_fast, leave
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
 from moe_jax.train.progress import tell_start
@@ -70,3 +70,4 @@ def _write_results(config: Config, state: State) -> None:
 
 if __name__ == "__main__":
     run_command(main)
+    leave()

@@ -14,6 +14,7 @@ from moe_jax.train.checkpoint_files import FOLDER, STATE, DamagedError, first_li
 from moe_jax.train.checkpoint_record import Leaf, Record
 from moe_jax.train.digest import digest_program, names_of
 from moe_jax.train.processes import allgather
+from moe_jax.train.programs import compiled
 
 _READERS = 8  # arrays that are read at once
 
@@ -42,7 +43,7 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
         problem = first_line(error)
     if any(allgather(found is None)):
         raise DamagedError(problem or "another process cannot read it")
-    digests = jax.device_get(digest_program(shapes)(found))
+    digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
     for name, leaf in leaves_of(found, digests).items():
         if leaf.digest != record.leaves[name].digest:
             raise DamagedError(f"{name} is not what was saved: its digest differs")

@@ -1,14 +1,21 @@
-"""Faults put into training steps on purpose, to see that runs survive them. Without one, programs stay as they are."""
+"""Faults put into training on purpose, to see that runs survive them. Without one, nothing is there of them.
+
+`nan_at` is traced into steps. With FOLDER, a run in processes of its own can be asked to damage what is in its memory.
+"""
 
 import dataclasses
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.parallel.mesh import ALL_AXES
+
+FOLDER = "MOE_JAX_FAULTS"  # environment variable: where a file `nan-RANK` asks for NaN in what that process holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +56,18 @@ def struck(params: Any, step: jax.Array | None) -> Any:
         return leaf
 
     return jax.tree.map_with_path(strike, params)
+
+
+def struck_as_asked(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with NaN for a parameter on this process's first device, if FOLDER asks for it, which it does once."""
+    if FOLDER not in os.environ:
+        return state
+    with suppress(FileNotFoundError):
+        (Path(os.environ[FOLDER]) / f"nan-{jax.process_index()}").unlink()
+        return state | {"params": state["params"] | {"norm": _with_nan(state["params"]["norm"])}}
+    return state
+
+
+def _with_nan(x: jax.Array) -> jax.Array:
+    first, *others = (shard.data for shard in x.addressable_shards)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [first * jnp.nan, *others])

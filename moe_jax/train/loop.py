@@ -9,6 +9,7 @@ from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.train import faults
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
@@ -21,6 +22,7 @@ from moe_jax.train.migration import Migration
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
+from moe_jax.train.programs import kept
 from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
@@ -56,7 +58,9 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     check_room(run)
     run, restored = restore_newest(config, run)
     _say(table(describe(run)))
-    peak = matrix_flops_per_s(config.train.compute_dtype)
+    # of what all others would measure at the same time
+    dtype = config.train.compute_dtype
+    peak = kept(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
     safety = Safety(run, restored)
     programs = compile_programs(run)
     write_start(run)
@@ -108,6 +112,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         if restored and restored.run_id:  # copies are made before
             behind(step, restored.is_validated)
         while step < last and not stop.reached(step) and not bad_steps.too_many:
+            state = faults.struck_as_asked(state)
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):

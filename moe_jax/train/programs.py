@@ -1,4 +1,4 @@
-"""Compiled programs that outlive their process: when a supervisor starts all processes again, they load what they had.
+"""Compiled programs, and numbers, that outlive their process: started again by a supervisor, it loads what it had.
 
 jax's own persistent cache does not do it on CPUs, where each process looks for another key, and only process 0 writes.
 jax unpickles what it loads, and runs it, so the folder must be one that nobody else can write to.
@@ -6,6 +6,7 @@ jax unpickles what it loads, and runs it, so the folder must be one that nobody 
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered
 
 from moe_jax.errors import ConfigError
-from moe_jax.files import write_together
+from moe_jax.files import write_atomically, write_together
+from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train.progress import PROGRAMS
+
+_SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_PGLE")  # to compile, in the environment
 
 
 def compiled(lowered: Lowered) -> Compiled:
@@ -27,17 +31,34 @@ def compiled(lowered: Lowered) -> Compiled:
         jax.process_index(),
         jax.process_count(),
         jax.__version__,
-        os.environ.get("XLA_FLAGS"),
+        *(os.environ.get(name) for name in _SAY_HOW),
+        compiler_options(jax.default_backend()),
     ]
     made_of += [jax.local_devices()[0].device_kind, jax.local_devices()[0].client.platform_version]
     path = _own_folder() / hashlib.sha256(repr(made_of).encode()).hexdigest()
     if path.exists():
-        return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
+        try:
+            return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
+        except Exception:  # a damaged file ends in any way
+            path.unlink(missing_ok=True)
     program = lowered.compile()
     # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
+
+
+def kept(name: str, measure: Callable[[], float]) -> float:
+    """A number that takes time to measure, unless process 0 of the same run has measured it before."""
+    if PROGRAMS not in os.environ:
+        return measure()
+    path = _own_folder() / name
+    if path.exists():
+        return float(path.read_text())
+    number = measure()
+    with suppress(OSError):  # no room
+        write_atomically(path, repr(number))
+    return number
 
 
 def _own_folder() -> Path:

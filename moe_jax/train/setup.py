@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,24 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
 
 
 def compile_programs(run: Run) -> Programs:
-    """Compile the run's programs beside each other; returns when the step is ready."""
+    """Trace and compile the run's programs beside each other; returns when the step is ready."""
     trainer, state = run.trainer, run.trainer.state_shapes
+    others: dict[str, Callable[[], Lowered]] = {
+        "init": functools.partial(lowered_init, run),
+        "digests": functools.partial(digest_program(state).lower, state),
+        "evaluate": functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state)),
+    }
+    if run.first_step:  # the state is restored
+        others["init"] = others.pop("init")
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
-    init = pool.submit(compiled, lowered_init(run))
-    evaluate = pool.submit(compiled, trainer.evaluate.lower(state["params"], run.batch_shape, slots_of(state)))
-    digests = pool.submit(compiled, digest_program(state).lower(state))
+    done = {name: pool.submit(_compiled, lower) for name, lower in others.items()}
     pool.shutdown(wait=False)
-    return Programs(step=step.result(), init=init, evaluate=evaluate, digests=digests)
+    return Programs(step=step.result(), **done)
+
+
+def _compiled(lower: Callable[[], Lowered]) -> Compiled:
+    return compiled(lower())
 
 
 def lowered_init(run: Run) -> Lowered:

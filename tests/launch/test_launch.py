@@ -109,6 +109,18 @@ def test_a_signal_that_one_cannot_handle_yet_ends_all() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_signal_to_a_training_that_starts_ends_all_well_and_at_once(tmp_path: Path) -> None:
+    training = ["--config", "configs/shakespeare_cpu.yaml", "mesh.cpu_devices=2", f"log.dir={tmp_path / 'run'}"]
+    with started("--processes=2", "--grace=60", *training) as process:
+        workers: list[str] = []
+        while len(workers) < 2:
+            listed = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
+            workers = subprocess.run(listed, capture_output=True, text=True).stdout.split()
+        os.kill(int(workers[1]), signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "launch: stopped by SIGTERM before a new step: the same command goes on\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_every_process_save_and_end_well(number: signal.Signals) -> None:
     with started(*act("saves-on-sigterm")) as process:
@@ -176,6 +188,12 @@ def test_a_hang_is_noticed_and_all_start_again(how: str, why: str, tmp_path: Pat
     assert_all_end([hanging])
 
 
+def test_what_goes_back_has_as_long_as_what_starts() -> None:
+    """It compiles its programs again."""
+    code, _, err = run(*act("goes-back", "--progress-timeout=1", "--start-timeout=30"))
+    assert (code, err) == (0, "")
+
+
 def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     """Three can form no mesh, so it is two of four."""
     flags = ["--processes", "4", "--min-processes", "2", "--retries", "1", "--module", "tests.launched.script"]
@@ -187,6 +205,19 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
         "launch: no mesh: 2 of 4 processes go on",
     ]
     assert err.count("[rank 1] rank 1 in place 2\n") == 2
+
+
+def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -> None:
+    flags = ["--processes", "2", "--min-processes", "1", "--retries", "1", "--module", "tests.launched.script"]
+    code, _, err = run(*flags, "is-broken-for-a-while", str(tmp_path / "mended"))
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            f"{FAILED}: all start again in 0 s, try 1 of 1",
+            f"{FAILED}: 1 of 2 processes go on",
+            "launch: rank 0 failed first, with exit code 8: all start again in 0 s, try 1 of 1",
+        ],
+    )
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:

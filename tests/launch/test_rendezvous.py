@@ -86,17 +86,18 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
         with called(launch) as channel:
             assert events.get(timeout=5) == (JOINED, 1)
             assert (others.missing(), others.address(1)) == (set(), "127.0.0.1")
-            part = Part(rank=2, place=2, processes=4, coordinator="127.0.0.1:4242")
+            part = Part(rank=2, place=2, processes=4, coordinator="127.0.0.1:4242", again=True)
             worker = others.start(1, part)
             assert message(channel, "start") == part._asdict()
-            channel.send("beat", running=[[2, 7, "no step after 7 for 1 s", True]])
+            channel.send("beat", running=[[2, 7, True, "no step after 7 for 1 s", True]])
             wait_until(lambda: worker.is_stopped)
-            assert (worker.reached, worker.overdue(1, 1)) == (7, "no step after 7 for 1 s")
+            assert (worker.reached, worker.has_begun_a_step) == (7, True)
+            assert worker.overdue(1, 1) == "no step after 7 for 1 s"
             worker.send(9)
             assert message(channel, "signal") == {"rank": 2, "number": 9}
             channel.send("signal", number=15)
             assert events.get(timeout=5) == (SIGNALLED, 15)
-            channel.send("ended", rank=2, code=-9, reached=8)
+            channel.send("ended", rank=2, code=-9, reached=8, has_begun=True)
             assert events.get(timeout=5) == (2, -9)
             worker.code = -9
             assert (worker.reached, worker.how_it_ended()) == (8, "killed by SIGKILL")
@@ -113,9 +114,9 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
 def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(said: str, events: Events) -> None:
     with opened(events) as (launch, others), called(launch) as channel:
         assert events.get(timeout=5) == (JOINED, 1)
-        workers = [others.start(1, Part(rank, rank, 4, "127.0.0.1:4242")) for rank in (2, 3)]
+        workers = [others.start(1, Part(rank, rank, 4, "127.0.0.1:4242", False)) for rank in (2, 3)]
         if said == "a rank that does not run":
-            channel.send("ended", rank=1, code=0, reached=0)
+            channel.send("ended", rank=1, code=0, reached=0, has_begun=False)
         elif said == "nothing more":
             channel.close()
         else:
@@ -123,7 +124,7 @@ def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(sa
         assert [events.get(timeout=5) for _ in workers] == [(2, 75), (3, 75)]
         assert {worker.how_it_ended() for worker in workers} == {"lost with its host"}
         assert others.missing() == {1}
-        others.start(1, Part(2, 2, 4, "127.0.0.1:4242"))
+        others.start(1, Part(2, 2, 4, "127.0.0.1:4242", False))
         assert events.get(timeout=5) == (2, 75), "lost from the start"
         with called(launch):
             assert events.get(timeout=5) == (JOINED, 1), "it may return"

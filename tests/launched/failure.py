@@ -1,17 +1,21 @@
-"""A failure after the processes have joined: of process 1, for which the others wait in a collective, or of all."""
+"""What comes after the processes have joined: a failure of process 1, for which the others wait in a collective, or of
+all; or nothing more, in a context that handles signals.
+"""
 
 import argparse
 import os
 import signal
+import time
 
 from jax.experimental import multihost_utils
 
 from moe_jax.errors import ConfigError, run_command
 from moe_jax.train.failures import fail_fast
+from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.processes import add_arguments, initialize, options_from
 
 parser = argparse.ArgumentParser()
-parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed"))
+parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed", "waits"))
 add_arguments(parser)
 arguments = parser.parse_args()
 
@@ -24,9 +28,13 @@ def main() -> None:
             raise ConfigError("data.path=x is missing")
         if arguments.how == "killed" and arguments.process_id == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if arguments.process_id == 1:
+        if arguments.how == "bug" and arguments.process_id == 1:
             raise ValueError("a bug")
-        multihost_utils.sync_global_devices("process 1 never comes")
+        with stop_on_signals():
+            print("waits", flush=True)
+            if arguments.process_id == 1:
+                time.sleep(60)
+            multihost_utils.sync_global_devices("process 1 never comes")
 
 
 run_command(main)

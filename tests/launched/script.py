@@ -61,6 +61,19 @@ elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2
         sys.exit(7)
     if "4" in sys.argv:  # others wait
         time.sleep(60)
+elif role == "is-broken-for-a-while":  # FILE: the second place, until the first, alone, has made a step and fails
+    mended, alone = Path(sys.argv[2]), sys.argv[sys.argv.index("--num-processes") + 1] == "1"
+    if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1" and not mended.exists():
+        sys.exit(7)
+    if alone:
+        tell_progress(1)
+        mended.touch()
+        sys.exit(8)
+    time.sleep(0 if mended.exists() else 60)
+elif role == "goes-back":  # and takes its time
+    for step in (0, 1, 2, 3, 1):
+        tell_progress(step)
+    time.sleep(2)
 elif rank == 0:  # of the roles below: goes on until process 1 is done
     done = Path(f"{sys.argv[2]}.done")
     for _ in range(600):

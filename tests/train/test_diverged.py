@@ -69,6 +69,18 @@ def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, c
     assert {"step": 2, "back_from_step": 5}.items() <= records[2].items()
 
 
+def test_nan_in_the_memory_of_one_device_is_gone_behind_the_way_back(starts, tmp_path, monkeypatch, capsys):
+    starts[:] = [SOUND]
+    (tmp_path / "plain").mkdir()
+    train(config_in(tmp_path, *SHORT, "train.steps=2"))
+    monkeypatch.setenv(faults.FOLDER, str(tmp_path))
+    (tmp_path / "nan-0").touch()
+    state = train(config_in(tmp_path, *SHORT))
+    assert "step 4 has loss=nan, grad_norm=nan, the last of train.bad_in_a_row=2" in capsys.readouterr().out
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(train(config_in(tmp_path / "plain", *SHORT))))
+    assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
+
+
 def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
     starts[:] = [FAULTY]
     config = config_in(tmp_path, *SHORT)

@@ -1,8 +1,12 @@
 """How processes end that another one drags along."""
 
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from moe_jax.errors import EXIT_TRY_AGAIN, ConfigError
 from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train.failures import is_of_a_peer
+from moe_jax.train.interrupt import SAME_SIGNAL_S
 
 
 @pytest.mark.parametrize(
@@ -32,15 +37,39 @@ def test_errors_that_come_of_a_peer_are_told_from_others(error: Exception, expec
     assert is_of_a_peer(error) == expected
 
 
-def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() -> None:
-    """Without a launcher, as on a cluster; it waits in a collective."""
+@contextmanager
+def two(how: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes without a launcher, as on a cluster."""
     with reserved_port() as port:
         meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
-        command = [sys.executable, "-m", "tests.launched.failure", "killed", *meeting]
-        with subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as first:
-            subprocess.run([*command, "1"], stderr=subprocess.DEVNULL, timeout=60)
-            _, err = first.communicate(timeout=20)
+        command = [sys.executable, "-m", "tests.launched.failure", how, *meeting]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen([*command, "0"], **pipes) as first, subprocess.Popen([*command, "1"], **pipes) as second:
+            try:
+                yield [first, second]
+            finally:
+                for process in (first, second):
+                    process.kill()
+
+
+def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() -> None:
+    """It waits in a collective."""
+    with two("killed") as (first, second):
+        second.wait(timeout=60)
+        _, err = first.communicate(timeout=20)
     assert first.returncode == EXIT_TRY_AGAIN, err
     told = [line for line in err.splitlines() if line.startswith("PEER-FAILURE")]
     assert len(told) == 1
     assert re.fullmatch(r"PEER-FAILURE rank=0 step=0 cause=.+", told[0])
+
+
+def test_a_second_sigterm_ends_a_process_even_in_a_collective() -> None:
+    with two("waits") as (first, _):
+        assert first.stdout is not None
+        assert "waits\n" in iter(first.stdout.readline, ""), "not before gloo has told what it does"
+        time.sleep(0.5)
+        first.send_signal(signal.SIGTERM)
+        time.sleep(SAME_SIGNAL_S + 0.5)
+        assert first.poll() is None, "the first asks for the end of the run"
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=5) == -signal.SIGTERM

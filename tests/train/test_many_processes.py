@@ -100,23 +100,6 @@ def moves_in(folder) -> list[dict]:
     return [record for record in map(json.loads, lines_of(folder, last=STEPS)) if "migrated_blocks" in record]
 
 
-def test_a_killed_process_is_started_again_with_the_others_and_nothing_changes(expected, tmp_path):
-    """Rank 0, which has the coordinator and the records; steps behind the checkpoint are done twice, bit for bit."""
-    with launched(tmp_path, 2, "train.steps=60", "checkpoint.every=20") as process:
-        wait_until(lambda: newest_checkpoint(tmp_path) and 23 in losses_of(tmp_path), tmp_path, process)
-        (rank_0,) = (pid for pid, command in children(process) if command.endswith("--process-id 0"))
-        os.kill(rank_0, signal.SIGKILL)
-        before = losses_of(tmp_path)
-        assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
-    said = (tmp_path / "output").read_text()
-    assert "launch: rank 0 failed first, killed by SIGKILL: all start again in 0 s, try 1 of 3\n" in said
-    assert re.search("^going on from step [24]0$", said, re.MULTILINE)
-    losses = losses_of(tmp_path)
-    assert before == {step: losses[step] for step in before}
-    assert_equal(losses, {step: expected[step] for step in range(1, 61)})
-    assert len(lines_of(tmp_path, last=60)) == 60 + 1, "each step recorded once, and a validation"
-
-
 def test_a_host_that_is_lost_and_returns_changes_nothing(expected, tmp_path):
     """Two launchers; one is killed with its process, and started again. Steps are done twice, bit for bit."""
     config_in(tmp_path)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from moe_jax.errors import ConfigError
-from moe_jax.train.programs import compiled
+from moe_jax.train.programs import compiled, kept
 from moe_jax.train.progress import PROGRAMS
 
 ROWS = PartitionSpec("x")
@@ -37,6 +37,12 @@ def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkey
         compiled(lowered)
     tmp_path.chmod(0o700)
 
+    (kept_program,) = tmp_path.iterdir()
+    whole = kept_program.read_bytes()
+    kept_program.write_bytes(whole[: len(whole) // 2])
+    compiled(lowered)
+    assert len(kept_program.read_bytes()) == len(whole), "a damaged one is compiled again"
+
     def compile_again(*_: object) -> None:
         pytest.fail("compiled twice")
 
@@ -46,3 +52,10 @@ def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkey
     assert state["weight"].is_deleted(), "donated"
     np.testing.assert_array_equal(first["weight"], np.arange(8) + 28)
     np.testing.assert_array_equal(again["weight"], first["weight"])
+
+
+def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([1.5, 2.5, 3.5])
+    assert kept("rate", lambda: next(numbers)) == 1.5
+    monkeypatch.setenv(PROGRAMS, str(tmp_path))
+    assert [kept("rate", lambda: next(numbers)) for _ in range(2)] == [2.5, 2.5]

@@ -1,0 +1,109 @@
+"""Faults that a disturbed run is put through: each hits it, and returns what is worth knowing.
+
+If that made the run go back to a checkpoint, `at` is when, on the monotonic clock.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+from chaos_run import DisturbedRun
+from results_file import rounded
+
+from moe_jax.train.checkpoint_files import FOLDER
+
+_TERM_S = 60  # until a run that was told to end has to be hit again: it may be stopped as well
+_SLOW_S, _TURN_S = 5.0, 0.1  # how long a process is slowed down, and stopped and let go on in turn meanwhile
+
+Strike = Callable[[DisturbedRun, Random, Sequence[int]], dict[str, Any]]
+
+
+class Kind(NamedTuple):
+    """Of faults."""
+
+    strike: Strike
+    weight: float  # how often it is drawn
+    at_starts: bool = False  # may hit a run that starts, too
+
+
+def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: signal.Signals) -> dict[str, Any]:
+    return {"at": run.signal(number, ranks)}
+
+
+def _told_to_end(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """And started again."""
+    at = run.signal(signal.SIGTERM, ranks)
+    code = run.wait(_TERM_S)
+    if code is not None:
+        run.start()
+    return {"at": at, "exit_code": code, "exit_s": rounded(time.monotonic() - at)}
+
+
+def _damaged(run: DisturbedRun, rng: Random, ranks: Sequence[int], how: str) -> dict[str, Any]:
+    """A byte of the newest of two checkpoints, as likely as any other; then processes are killed."""
+    step = run.wait_for_checkpoints(2)[-1]
+    files = sorted(path for path in (run.folder / FOLDER / str(step)).rglob("*") if path.is_file())
+    file = rng.choices(files, [path.stat().st_size for path in files])[0]
+    content = bytearray(file.read_bytes())
+    place = rng.randrange(len(content))
+    content[place] ^= 1 << rng.randrange(8)
+    file.write_bytes(content if how == "bit" else content[:place])
+    facts = {"checkpoint": step, "file": str(file.relative_to(run.folder / FOLDER / str(step)))}
+    return {"at": run.signal(signal.SIGKILL, ranks), **facts}
+
+
+def _full(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """The disk, before the next save or in the middle of it, until the run says that it could not save.
+
+    Where one process could write and the other could not, the first waits for it until that counts as a hang.
+    """
+    assert run.disk is not None
+    during = rng.random() < 0.5
+    if during:
+        run.wait_for(lambda: any((run.folder / FOLDER).glob("*tmp*")), "a save")
+    at, step, said = time.monotonic(), run.step, len(run.said)
+
+    def told() -> list[str]:
+        return [line for line in run.said[said:] if "was not saved" in line or "all start again" in line]
+
+    with run.disk.full():
+        run.wait_for(lambda: bool(told()), "a save that fails")
+    again = "again" in told()[0]
+    return {"step": step, "during_a_save": during, "told": told()[0]} | ({"at": at} if again else {})
+
+
+def _nan(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """In a parameter, as the first device of one process holds it."""
+    asked = run.faults / f"nan-{ranks[0]}"
+    at = time.monotonic()
+    asked.touch()
+    run.wait_for(lambda: not asked.exists(), f"rank {ranks[0]} to take a NaN")
+    return {"at": at}
+
+
+def _slowed(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    step, processes, until = run.step, run.workers(), time.monotonic() + _SLOW_S
+    while time.monotonic() < until:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                with suppress(ProcessLookupError, KeyError):  # it has ended meanwhile
+                    os.kill(processes[rank], number)
+            time.sleep(_TURN_S)
+    return {"step": step, "steps_meanwhile": run.step - step}
+
+
+KINDS = {
+    "kill": Kind(partial(_signalled, number=signal.SIGKILL), 3, at_starts=True),
+    "stop": Kind(partial(_signalled, number=signal.SIGSTOP), 2, at_starts=True),
+    "term": Kind(_told_to_end, 2, at_starts=True),
+    "bit": Kind(partial(_damaged, how="bit"), 1),
+    "cut": Kind(partial(_damaged, how="cut"), 1),
+    "nan": Kind(_nan, 1),
+    "full": Kind(_full, 1),
+    "slow": Kind(_slowed, 1),
+}

@@ -1,0 +1,93 @@
+"""What becomes of a run that goes on with fewer or more processes? python profiling/elastic.py [--steps N]
+
+A small dropless model is trained for twice N steps, with a checkpoint in the middle. From there another number of
+processes goes on: experts, optimizer and batches are cut anew. The restore compares the digest of each array with that
+of the checkpoint; the losses of the second half are compared here. Writes results/elastic.json.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from count_argument import check_least
+from results_file import rounded, write_result
+from training_run import CONFIG
+
+from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.train.checkpoint_files import FOLDER, check_files
+from moe_jax.train.metrics import read_metrics
+
+CHANGES = ((4, 3), (4, 2), (2, 4), (8, 1))  # processes before and after
+SIZE = 24  # sequences of a batch, and experts: all of these numbers divide it
+
+
+class ElasticError(UserError):
+    """A run that did not come to its end, or did not go on where it should."""
+
+
+def main() -> None:
+    """Train, go on with other numbers, and write the result."""
+    parser = CommandParser(prog="python profiling/elastic.py", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
+    arguments = parser.parse_args()
+    check_least(arguments, steps=1)
+    with tempfile.TemporaryDirectory() as home:
+        for before in dict.fromkeys(before for before, _ in CHANGES):
+            _train(Path(home) / str(before), before, arguments.steps)
+        changes = [_changed(Path(home), before, after, arguments.steps) for before, after in CHANGES]
+    write_result("elastic", {"steps_before": arguments.steps, "steps_after": arguments.steps, "changes": changes})
+
+
+def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
+    """How far losses of `after` processes are from those of the `before` that went on. Raises ElasticError."""
+    same, other = home / str(before), home / f"{before}to{after}"
+    shutil.copytree(same, other)
+    shutil.rmtree(other / FOLDER / str(2 * steps))
+    said = _train(other, after, steps)
+    if f"going on from step {steps}\n" not in said or "damaged" in said:
+        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {said[-300:]}")
+    expected, losses = (_losses_behind(folder, steps) for folder in (same, other))
+    drifts = [abs(losses[step] - loss) / loss for step, loss in expected.items()]
+    return {
+        "before": before,
+        "after": after,
+        "arrays_with_equal_digests": len(check_files(other, steps).leaves),
+        "largest_relative_drift": rounded(max(drifts)),
+        "drift_of_first_step": rounded(drifts[0]),
+    }
+
+
+def _train(folder: Path, processes: int, steps: int) -> str:
+    """To step 2 × steps, from the start or on; what was said. Raises ElasticError."""
+    settings = [
+        *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
+        *(f"model.moe.num_experts={SIZE}", "model.moe.capacity_factor=null", "exchange.buffer_factor=null"),
+        *(f"mesh.cpu_devices={processes}", "mesh.data=1", f"mesh.expert={processes}"),
+        *(f"train.batch_size={SIZE}", "data.seq_len=64", "train.compute_dtype=float32", "train.eval_every=0"),
+        *(f"train.steps={2 * steps}", f"checkpoint.every={steps}", "log.every=1", "log.tensorboard=false"),
+        *(f"log.dir={folder}", "log.sample_tokens=0"),
+    ]
+    command = [sys.executable, "-m", "moe_jax.launch", f"--processes={processes}", "--retries=0"]
+    done = subprocess.run(
+        [*command, "--config", CONFIG, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},  # LLVM would take most of the time
+    )
+    if done.returncode:
+        raise ElasticError(f"{processes} processes ended with exit code {done.returncode}: {done.stdout[-300:]}")
+    print(f"{processes} processes have trained to step {2 * steps}", flush=True)
+    return done.stdout
+
+
+def _losses_behind(folder: Path, step: int) -> dict[int, float]:
+    return {each["step"]: each["loss"] for each in read_metrics(folder) if "loss" in each and each["step"] > step}
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,183 @@
+"""How soon does a process notice that another one is gone? sudo .venv/bin/python profiling/lost_peer.py
+
+Two processes in network namespaces (box.py) train a small model, without a launcher. One of them is killed or stopped,
+or its link is cut, for some seconds or for good, and what is left ends by itself, or goes on. Then the same command is
+given again to both. At the end losses are compared with those of an undisturbed run. Writes results/lost_peer.json.
+"""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import box
+from results_file import rounded, write_result
+from training_run import CONFIG
+
+from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.train.processes import HEARTBEAT_TIMEOUT_S
+
+PROCESSES = 2
+CHECKPOINT_EVERY = 20
+STEPS_BETWEEN = 10  # faults, at least
+SHORT_CUT_S = 10.0  # shorter than a heartbeat's time-out
+LONGEST_S = 240.0  # that anything is waited for
+PORT = 8476
+
+
+class LostPeerError(UserError):
+    """A run that did not come to its end."""
+
+
+class Pair:
+    """Two processes of one run, each in its namespace."""
+
+    def __init__(self, names: Sequence[str], folder: Path, steps: int) -> None:
+        self.names, self.folder = names, folder
+        self._settings = [
+            *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
+            *(f"mesh.cpu_devices={PROCESSES}", "mesh.data=1", f"mesh.expert={PROCESSES}", "train.batch_size=4"),
+            *("data.seq_len=128", "train.compute_dtype=float32", "train.eval_every=0", "optimizer.schedule=constant"),
+            f"train.steps={steps}",
+            *(f"checkpoint.every={CHECKPOINT_EVERY}", "log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
+        ]
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        """Start, or go on."""
+        self.folder.mkdir(exist_ok=True)
+        self.processes = []
+        for rank, name in enumerate(self.names):
+            meeting = ["--coordinator", f"{box.address(0)}:{PORT}", "--num-processes", str(PROCESSES)]
+            command = [sys.executable, "-m", "moe_jax.train", "--config", CONFIG, f"log.dir={self.folder}"]
+            with (self.folder / f"said-{rank}").open("w") as said:
+                whole = [*box.inside(name), *command, *self._settings, *meeting, "--process-id", str(rank)]
+                self.processes.append(subprocess.Popen(whole, stdout=said, stderr=said, text=True))
+
+    def step(self) -> int:
+        """The last one recorded."""
+        records = read_metrics(self.folder) if (self.folder / FILE_NAME).exists() else []
+        return records[-1]["step"] if records else 0
+
+    def wait_for(self, reached: Callable[[], bool]) -> bool:
+        """Whether that came in time."""
+        deadline = time.monotonic() + LONGEST_S
+        while not reached():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def wait_for_step(self, step: int) -> None:
+        """Raises LostPeerError if a process ends before."""
+        if not self.wait_for(lambda: self.step() >= step or any(each.poll() is not None for each in self.processes)):
+            raise LostPeerError(f"step {step} was not reached in {LONGEST_S:g} s")
+        if self.step() < step:
+            raise LostPeerError(f"a process ended before step {step}: {self.said(0)} | {self.said(1)}")
+
+    def said(self, rank: int) -> str:
+        """Its last line that is not empty."""
+        lines = (self.folder / f"said-{rank}").read_text(errors="replace").split("\n")
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    def kill(self) -> None:
+        """What still runs."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _link(pair: Pair, rank: int, state: str) -> None:
+    subprocess.run(["ip", "-n", pair.names[rank], "link", "set", box.LINK, state], check=True)
+
+
+def _lost(pair: Pair, how: str, rank: int) -> dict[str, Any]:
+    """One process, for good; how soon each other one ended, how, and what it said last."""
+    at = time.monotonic()
+    if how == "cut":
+        _link(pair, rank, "down")
+    else:
+        pair.processes[rank].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    left = [other for other in range(PROCESSES) if how == "cut" or other != rank]
+    ended: dict[str, Any] = {}
+
+    def all_ended() -> bool:
+        for each in left:
+            code = pair.processes[each].poll()
+            if code is not None and str(each) not in ended:
+                seconds = rounded(time.monotonic() - at)
+                ended[str(each)] = {"seconds": seconds, "exit_code": code, "said": pair.said(each)}
+        return len(ended) == len(left)
+
+    pair.wait_for(all_ended)
+    pair.kill()
+    if how == "cut":
+        _link(pair, rank, "up")
+    return {"how": how, "rank": rank, "others_ended": ended}
+
+
+def _cut_for_some_seconds(pair: Pair, rank: int) -> dict[str, Any]:
+    """And how long it took from then to the next step."""
+    _link(pair, rank, "down")
+    time.sleep(SHORT_CUT_S)
+    step, at = pair.step(), time.monotonic()
+    _link(pair, rank, "up")
+    pair.wait_for_step(step + 2)
+    return {"how": f"cut for {SHORT_CUT_S:g} s", "rank": rank, "next_step_s": rounded(time.monotonic() - at)}
+
+
+def _disturbed(pair: Pair) -> list[dict[str, Any]]:
+    """Through all faults; what came of each."""
+    found, reached = [], 0
+    for how in ("cut for some seconds", "killed", "stopped", "cut"):
+        for rank in range(PROCESSES):
+            if not any(each.poll() is None for each in pair.processes):
+                pair.start()
+            pair.wait_for_step(reached + STEPS_BETWEEN)
+            short = how.startswith("cut for")
+            found.append(_cut_for_some_seconds(pair, rank) if short else _lost(pair, how, rank))
+            reached = max(reached, pair.step())
+            print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    """Disturb, compare, and write the result."""
+    parser = CommandParser(prog="python profiling/lost_peer.py", description=__doc__)
+    parser.parse_args()
+    box.check_possible()
+    with tempfile.TemporaryDirectory() as home, box.namespaces(box.Box(processes=PROCESSES, cores=(0,))) as names:
+        pair = Pair(names, Path(home) / "disturbed", 10**6)
+        try:
+            found = _disturbed(pair)
+            equal = _ends_equal(pair, Path(home) / "undisturbed", pair.step() + STEPS_BETWEEN)
+        finally:
+            pair.kill()
+    write_result(
+        "lost_peer",
+        {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "losses_equal_bit_for_bit": equal, "faults": found},
+    )
+
+
+def _ends_equal(pair: Pair, undisturbed: Path, steps: int) -> bool:
+    """Whether both runs have the same losses at the end."""
+    runs = [Pair(pair.names, folder, steps) for folder in (pair.folder, undisturbed)]
+    for run in runs:
+        run.start()
+        if not run.wait_for(lambda run=run: all(each.poll() is not None for each in run.processes)):  # type: ignore[misc]
+            run.kill()
+        if any(each.returncode for each in run.processes):
+            raise LostPeerError(f"a process of the last run failed: {run.said(0)} | {run.said(1)}")
+    disturbed, expected = (
+        [(each["step"], each["loss"]) for each in read_metrics(run.folder) if "loss" in each] for run in runs
+    )
+    return disturbed == expected
+
+
+if __name__ == "__main__":
+    run_command(main)
