@@ -4,8 +4,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "64"  # threads, as `train.processes` asks for where a process simulates eight devices
-# Tests compile more than they compute: LLVM's optimisations would take most of their time, and then MLIR's a third.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# Tests compile more than they compute; LLVM's optimisations would take most of their time.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import jax
 import pytest
