@@ -56,6 +56,7 @@ class DisturbedRun:
         self.faults = folder.parent / "faults"  # asked for
         self.faults.mkdir(exist_ok=True)
         self.stretches: list[Stretch] = []
+        self._had_faults: set[int] = set()  # stretches
         self.said: list[str] = []
         command = [sys.executable, "-m", "moe_jax.launch", *launcher, "--config", CONFIG, f"log.dir={folder}"]
         self._command = [*command, *settings, "log.sample_tokens=0"]
@@ -149,10 +150,14 @@ class DisturbedRun:
         return {int(found[1]): int(line.split()[0]) for line in lines if (found := _RANK.search(line))}
 
     def outcome(self, at: float) -> dict[str, Any]:
-        """What came of a fault: when the next stretch began, its first new step, and what it did again."""
+        """What came of a fault: when the next stretch began, its first new step, and what it did again.
+
+        Nothing of one that hit a run which another had ended already.
+        """
         index = max(i for i, each in enumerate(self.stretches) if each.began_at <= at)
-        if index + 1 == len(self.stretches):
+        if index + 1 == len(self.stretches) or index in self._had_faults:
             return {}
+        self._had_faults.add(index)
         hit, after = self.stretches[index : index + 2]
         values: dict[str, Any] = {"told": after.reason, "restart_s": rounded(after.began_at - at)}
         if after.damaged is not None:

@@ -63,7 +63,7 @@ class Processes:
             raise ProcessError(f"--process-id={rank} must be 0..{count - 1} with --num-processes={count}")
 
 
-class Cluster(NamedTuple):
+class ClusterManager(NamedTuple):
     """A cluster that jax knows how to join."""
 
     name: str
@@ -120,25 +120,25 @@ def initialize(options: Processes, cpu_devices: int | None, connect_timeout_s: f
         )
 
 
-def find_cluster(environ: Mapping[str, str], tpu: bool) -> Cluster | None:
+def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:
     """The cluster that jax would join, looked for in jax's order, but without asking the network.
 
     `tpu` says that jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even where a
     process is alone.
     """
     if "OMPI_MCA_orte_hnp_uri" in environ:
-        return Cluster("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
+        return ClusterManager("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if all(name in environ for name in slurm):
-        return Cluster("SLURM", int(environ["SLURM_NTASKS"]))
+        return ClusterManager("SLURM", int(environ["SLURM_NTASKS"]))
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
     if tpu and hosts is not None:
-        return Cluster("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
+        return ClusterManager("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
     if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it where no TPU chip is plugged in
-        return Cluster("TPU", None)
+        return ClusterManager("TPU", None)
     # Every pod has the first variable; only those of an indexed job have peers.
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
-        return Cluster("Kubernetes", None)
+        return ClusterManager("Kubernetes", None)
     return None
 
 
@@ -210,7 +210,7 @@ def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
     )
 
 
-def _simulate(cpu_devices: int, num_processes: int | None, cluster: Cluster | None) -> None:
+def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManager | None) -> None:
     if num_processes is None:
         raise ProcessError(
             f"mesh.cpu_devices={cpu_devices} is to be divided over an unknown number of {cluster and cluster.name} "

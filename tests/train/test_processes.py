@@ -14,7 +14,7 @@ import pytest
 
 from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train import processes
-from moe_jax.train.processes import Cluster, ProcessError, Processes, find_cluster, initialize
+from moe_jax.train.processes import ClusterManager, ProcessError, Processes, find_cluster, initialize
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -77,21 +77,21 @@ def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], told: s
     ("environ", "tpu", "found"),
     [
         ({}, False, None),
-        (SLURM, False, Cluster("SLURM", 2)),
-        (SLURM | {"SLURM_NTASKS": "1"}, False, Cluster("SLURM", 1)),
+        (SLURM, False, ClusterManager("SLURM", 2)),
+        (SLURM | {"SLURM_NTASKS": "1"}, False, ClusterManager("SLURM", 1)),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, False, None),  # sbatch's own shell
-        ({"OMPI_MCA_orte_hnp_uri": "1;tcp://h:1", "OMPI_COMM_WORLD_SIZE": "3"}, False, Cluster("Open MPI", 3)),
-        (TPU_POD, True, Cluster("TPU", 4)),
-        (TPU_POD | {"MEGASCALE_NUM_SLICES": "2"}, True, Cluster("TPU", 8)),
-        (TPU_POD | {"TPU_WORKER_HOSTNAMES": "localhost"}, True, Cluster("TPU", 1)),
+        ({"OMPI_MCA_orte_hnp_uri": "1;tcp://h:1", "OMPI_COMM_WORLD_SIZE": "3"}, False, ClusterManager("Open MPI", 3)),
+        (TPU_POD, True, ClusterManager("TPU", 4)),
+        (TPU_POD | {"MEGASCALE_NUM_SLICES": "2"}, True, ClusterManager("TPU", 8)),
+        (TPU_POD | {"TPU_WORKER_HOSTNAMES": "localhost"}, True, ClusterManager("TPU", 1)),
         (TPU_POD, False, None),
-        ({}, True, Cluster("TPU", None)),
+        ({}, True, ClusterManager("TPU", None)),
         ({"TPU_SKIP_MDS_QUERY": "1"}, True, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, None),  # a pod of no job
     ],
 )
 def test_clusters_are_told_apart_by_the_environment(
-    environ: Mapping[str, str], tpu: bool, found: Cluster | None
+    environ: Mapping[str, str], tpu: bool, found: ClusterManager | None
 ) -> None:
     assert find_cluster(environ, tpu) == found
 
@@ -101,7 +101,7 @@ def test_an_indexed_kubernetes_job_counts_where_jax_can_ask_its_api(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    assert find_cluster(INDEXED_JOB, tpu=False) == (Cluster("Kubernetes", None) if installed else None)
+    assert find_cluster(INDEXED_JOB, tpu=False) == (ClusterManager("Kubernetes", None) if installed else None)
 
 
 def test_auto_is_alone_on_a_plain_machine_at_once_and_without_a_socket(clear: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_on_needs_a_cluster(clear: pytest.MonkeyPatch) -> None:
 def test_simulated_devices_must_divide_over_the_processes(clear: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProcessError, match=r"cpu_devices=8 is not divisible by 3 .* set mesh.cpu_devices=6 or 9"):
         initialize(parse("--coordinator=h:1", "--num-processes=3", "--process-id=0"), 8)
-    clear.setattr(processes, "find_cluster", lambda environ, tpu: Cluster("Kubernetes", None))
+    clear.setattr(processes, "find_cluster", lambda environ, tpu: ClusterManager("Kubernetes", None))
     with pytest.raises(ProcessError, match="unknown number of Kubernetes processes: pass --coordinator"):
         initialize(parse(), 8)
 
