@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Self, final
 from moe_jax.errors import is_full_disk
 
 _UNFINISHED = ".part"
+
+
+def is_own(folder: Path) -> bool:
+    """Whether it is a folder of this user, and no link, that nobody else can write to. Raises OSError."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def write_atomically(path: Path, text: str) -> None:

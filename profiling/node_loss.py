@@ -17,6 +17,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def _lose(run: _Run, memory: Path, arguments: Namespace) -> list[dict[str, Any]]
         ranks = [first] if len(lost) % 2 == 0 else [first, (first + 1) % arguments.processes]
         found, at = run.workers, time.monotonic()
         for rank in ranks:
-            os.kill(found[rank], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the launcher was faster
+                os.kill(found[rank], signal.SIGKILL)
+        for rank in ranks:
             shutil.rmtree(next(memory.glob(f"*/node-{rank}")))
         reached = run.await_end(len(lost) + 1)  # records of steps that are done again will be gone
         resumed, told = run.await_going_on(len(lost) + 1)

@@ -15,7 +15,7 @@ from moe_jax.config_files import config_from, load_config, to_yaml
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.source import model_in
-from moe_jax.convert.write import copy_beside, write_model
+from moe_jax.convert.write import check_is_free, copy_beside, write_model
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import versions
@@ -107,6 +107,7 @@ def _export(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.source)
     family = family_that_holds(config.model, arguments.family)
     dtype = arguments.dtype or "float32"
+    check_is_free(arguments.out)
     placed = NamedSharding(one_device_mesh(), REPLICATED)
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))

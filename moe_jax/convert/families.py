@@ -83,7 +83,7 @@ def _meaning(model: Model) -> dict[str, Any]:
     if model.moe.num_experts == 0:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
     elif model.moe.top_groups == model.moe.num_groups:
-        unused |= {"moe.num_groups", "moe.top_groups"}
+        found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}
 

@@ -1,6 +1,7 @@
 """The safetensors files of a Hugging Face model: checked before anything is read, read by slices, written whole."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,8 @@ SUFFIX = ".safetensors"
 _SINGLE = f"model{SUFFIX}"
 INDEX = f"{_SINGLE}.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+_BLOCK = re.compile(r"model\.layers\.\d+\.")
+_FOLLOWS = "rotary_emb.inv_freq"  # from settings, and older files have it
 _READ = ("F32", "BF16", "F16")  # types that float32 holds
 
 
@@ -53,7 +56,8 @@ class Weights:
         self._open.close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConvertError unless there are tensors of these names and shapes, in types that float32 holds."""
+        """Raise ConvertError unless there are tensors of these names and shapes, in types that float32 holds, and no
+        others of the same blocks."""
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise ConvertError(
@@ -69,6 +73,15 @@ class Weights:
                 raise ConvertError(
                     f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not built: "
                     "convert it to BF16 first"
+                )
+
+        blocks = {match[0] for name in shapes if (match := _BLOCK.match(name))}
+        for name in self._tensors.keys() - shapes.keys():
+            match = _BLOCK.match(name)
+            if match and match[0] in blocks and not name.endswith(_FOLLOWS):
+                raise ConvertError(
+                    f"{self._folder / self._tensors[name].file}: {name} has no place in a model of config.json's "
+                    "settings: use the files that belong together"
                 )
 
     def __getitem__(self, name: str) -> Any:

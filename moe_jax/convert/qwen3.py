@@ -15,7 +15,7 @@ def _model(hf: HfConfig) -> Model:
 def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
     """Arguments of a Model for what is not behind attention."""
     no_windows(hf)
-    hf.whole("head_dim")  # which none but these files has a default for
+    hf.whole("head_dim")  # required: transformers' default is not d_model / heads
     attention = Attention(bias=hf.flag("attention_bias", False))
     return {**shared_settings(hf), **grouped_heads(hf), "qk_norm": True, "attention": attention}
 

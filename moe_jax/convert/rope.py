@@ -87,8 +87,10 @@ def hf_rope(model: Model) -> dict[str, Any]:
         if scaling.mscale_all_dim:
             rope |= {"mscale": scaling.mscale_all_dim, "mscale_all_dim": scaling.mscale_all_dim}
     long = scaling.original_length * scaling.factor if scaling.kind != "none" else 4096
+    older = {"rope_scaling": rope} if scaling.kind != "none" else {}  # as before transformers 5
     return {
         "rope_theta": model.rope_theta,
+        **older,
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},
         "max_position_embeddings": round(long),
     }

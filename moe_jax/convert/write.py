@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from moe_jax.config import Model
 from moe_jax.convert.family import Family
@@ -28,6 +29,12 @@ def copy_beside(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def check_is_free(folder: Path) -> None:
+    """Raises ConvertError unless a model can be written there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConvertError(f"{folder} exists and is not an empty folder: name another one, or remove it")
+
+
 def write_model(
     folder: Path, model: Model, family: Family, params: Any, dtype: str, source: Path, most_bytes: int = MOST_BYTES
 ) -> None:
@@ -36,8 +43,7 @@ def write_model(
     Numbers are rounded to `dtype`, but those that the family has in float32. Raises ConvertError; then there is no
     folder.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConvertError(f"{folder} exists and is not an empty folder: name another one, or remove it")
+    check_is_free(folder)
     by_name: dict[str, list[tuple[Place, int, int]]] = {}
     for group in places(model, family).values():
         for period, place in enumerate(group):
@@ -65,14 +71,14 @@ def write_model(
             made.rename(folder)
     except OSError as error:
         raise ConvertError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from None
+    except SafetensorError as error:  # as for a full disk
+        raise ConvertError(f"{folder}: {error}: name another folder") from None
 
 
 def _put(params: Any, place: Place, period: int, expert: int, out: NDArray[Any]) -> None:
     array = params
     for key in place.path:
         array = array[key]
-    own = np.asarray(array[period] if place.path[0] == "segments" else array)
-    dims = place.dims
-    if "{expert}" in place.row.name:
-        own, dims = own[expert], dims[1:]
-    place.row.copy_out(own, dims, out)
+    of_experts = "{expert}" in place.row.name
+    index = ((period,) if place.path[0] == "segments" else ()) + ((expert,) if of_experts else ())
+    place.row.copy_out(np.asarray(array[index]), place.dims[of_experts:], out)

@@ -8,7 +8,8 @@ from typing import Any
 
 # (rank of a worker, its exit code), or one of these with …
 Events = queue.SimpleQueue[tuple[int, Any]]
-SIGNALLED = -1  # the signal that this supervisor, or one of another host, got
+SIGNALLED = -1  # the signal that this supervisor got
+FORWARDED = -4  # the signal that one of another host got
 JOINED = -2  # the number of another host
 TOLD = -3  # what host 0 tells this one; None: it is lost
 
@@ -30,6 +31,6 @@ def signal_within(seconds: float, events: Events, enough: Callable[[], bool] = l
             kind, value = events.get(timeout=min(LOOK_S, left_s))
         except queue.Empty:
             continue
-        if kind == SIGNALLED:
+        if kind in (SIGNALLED, FORWARDED):
             return int(value)
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_jax.errors import EXIT_TRY_AGAIN
 from moe_jax.launch.channel import Channel, LostError, Message
-from moe_jax.launch.events import SIGNALLED, Events
+from moe_jax.launch.events import FORWARDED, Events
 from moe_jax.launch.start import Part
 from moe_jax.launch.worker import how_it_ended
 
@@ -100,7 +100,7 @@ class Host:
                 worker.heard(message["reached"], message["has_begun"])
                 self._has_ended(worker, int(message["code"]))
             case "signal":
-                self._events.put((SIGNALLED, signal.Signals(message["number"])))
+                self._events.put((FORWARDED, signal.Signals(message["number"])))
 
     def _lose_workers(self) -> None:
         for worker in list(self._running.values()):

@@ -7,12 +7,13 @@ import threading
 import time
 from types import TracebackType
 
-from moe_jax.launch.channel import BEAT_S, Channel, LostError, Message, Objection, admit
+from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, Objection, admit
 from moe_jax.launch.events import JOINED, Events
 from moe_jax.launch.remote import Host, RemoteWorker
 from moe_jax.launch.start import Launch, LaunchError, Part
 from moe_jax.train.address import join_address
 
+_MOST_STRANGERS = 64  # that are heard at once before they have shown that they know the token
 _LEAVING_S = 2  # that the others have to leave at the end
 
 
@@ -29,6 +30,7 @@ class Rendezvous:
         self._launch, self._events = launch, events
         self._hosts: dict[int, Host] = {}  # that have joined at some time, without this one
         self._joining = threading.Lock()
+        self._admitting = threading.BoundedSemaphore(_MOST_STRANGERS)
         self._server: socket.socket | None = None
 
     def __enter__(self) -> "Rendezvous":
@@ -72,11 +74,16 @@ class Rendezvous:
         while True:
             try:
                 connection, _ = server.accept()
-                threading.Thread(target=self._meet, args=[connection], daemon=True).start()
+                if self._admitting.acquire(blocking=False):
+                    threading.Thread(target=self._meet, args=[connection], daemon=True).start()
+                else:
+                    connection.close()
             except TimeoutError:
                 pass
-            except OSError:  # it is closed
-                return
+            except OSError:
+                if server.fileno() < 0:  # closed
+                    return
+                time.sleep(BEAT_S)  # no more files can be opened, for now
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 for host in self._here():
@@ -85,12 +92,17 @@ class Rendezvous:
     def _meet(self, connection: socket.socket) -> None:
         """Admit a host, and hear it until it is lost."""
         channel = Channel(connection)
+        too_slow = threading.Timer(SILENCE_S, channel.close)
+        too_slow.start()
         try:
             number = admit(channel, self._launch.token, self._objection)["host"]
             host = Host(number, channel, self._events)
         except (LostError, OSError):
             channel.close()
             return
+        finally:
+            too_slow.cancel()
+            self._admitting.release()
         with self._joining:
             if number not in self.missing():  # two came at once
                 channel.close()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED
-from moe_jax.launch.events import JOINED, LOOK_S, SIGNALLED, STOP_SIGNALS, Events
+from moe_jax.launch.events import FORWARDED, JOINED, LOOK_S, SIGNALLED, STOP_SIGNALS, Events
 
 FINAL = {EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED}  # a mistake would be made again
 _SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it twice
@@ -66,8 +66,8 @@ class Watch:
                 continue
             if kind >= 0:
                 self._has_ended(self._workers[kind], value)
-            elif kind == SIGNALLED:
-                self._is_told_to_stop(value)
+            elif kind == SIGNALLED or (kind == FORWARDED and (not self.stopped_by or self.newcomer is not None)):
+                self._is_told_to_stop(value)  # those of other hosts, which may have got the same one, never kill
             elif kind == JOINED and value in self._missing:
                 self._makes_room(value)
 

@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Compiled, Lowered
 
 from moe_jax.errors import ConfigError
-from moe_jax.files import write_atomically, write_together
+from moe_jax.files import is_own, write_atomically, write_together
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train.progress import PROGRAMS
 
@@ -26,16 +27,7 @@ def compiled(lowered: Lowered) -> Compiled:
     """Compile, unless this process of the same run has done so before. Raises ConfigError for a folder of others."""
     if PROGRAMS not in os.environ:
         return lowered.compile()
-    made_of = [
-        lowered.as_text(),
-        jax.process_index(),
-        jax.process_count(),
-        jax.__version__,
-        *(os.environ.get(name) for name in _SAY_HOW),
-        compiler_options(jax.default_backend()),
-    ]
-    made_of += [jax.local_devices()[0].device_kind, jax.local_devices()[0].client.platform_version]
-    path = _own_folder() / hashlib.sha256(repr(made_of).encode()).hexdigest()
+    path = _path(lowered.as_text(), jax.process_index(), compiler_options(jax.default_backend()))
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
@@ -52,8 +44,8 @@ def kept(name: str, measure: Callable[[], float]) -> float:
     """A number that takes time to measure, unless process 0 of the same run has measured it before."""
     if PROGRAMS not in os.environ:
         return measure()
-    path = _own_folder() / name
-    if path.exists():
+    path = _path(name)
+    with suppress(OSError, ValueError):  # there is none, or a damaged one
         return float(path.read_text())
     number = measure()
     with suppress(OSError):  # no room
@@ -61,11 +53,18 @@ def kept(name: str, measure: Callable[[], float]) -> float:
     return number
 
 
+def _path(*made_of: Any) -> Path:
+    """Of what follows from these things on these devices."""
+    device = jax.local_devices()[0]
+    here = [jax.__version__, jax.process_count(), jax.device_count(), device.device_kind]
+    here += [device.client.platform_version, *(os.environ.get(name) for name in _SAY_HOW)]
+    return _own_folder() / hashlib.sha256(repr((made_of, here)).encode()).hexdigest()
+
+
 def _own_folder() -> Path:
     folder = Path(os.environ[PROGRAMS])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not is_own(folder.resolve()):
         raise ConfigError(
             f"{PROGRAMS}={folder} can be written to by others, and programs that lie there are run: "
             "use a folder of your own, with chmod 700"

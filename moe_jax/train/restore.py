@@ -28,7 +28,9 @@ def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
     """
     safe = newest_safe(config, run)
     if isinstance(safe, Restored):
-        return open_run(config, run.damaged, safe.record.step), safe
+        run = open_run(config, run.damaged, safe.record.step)
+        _put_aside(run, run.damaged)
+        return run, safe
     run, restored = _newest_checkpoint(config, run)
     if restored:
         return run, restored._replace(told=f"from the checkpoint, as {safe}" if safe else "")

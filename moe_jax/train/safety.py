@@ -64,8 +64,11 @@ class Safety:
             write_atomically(self._run.folder / RUN_ID, f"{self._run_id}\n")
         try:
             yield
-        except (DivergedError, GoBack):
+        except GoBack:
             self._files.forget()
+            raise
+        except DivergedError:
+            self._remove()
             raise
         else:
             self._remove()
@@ -173,6 +176,7 @@ def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFil
     if failed or files is None:
         if files is not None:
             files.close()
+            files.remove_new()
         process, code = next(iter(failed.items()))
         raise ConfigError(
             f"checkpoint.safety_dir={home} cannot hold safety copies, twice {size(sum(plan.sizes.values()))} for each "

@@ -4,6 +4,7 @@ They lie in a memory file system, where they outlive the process. A slot is a fi
 description that is there only while the numbers are whole.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.files import write_atomically
+from moe_jax.files import is_own, write_atomically
 from moe_jax.train.checkpoint_record import Record
 
 _WRITERS = 4  # threads
@@ -46,7 +47,7 @@ class Slot:
 def whole_slots(folder: Path) -> list[Slot]:
     """Of all processes of this node."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json")) if folder.exists() and is_own(folder) else ():
         # what is damaged is none
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json.loads(path.read_bytes())
@@ -77,20 +78,20 @@ class SlotFiles:
         self._files: list[int] = []
         kept = [path in keep for path in self._paths]
         self._next = int(kept[0])  # slot to write; the other one stays
-        new = [path for path in self._paths if not path.exists()]
+        self._new = [path for path in self._paths if not path.exists()]
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_own(folder.parent)
+            _make_own(folder)
             for slot, path in enumerate(self._paths):
                 if not kept[slot]:
                     self._forget(slot)
-                self._files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
                 if not kept[slot]:
                     os.ftruncate(self._files[-1], sum(sizes.values()))
                 os.posix_fallocate(self._files[-1], 0, max(1, sum(sizes.values())))
         except OSError:
             self.close()
-            for path in new:
-                path.unlink(missing_ok=True)
+            self.remove_new()
             raise
 
     def begin(self) -> None:
@@ -116,6 +117,11 @@ class SlotFiles:
         for slot in range(2):
             self._forget(slot)
 
+    def remove_new(self) -> None:
+        """Remove the files that were not there before."""
+        for path in self._new:
+            path.unlink(missing_ok=True)
+
     def close(self) -> None:
         self._pool.shutdown()
         for file in self._files:
@@ -123,6 +129,13 @@ class SlotFiles:
 
     def _forget(self, slot: int) -> None:
         self._paths[slot].with_suffix(".json").unlink(missing_ok=True)
+
+
+def _make_own(folder: Path) -> None:
+    """In a place where others may write. Raises OSError for a folder that somebody else has made there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_own(folder):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(folder))
 
 
 def _write_at(file: int, array: Any, offset: int) -> None:

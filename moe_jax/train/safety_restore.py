@@ -68,12 +68,15 @@ def newest_safe(config: Config, run: Run) -> Restored | str:
     if plan is None or not (run_id := _read_run_id(run.folder)):
         return ""
     records = read_metrics(run.folder) if (run.folder / FILE_NAME).exists() else []
-    recorded = max((record["step"] for record in records if "loss" in record), default=0)
+    recorded = from_process(0, max((record["step"] for record in records if "loss" in record), default=0))
     slots, reason = _usable(run, plan, run_id, recorded)
     problem = _REASONS[max(allgather(reason))]
     try:
         check_same_run(config, run.folder)
+        is_same = True
     except CheckpointError:
+        is_same = False
+    if not all(allgather(is_same)):
         return "safety copies are of other settings"
     for version in _versions(slots):
         here = slots.get(version, [])
@@ -95,7 +98,9 @@ def newest_safe(config: Config, run: Run) -> Restored | str:
             record=record,
             run_id=run_id,
             files=frozenset(slot.path for slot in here),
-            is_validated=any("validation_loss" in found and found["step"] == version.step for found in records),
+            is_validated=from_process(
+                0, any("validation_loss" in found and found["step"] == version.step for found in records)
+            ),
             told=f"from safety copies ({whose})" if whose else "from safety copies",
         )
     return problem

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from moe_jax.launch.channel import _LONGEST, Channel, LostError, RefusedError, join
-from moe_jax.launch.events import JOINED, SIGNALLED, Events
+from moe_jax.launch.events import FORWARDED, JOINED, Events
 from moe_jax.launch.rendezvous import LaunchError, Rendezvous, card
 from moe_jax.launch.start import Launch, Part
 
@@ -96,7 +96,7 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
             worker.send(9)
             assert message(channel, "signal") == {"rank": 2, "number": 9}
             channel.send("signal", number=15)
-            assert events.get(timeout=5) == (SIGNALLED, 15)
+            assert events.get(timeout=5) == (FORWARDED, 15)
             channel.send("ended", rank=2, code=-9, reached=8, has_begun=True)
             assert events.get(timeout=5) == (2, -9)
             worker.code = -9

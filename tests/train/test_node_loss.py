@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from moe_jax.train.checkpoint_files import newest_checkpoint
@@ -48,7 +49,9 @@ def lose(ranks: list[int], memory: Path, launcher) -> None:
     """Kill processes, and remove what is in their memory."""
     found = {int(command.rsplit(maxsplit=1)[1]): pid for pid, command in children(launcher)}
     for rank in ranks:
-        os.kill(found[rank], signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the launcher was faster
+            os.kill(found[rank], signal.SIGKILL)
+    for rank in ranks:
         shutil.rmtree(*memory.glob(f"*/node-{rank}"))
 
 

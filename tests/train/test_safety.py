@@ -183,7 +183,7 @@ def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypa
     with pytest.raises(DivergedError):
         train(config_in(tmp_path))
     assert losses_of(tmp_path).keys() == {1, 2, 3, 4, 5}
-    assert slots(tmp_path) == []
+    assert [*(tmp_path / "memory").iterdir()] == []
 
 
 def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp_path, monkeypatch):
