@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
-
-import jax
-from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train import faults
+from moe_jax.train.behind import Behind
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
@@ -19,7 +16,6 @@ from moe_jax.train.interrupt import StopRequest, stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.migration import Migration
-from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.profiled import step_to_trace, traced
 from moe_jax.train.programs import kept
@@ -82,42 +78,20 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
         under_way = restored.record.tuner if restored else None
         tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
-        evaluate, capacities = programs.evaluate, Capacities(run.changes, run.batch_shape, log)
+        capacities = Capacities(run.changes, run.batch_shape, log)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
-
-        def on_host() -> dict[str, Any]:
-            """What is kept with the state."""
-            losses = bad_steps.recent_losses
-            return {"data": run.batches.get_state(), "tuner": tuning.under_way, "recent_losses": losses}
-
-        def keep_safe(step: int) -> None:
-            """Make the copies that are due behind a step, before it is recorded."""
-            if safety.due(step):
-                with meter.paused(recorded=False):
-                    if bad_steps.may_save(step):
-                        safety.keep(step, state, is_recorded=meter.records(step), **on_host())
-
-        def behind(step: int, is_validated: bool = False) -> None:
-            """What is due behind a step."""
-            if _is_due(step, config.train.eval_every, last) and not is_validated:
-                with meter.paused():
-                    meter.validated(step, _validate(evaluate.result(), state, run))
-            if _is_due(step, config.checkpoint.every, last):
-                with meter.paused():
-                    if bad_steps.may_save(step):
-                        checkpoints.save(step, state, **on_host())
-
-        keep_safe(step)
+        behind = Behind(run, programs.evaluate, meter, tuning, checkpoints, safety)
+        behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
-            behind(step, restored.is_validated)
+            behind.validate_and_save(step, state, restored.is_validated)
         while step < last and not stop.reached(step) and not bad_steps.too_many:
             state = faults.struck_as_asked(state)
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):
                 with meter.paused():
-                    tuning.step, evaluate = capacities.programs()
+                    tuning.step, behind.evaluate = capacities.programs()
             if step == trace_step:
                 with meter.paused():
                     state, metrics = traced(tuning.step, state, inputs, run.folder)
@@ -127,15 +101,15 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             tell_progress(step - 1)
             tuning.step_started(step)
             state = migration.after(step, state)
-            keep_safe(step)
-            behind(step)
+            behind.keep_safe(step, state)
+            behind.validate_and_save(step, state)
         meter.finish(stopping=True)
         if bad_steps.too_many:
             raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
         if 0 < step < last:
-            checkpoints.save(step, state, **on_host())
+            behind.save(step, state)
     end_of_progress()
     if step < last:
         _say(f"stopped after step {step}: the same command goes on from there")
@@ -168,15 +142,3 @@ def _open_log(run: Run) -> RunLog:
 def _open_checkpoints(run: Run, programs: Programs, log: RunLog) -> Checkpoints:
     digests = programs.digests
     return Checkpoints(run.folder, run.config.checkpoint.keep, log, lambda state: digests.result()(state), about(run))
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
-
-
-def _validate(evaluate: Compiled, state: State, run: Run) -> float:
-    """Mean nats per token over the validation batches."""
-    # one program at a time: on simulated devices several can keep the threads that each other's collectives wait for
-    jax.block_until_ready(state)
-    losses = [float(evaluate(state["params"], run.on_mesh(rows), slots_of(state))) for rows in run.validation]
-    return math.fsum(losses) / len(losses)

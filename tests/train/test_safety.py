@@ -12,7 +12,7 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError, DivergedError
-from moe_jax.train import loop, safety_files
+from moe_jax.train import behind, loop, safety_files
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.loop import train
 from moe_jax.train.safety_files import whole_slots
@@ -64,7 +64,7 @@ def run(folder: Path, crash_in: tuple[str, int] | None, *overrides: str) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "tell_progress", before(loop.tell_progress, lambda step: crash("step", step + 1)))
-        patch.setattr(loop, "_validate", before(loop._validate, lambda *a: crash("validation", int(a[1]["step"]))))
+        patch.setattr(behind, "_validate", before(behind._validate, lambda *a: crash("validation", int(a[1]["step"]))))
         patch.setattr(Checkpoints, "save", before(Checkpoints.save, lambda *a, **_: crash("save", a[1])))
         with nullcontext() if crash_in is None else pytest.raises(Crash):
             train(config_in(folder, *overrides))
@@ -179,7 +179,7 @@ def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_p
 
 def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(loop, "_validate", lambda *_: float("nan"))
+    monkeypatch.setattr(behind, "_validate", lambda *_: float("nan"))
     with pytest.raises(DivergedError):
         train(config_in(tmp_path))
     assert losses_of(tmp_path).keys() == {1, 2, 3, 4, 5}

@@ -1,0 +1,71 @@
+"""What is due behind a step: copies that make it safe, a validation, a checkpoint."""
+
+import math
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.meter import Meter
+from moe_jax.train.placement import slots_of
+from moe_jax.train.safety import Safety
+from moe_jax.train.setup import Run
+from moe_jax.train.step import State
+from moe_jax.train.tuning import Tuning
+
+
+class Behind:
+    """Of one run. All processes call all of its methods; none of them counts as training."""
+
+    def __init__(
+        self,
+        run: Run,
+        evaluate: Future[Compiled],
+        meter: Meter,
+        tuning: Tuning,
+        checkpoints: Checkpoints,
+        safety: Safety,
+    ):
+        self._run, self._meter, self._tuning = run, meter, tuning
+        self._checkpoints, self._safety = checkpoints, safety
+        self.evaluate = evaluate  # its program
+
+    def keep_safe(self, step: int, state: State) -> None:
+        """Make the copies that are due, before the step is recorded."""
+        if self._safety.due(step):
+            with self._meter.paused(recorded=False):
+                if self._meter.bad_steps.may_save(step):
+                    self._safety.keep(step, state, is_recorded=self._meter.records(step), **self._on_host())
+
+    def validate_and_save(self, step: int, state: State, is_validated: bool = False) -> None:
+        """Raises DivergedError for a validation loss that is not finite, before the state is saved."""
+        config = self._run.config
+        if self._is_due(step, config.train.eval_every) and not is_validated:
+            with self._meter.paused():
+                self._meter.validated(step, _validate(self.evaluate.result(), state, self._run))
+        if self._is_due(step, config.checkpoint.every):
+            with self._meter.paused():
+                if self._meter.bad_steps.may_save(step):
+                    self.save(step, state)
+
+    def save(self, step: int, state: State) -> None:
+        """Start to save a checkpoint."""
+        self._checkpoints.save(step, state, **self._on_host())
+
+    def _on_host(self) -> dict[str, Any]:
+        """What is kept with the state."""
+        losses = self._meter.bad_steps.recent_losses
+        return {"data": self._run.batches.get_state(), "tuner": self._tuning.under_way, "recent_losses": losses}
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self._run.config.train.steps or (every > 0 and step % every == 0)
+
+
+def _validate(evaluate: Compiled, state: State, run: Run) -> float:
+    """Mean nats per token over the validation batches."""
+    # one program at a time: on simulated devices several can keep the threads that each other's collectives wait for
+    jax.block_until_ready(state)
+    losses = [float(evaluate(state["params"], run.on_mesh(rows), slots_of(state))) for rows in run.validation]
+    return math.fsum(losses) / len(losses)
