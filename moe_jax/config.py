@@ -341,8 +341,8 @@ class Checkpoint:
     keep: int = 2
     resume: bool = True  # go on from the newest checkpoint in log.dir, if there is one
     # steps between two safety copies of the state in the memory of two nodes, see docs/recovery.md; 0: none
-    safety_every: int = 0
-    safety_dir: str = "/dev/shm"  # where they are; a folder of each node, in memory
+    safety_copies_every: int = 0
+    safety_copies_dir: str = "/dev/shm"  # where they are; a folder of each node, in memory
 
 
 @dataclass(frozen=True, kw_only=True)

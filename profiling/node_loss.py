@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         os.environ[PROGRAMS] = f"{home}/programs"
         expected = _losses(_trained(Path(home) / "undisturbed", arguments, []))
-        safe = ["checkpoint.safety_every=1", f"checkpoint.safety_dir={memory}"]
+        safe = ["checkpoint.safety_copies_every=1", f"checkpoint.safety_copies_dir={memory}"]
         with _Run(Path(home) / "disturbed", arguments, safe) as run:
             lost = _lose(run, Path(memory), arguments)
             run.finish()

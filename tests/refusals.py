@@ -23,10 +23,10 @@ REFUSED = {
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must lie in 0..1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
-    "checkpoint.safety_dir=": "checkpoint.safety_dir is empty: name a folder in memory, e.g. /dev/shm",
-    "checkpoint.safety_every=2 checkpoint.resume=false": (
-        "checkpoint.safety_every=2 makes copies to go on from, which checkpoint.resume=false refuses: use "
-        "checkpoint.resume=true, or checkpoint.safety_every=0"
+    "checkpoint.safety_copies_dir=": "checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm",
+    "checkpoint.safety_copies_every=2 checkpoint.resume=false": (
+        "checkpoint.safety_copies_every=2 makes copies to go on from, which checkpoint.resume=false refuses: use "
+        "checkpoint.resume=true, or checkpoint.safety_copies_every=0"
     ),
     "log.dir=": "log.dir is empty: name the folder that receives the run",
     "train.steps=4 log.trace_step=5": (

@@ -103,7 +103,9 @@ FIXED = {
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
-    *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert")),
+    *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert", "shared_gate")),
+    *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
+    "train.upcycle",
 }
 
 
@@ -193,8 +195,11 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("model.qk_norm=1", "model.qk_norm=1 must be true or false, not a number"),
         ("log.dir=7", "log.dir=7 must be text, not a number: put it in quotes"),
         ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
-        ("model.activation=swiglo", "model.activation=swiglo must be swiglu or gelu: did you mean swiglu?"),
-        ("model.activation=3", "model.activation=3 must be swiglu or gelu"),
+        (
+            "model.activation=swiglo",
+            "model.activation=swiglo must be swiglu or gelu or clipped_swiglu: did you mean swiglu?",
+        ),
+        ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu"),
         ("model=3", f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(Model))}"),
         ("train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
         ("mesh.expert=auot", "mesh.expert='auot' must be a whole number, not text: did you mean auto?"),

@@ -73,7 +73,7 @@ _AT_LEAST: dict[str, float] = {
     "train.spike_factor": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
-    "checkpoint.safety_every": 0,
+    "checkpoint.safety_copies_every": 0,
     "tune.samples": 2,
     "tune.iterations": 1,
     "tune.patience": 1,

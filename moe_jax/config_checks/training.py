@@ -31,12 +31,12 @@ def check_training(config: "Config") -> None:
     for name, kind in _NAMES.items():
         if setting(config, name) == "":
             raise ConfigError(f"{name} is empty: name a {kind}, or null")
-    if not config.checkpoint.safety_dir:
-        raise ConfigError("checkpoint.safety_dir is empty: name a folder in memory, e.g. /dev/shm")
-    if config.checkpoint.safety_every and not config.checkpoint.resume:
+    if not config.checkpoint.safety_copies_dir:
+        raise ConfigError("checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm")
+    if config.checkpoint.safety_copies_every and not config.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.safety_every={config.checkpoint.safety_every} makes copies to go on from, which "
-            "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_every=0"
+            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to go on from, which "
+            "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
         )
     if config.train.upcycle and config.train.init_from is None:
         raise ConfigError(

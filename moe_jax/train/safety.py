@@ -42,12 +42,12 @@ class Safety:
     """
 
     def __init__(self, run: Run, restored: Restored | None):
-        self._run, self._every, self._last = run, run.config.checkpoint.safety_every, run.config.train.steps
+        self._run, self._every, self._last = run, run.config.checkpoint.safety_copies_every, run.config.train.steps
         self._plan = run.safety if run.first_step < self._last else None
         self._failed = False
         if self._plan is None:
             return
-        self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_dir)
+        self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_copies_dir)
         self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
         self._about = about(run)
         self._programs = _programs(self._plan, run.trainer.state_shapes)
@@ -179,9 +179,9 @@ def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFil
             files.remove_new()
         process, code = next(iter(failed.items()))
         raise ConfigError(
-            f"checkpoint.safety_dir={home} cannot hold safety copies, twice {size(sum(plan.sizes.values()))} for each "
-            f"process ({os.strerror(code)}, process {process}): make room, name another folder in memory, or use "
-            "checkpoint.safety_every=0"
+            f"checkpoint.safety_copies_dir={home} cannot hold safety copies, twice {size(sum(plan.sizes.values()))} "
+            f"for each process ({os.strerror(code)}, process {process}): make room, name another folder in memory, or "
+            "use checkpoint.safety_copies_every=0"
         )
     return files
 

@@ -46,20 +46,21 @@ class SafetyPlan:
 def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
     """For a state of these shapes; None: no copies are made. All processes call it. Raises ConfigError."""
     settings = config.checkpoint
-    if not settings.safety_every:
+    if not settings.safety_copies_every:
         return None
-    home = Path(settings.safety_dir)
+    home = Path(settings.safety_copies_dir)
     if not home.is_dir():
         raise ConfigError(
-            f"checkpoint.safety_dir={home} is no folder: name one in memory, or use checkpoint.safety_every=0"
+            f"checkpoint.safety_copies_dir={home} is no folder: name one in memory, or use "
+            "checkpoint.safety_copies_every=0"
         )
     node_P = nodes()
     try:
         layout = layout_of(_cuts(shapes), _processes(shapes), node_P)
     except ValueError:
         raise ConfigError(
-            f"checkpoint.safety_every={settings.safety_every} needs as many processes and devices on each host: "
-            "start them so, or use checkpoint.safety_every=0"
+            f"checkpoint.safety_copies_every={settings.safety_copies_every} needs as many processes and devices on "
+            "each host: start them so, or use checkpoint.safety_copies_every=0"
         ) from None
     run = hashlib.sha256(str(Path(config.log.dir).absolute()).encode()).hexdigest()[:12]
     process = jax.process_index()
@@ -69,7 +70,7 @@ def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
 
 def safety_text(config: Config, plan: SafetyPlan) -> str:
     """For who starts the run."""
-    every, received = config.checkpoint.safety_every, sum(kept.piece.num_bytes for kept in plan.received)
+    every, received = config.checkpoint.safety_copies_every, sum(kept.piece.num_bytes for kept in plan.received)
     often = "every step" if every == 1 else f"every {every} steps"
     told = "there is no other node" if len(plan.layout.own) == 1 else f"{size(received)} of it from another node"
     return f"{often} to {plan.folder}: twice {size(sum(plan.sizes.values()))} for this process ({told})"

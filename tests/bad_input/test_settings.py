@@ -20,8 +20,9 @@ CONFIG = [
     ("more than jax counts", "train.seed=3_000_000_000", "train.seed=3000000000 must be at most 2147483647"),
     (
         "copies in what is no folder",
-        "checkpoint.safety_every=1 checkpoint.safety_dir=tiny.yaml",
-        "checkpoint.safety_dir=tiny.yaml is no folder: name one in memory, or use checkpoint.safety_every=0",
+        "checkpoint.safety_copies_every=1 checkpoint.safety_copies_dir=tiny.yaml",
+        "checkpoint.safety_copies_dir=tiny.yaml is no folder: name one in memory, or use "
+        "checkpoint.safety_copies_every=0",
     ),
     ("a trace of the start-up", "log.trace_step=1", "log.trace_step=1 must be at least 2 (or null)"),
     (

@@ -30,7 +30,7 @@ def test_a_lost_node_costs_no_step_and_the_loss_of_all_copies_those_since_the_ch
     monkeypatch.setenv(PROGRAMS, str(tmp_path / "programs"))  # compiled once for both runs
     with launched(undisturbed, 2, *SETTINGS) as process:
         assert process.wait(timeout=300) == 0, (undisturbed / "output").read_text()
-    safe = ["checkpoint.safety_every=1", f"checkpoint.safety_dir={memory}"]
+    safe = ["checkpoint.safety_copies_every=1", f"checkpoint.safety_copies_dir={memory}"]
     with launched(tmp_path, 2, *SETTINGS, *safe) as process:
         wait_until(lambda: 10 in losses_of(tmp_path), tmp_path, process, at_most_s=300)
         lose([1], memory, process)

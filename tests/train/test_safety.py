@@ -22,7 +22,7 @@ from tests.train.whole_runs import compiled_once, config_of
 # validations and checkpoints between the copies
 TINY = SMALL | {
     "train": SMALL["train"] | {"steps": 12, "eval_every": 5},
-    "checkpoint": {"every": 4, "safety_every": 1},
+    "checkpoint": {"every": 4, "safety_copies_every": 1},
 }
 
 
@@ -36,7 +36,7 @@ def _compiled_once():
 def undisturbed(tmp_path_factory):
     """The folder and last state of a run without copies."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, train(config_of(folder, TINY, "checkpoint.safety_every=0"))
+    return folder, train(config_of(folder, TINY, "checkpoint.safety_copies_every=0"))
 
 
 class Crash(Exception):
@@ -79,7 +79,7 @@ def before(function: Callable, first: Callable) -> Callable:
 
 
 def config_in(folder: Path, *overrides: str) -> Config:
-    return config_of(folder, TINY, f"checkpoint.safety_dir={folder}/memory", *overrides)
+    return config_of(folder, TINY, f"checkpoint.safety_copies_dir={folder}/memory", *overrides)
 
 
 def without_times(folder: Path) -> list[dict]:
@@ -211,7 +211,7 @@ def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch)
         train(config_in(tmp_path))
     assert str(told.value).endswith(
         " for each process (No space left on device, process 0): make room, name another folder in memory, or use "
-        "checkpoint.safety_every=0"
+        "checkpoint.safety_copies_every=0"
     )
     assert list((tmp_path / "memory").glob("*/*/*")) == []
     assert not (tmp_path / "metrics.jsonl").exists()
