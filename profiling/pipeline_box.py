@@ -17,7 +17,7 @@ import box
 import numpy as np
 from box_picture import write_timelines
 from count_argument import check_least
-from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, of_stages, seconds_of_send
+from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, of_ranks, of_stages, seconds_of_send
 from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell, traced
 
@@ -70,10 +70,11 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
         table, found = make_plan(config, stand.mesh).table, []
         for _ in range(_TRACES):
             operations = [each for each in traced(steps[name], programs[name]) if not each.name.startswith("while")]
-            found.append(bubble_of(operations, table, send_s))
+            ranks = of_ranks(operations)
+            found.append(bubble_of(ranks, table, send_s))
         bubbles[name] = {key: float(np.median([each[key] for each in found])) for key in found[0]}
-        for number, own in enumerate(of_stages(operations)):
-            timelines[f"{name}, stage {number}"] = own
+        for number, (first, *_) in enumerate(of_stages(ranks)):
+            timelines[f"{name}, stage {number}"] = first
     box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles, "send_s": send_s})
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 
-import box
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,41 +39,45 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
     return float(np.median([seconds_per_step(lambda: way(x), 1) for _ in range(_SENDS)])) / 2
 
 
-def of_stages(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """What a rank of each stage did. Clocks are those of the end, where all wait for each other."""
+def of_ranks(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """What each rank did in its step. Clocks are those of the end, where all wait for each other."""
     own = _shifted(operations, operations[-1].end_s)
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
     texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - len(text))))
-    ranks = range(0, STAGES * EXPERT_RANKS, EXPERT_RANKS)
-    found = [[Operation(*each) for each in json.loads(texts[rank][: sizes[rank]].tobytes())] for rank in ranks]
-    begin_s = min(each.start_s for rank in found for each in rank)
-    return [
-        [each._replace(start_s=each.start_s - begin_s, end_s=each.end_s - begin_s) for each in rank] for rank in found
+    found = [
+        [Operation(*each) for each in json.loads(text[:size].tobytes())]
+        for text, size in zip(texts, sizes, strict=True)
     ]
+    begin_s = min(each.start_s for rank in found for each in rank)
+    return [_shifted(rank, begin_s) for rank in found]
+
+
+def of_stages(ranks: Sequence[Sequence[Operation]]) -> list[Sequence[Sequence[Operation]]]:
+    """The ranks of each stage."""
+    return [ranks[first : first + EXPERT_RANKS] for first in range(0, len(ranks), EXPERT_RANKS)]
 
 
 def _shifted(operations: Sequence[Operation], zero_s: float) -> list[Operation]:
     return [each._replace(start_s=each.start_s - zero_s, end_s=each.end_s - zero_s) for each in operations]
 
 
-def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> dict[str, float]:
+def bubble_of(ranks: Sequence[Sequence[Operation]], table: Table, send_s: float) -> dict[str, float]:
     """Which share of the time between the first stage's first pass and its last one stages are idle, on average.
 
     Measured; by the table, for slots as long as they are on average; for each slot as long as it was; and with sends.
     """
-    own_stage = (box.rank() or 0) // EXPERT_RANKS
-    whole_s, busy_s = busy_in_ticks(operations, table, own_stage)
-    found = multihost_utils.process_allgather(np.array([whole_s, *busy_s], np.float32))
-    (whole_s, *_), *busy_TS = np.reshape(found, (STAGES, EXPERT_RANKS, -1)).mean(axis=1).T.tolist()
-    kinds = [["".join(direction for direction, _ in slot.tasks()) for slot in slots] for slots in table.ticks]
+    busy_ST = [busy_in_ticks(stage_ranks, table, number) for number, stage_ranks in enumerate(of_stages(ranks))]
+    spans = [span for tick in busy_ST[0] for span in tick]
+    whole_s = spans[-1][1] - spans[0][0]
+    busy_TS = [[sum(end - start for start, end in tick) for tick in slots] for slots in zip(*busy_ST, strict=True)]
     seconds: dict[str, list[float]] = {}
-    for slots, busy_S in zip(kinds, busy_TS, strict=True):
-        for kind, own_s in zip(slots, busy_S, strict=True):
-            seconds.setdefault(kind, []).append(own_s)
+    for slots, busy_S in zip(table.ticks, busy_TS, strict=True):
+        for slot, own_s in zip(slots, busy_S, strict=True):
+            seconds.setdefault("".join(direction for direction, _ in slot.tasks()), []).append(own_s)
     means = {kind: float(np.mean(seconds[kind])) for kind in sorted(seconds) if kind}
     return {
-        "measured": float(1 - np.sum(busy_TS) / (STAGES * whole_s)),
+        "measured": float(1 - np.sum(busy_TS) / (len(busy_ST) * whole_s)),
         "formula": bubble(table, means["F"], means["B"], together_s=means.get("FB")),
         "own_slots": uneven_bubble(table, busy_TS),
         "own_slots_and_sends": uneven_bubble(table, busy_TS, send_s),
@@ -82,25 +85,31 @@ def bubble_of(operations: Sequence[Operation], table: Table, send_s: float) -> d
     }
 
 
-def busy_in_ticks(operations: Sequence[Operation], table: Table, own_stage: int) -> tuple[float, list[float]]:
-    """From a stage's first pass to its last: seconds altogether, and those of each tick in which it is busy.
+def busy_in_ticks(ranks: Sequence[Sequence[Operation]], table: Table, number: int) -> list[list[tuple[float, float]]]:
+    """When a stage is busy in each tick, from its first pass to its last; its ranks share a core.
 
-    It is while a pass is under way, from the first of its operations to the last, whatever it waits for between, and
-    while it computes anything else, as what a pass reads of earlier ones.
+    It is while a rank has a pass under way, from the first of its operations to the last, whatever it waits for
+    between, and while one computes anything else, as what a pass reads of earlier ones.
     """
-    busy: list[list[tuple[float, float]]] = []
-    for slots, tick in zip(table.ticks, _ticks(operations, len(table.ticks)), strict=True):
-        directions = {direction for direction, _ in slots[own_stage].tasks()}
-        passes = [each for each in tick if each.task[:1] in directions]
-        spans = [(min(each.start_s for each in passes), max(each.end_s for each in passes))] if passes else []
-        busy.append(spans + [(each.start_s, each.end_s) for each in tick if not each.communicates])
-        if passes:
-            last, end_s = len(busy) - 1, spans[0][1]
-    busy[last] = [(start, min(end, end_s)) for start, end in busy[last] if start < end_s]  # behind it is the optimizer
-    first = next(tick for tick, slots in enumerate(table.ticks) if slots[own_stage].tasks())
-    joined_T = [joined(busy[tick]) if first <= tick <= last else [] for tick in range(len(busy))]
-    whole_s = joined_T[last][-1][1] - joined_T[first][0][0]
-    return whole_s, [sum(end - start for start, end in spans) for spans in joined_T]
+    busy_T: list[list[tuple[float, float]]] = [[] for _ in table.ticks]
+    with_passes = [tick for tick, slots in enumerate(table.ticks) if slots[number].tasks()]
+    end_s = 0.0
+    for operations in ranks:
+        for tick, found in enumerate(_ticks(operations, len(table.ticks))):
+            directions = {direction for direction, _ in table.ticks[tick][number].tasks()}
+            passes = [each for each in found if each.task[:1] in directions]
+            if passes:
+                busy_T[tick].append((min(each.start_s for each in passes), max(each.end_s for each in passes)))
+                end_s = max(end_s, busy_T[tick][-1][1])
+            busy_T[tick] += [(each.start_s, each.end_s) for each in found if not each.communicates]
+    result: list[list[tuple[float, float]]] = []
+    done_s = 0.0  # a rank may begin its next tick before the other one ends this one
+    for tick, spans in enumerate(busy_T):
+        inside = with_passes[0] <= tick <= with_passes[-1]
+        cut = [(max(start, done_s), min(end, end_s)) for start, end in spans] if inside else []  # then the optimizer
+        result.append(joined((start, end) for start, end in cut if start < end))
+        done_s = max([done_s, *(end for _, end in result[-1])])
+    return result
 
 
 def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:

@@ -16,6 +16,7 @@ from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.curves import curve
+from moe_jax.schedule.pipelines.build import make_table
 from tests.parallel.per_device import on_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs
 import box
 import exchange_summary
 from box_summary import summary, table
+from pipeline_idle import bubble_of
 from stand_ins import collectives_of, communication, without_communication
 
 from moe_jax import config
@@ -205,3 +207,26 @@ def test_an_algorithm_without_a_model_is_measured_all_the_same(monkeypatch, tmp_
     assert result["ahead_of_flat_as_measured"] == [f"halo at {2**n} bytes" for n in range(16, 20)]
     assert "(-)" in exchange_summary.table(result)
     assert exchange_summary.write_picture(result, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def rank_of_pipeline(passes, late_s):
+    """What ran on a rank: every tick begins with the same instruction, every pass an exchange between two products."""
+    found = []
+    for tick, (begin_s, task, start_s, end_s) in enumerate(passes):
+        found.append(Operation("begin", "", True, "", begin_s, begin_s))
+        middle_s = (start_s + end_s) / 2
+        for number, (start, end) in enumerate([(start_s, middle_s - 0.1), (middle_s + 0.1, end_s)]):
+            if task:
+                found.append(Operation(f"dot.{tick}.{number}", f"{task}.attention.0", False, "", start + late_s, end))
+    return [*found, Operation("adam", "", False, "", 6.5, 7.0)]
+
+
+def test_a_stage_is_idle_while_no_rank_of_it_has_a_pass():
+    """One microbatch, two stages: F takes a second, B two, what is sent arrives at once. Half of the time is idle."""
+    first = [(0, "F", 0, 1), (1, "", 0, 0), (2, "", 0, 0), (4, "B", 4, 6)]
+    last = [(0, "", 0, 0), (1, "F", 1, 2), (2, "B", 2, 4), (4, "", 0, 0)]
+    ranks = [rank_of_pipeline(passes, late_s) for passes in (first, last) for late_s in (0.0, 0.2)]
+    found = bubble_of(ranks, make_table("gpipe", 2, 1), send_s=0.5)
+    assert found == pytest.approx(
+        {"measured": 0.5, "formula": 0.5, "own_slots": 0.5, "own_slots_and_sends": 1 - 6 / 14, "F_s": 1, "B_s": 2}
+    )
