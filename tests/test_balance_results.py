@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -86,3 +88,18 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
         "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
     }
     assert {name: told[name] for name in expected} == {name: [value] for name, value in expected.items()}
+
+
+def test_steps_get_faster_behind_a_migration_as_predicted() -> None:
+    """Two processes in one box; a twentieth is what rounds differ by."""
+    found = result("migration_box")
+    assert all(before > 1.5 > 1.01 > after for before, after in found["rank_load_max_over_mean"])
+    assert found["speedup"]["median"] == pytest.approx(found["speedup_predicted"]["median"], rel=0.05)
+    assert found["move_s"]["median"] == pytest.approx(found["move_s_predicted"]["median"], rel=0.05)
+    assert found["bytes_on_the_wire"] == pytest.approx(found["bytes_of_a_device_predicted"], rel=0.02)
+    measured, predicted = found["speedup"], found["speedup_predicted"]
+    assert rows("migration")["step"] == [
+        f"{found['step_s']['uneven_s']['median']:.2f} s before, {found['step_s']['even_s']['median']:.2f} s behind: "
+        f"{measured['median']:.2f} ({measured['first_quartile']:.2f}–{measured['third_quartile']:.2f}) × the speed",
+        f"{predicted['median']:.2f} ({predicted['first_quartile']:.2f}–{predicted['third_quartile']:.2f}) ×",
+    ]
