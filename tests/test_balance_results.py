@@ -1,32 +1,14 @@
 """What was measured of balance and migration bears what the documentation says of it."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "profiling" / "results" / f"{name}.json").read_text())
-    return found
-
-
-def rows(name: str) -> dict[str, list[str]]:
-    """Of all tables of a page: the first cell and the others."""
-    lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
-    return {first: others for first, *others in cells}
+from tests.results import percent, result, rows
 
 
 def seeds_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     return [values for name, values in run.items() if name.startswith("seed")]
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}".replace("%", " %")
 
 
 def test_biases_balance_as_well_as_the_loss_does_and_cost_nothing() -> None:
