@@ -28,7 +28,7 @@ class MoE:
     capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
     # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
     capacity_schedule: tuple[tuple[float, ...], ...] = ()
-    gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/parts.md
+    gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
     routed_scale: float = 1.0  # factor on the routed experts' output
     num_groups: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
@@ -241,7 +241,7 @@ class Mesh:
 class Schedule:
     """In which order an iteration's tasks run."""
 
-    policy: Literal["vanilla", "expert_pipeline", "unified"] = "vanilla"
+    policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
     microbatches: int = 1  # unified: parts of a device's sequences; expert_pipeline: of the slots
     backward_microbatches: int | None = None  # null: as many; unified: a divisor
     expert_chunks: int = 1  # unified: parts of a microbatch's slots, which exchanges and experts see one by one
@@ -260,14 +260,20 @@ class Schedule:
     virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
     head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
 
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether microbatches are parts of a device's sequences; those of a policy from elsewhere may be."""
+        return self.policy not in ("vanilla", "expert_pipeline")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """In which form tokens and gradients travel between devices."""
 
-    # all-to-all: one collective; collective-permutes; by way of nodes, see docs/exchange.md; only existing rows
-    # (microbatches; auto: on TPU and GPU); beside the program (CPU)
-    algorithm: Literal["auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"] = "auto"
+    # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, by way of nodes, see
+    # docs/exchange.md; ragged, only existing rows (microbatches; auto: on TPU and GPU); background, beside the program
+    # (CPU); package.module:name of an Exchange, see docs/extend.md
+    algorithm: str = "auto"
     ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
     # how tensor ranks share an exchange, see docs/exchange.md: all rows from each of them (replicated), its own rows
     # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
@@ -280,6 +286,11 @@ class Exchange:
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped
     buffer_factor: float | None = 3.0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the algorithm is none of the project's own."""
+        return ":" in self.algorithm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,8 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("mesh.expert=auot", "mesh.expert='auot' must be a whole number, not text: did you mean auto?"),
         (
             "schedule.policy=atuo",
-            "schedule.policy=atuo must be vanilla or expert_pipeline or unified: did you mean auto?",
+            "schedule.policy=atuo must be vanilla or expert_pipeline or unified or package.module:name: "
+            "did you mean auto?",
         ),
         ("train=null", "override 'train=null': train is a section, and null would leave it as it is"),
         (

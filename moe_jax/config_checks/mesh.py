@@ -110,7 +110,7 @@ def expert_ranks_text(mesh: "Mesh", sizes: Mapping[str, int]) -> str:
 def check_batch_split(config: "Config", batch_shards: int) -> None:
     """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
     size, parts = config.train.batch_size, config.train.grad_accumulation
-    microbatches = config.schedule.microbatches if config.schedule.policy == "unified" else 1
+    microbatches = config.schedule.microbatches if config.schedule.cuts_batch else 1
     unit = parts * batch_shards * microbatches
     if size % unit:
         cut = f" × schedule.microbatches={microbatches}" if microbatches > 1 else ""

@@ -61,9 +61,10 @@ def check_pipeline(config: "Config") -> None:
 
 def _check_collectives(config: "Config") -> None:
     stages, exchange, grad_reduce = config.mesh.pipeline, config.exchange, config.schedule.grad_reduce
-    if exchange.algorithm in _PERMUTES and stages > 1:
+    if (exchange.algorithm in _PERMUTES or exchange.is_elsewhere) and stages > 1:
+        sends = "may send" if exchange.is_elsewhere else "sends"
         raise ConfigError(
-            f"exchange.algorithm={exchange.algorithm} sends from rank to rank, which waits for the devices of all "
+            f"exchange.algorithm={exchange.algorithm} {sends} from rank to rank, which waits for the devices of all "
             f"mesh.pipeline={stages} stages: use exchange.algorithm=flat or hier_2d"
         )
     if config.mesh.context != 1 and exchange.context_form == "ring" and stages > 1:

@@ -107,12 +107,15 @@ _POSITIVE = (
     "schedule.network_gb_per_s",
     "tune.band",
 )
-# Parts of the model with a name of their own; others are named package.module:name.
+# Parts with a name of their own; others are named package.module:name.
 _PARTS = {
     "model.moe.gate": tuple(GATES),
     "model.moe.order": ("sort", "einsum"),
     "model.moe.hooks": ("none", "bf16", "fp8"),
+    "schedule.policy": ("vanilla", "expert_pipeline", "unified"),
+    "exchange.algorithm": ("auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"),
 }
+_OPEN = ("schedule.policy",)  # of these, what may say auto until it is planned
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 # Numbers that must lie in [0, 1).
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "log.alarm_entropy")
@@ -165,7 +168,7 @@ def check_parts(config: "Sections") -> None:
     for name, own in _PARTS.items():
         value = str(setting(config, name))
         if value not in own and not _ELSEWHERE.fullmatch(value):
-            near = difflib.get_close_matches(value, own, n=1)
+            near = difflib.get_close_matches(value, [*own, "auto"] if name in _OPEN else own, n=1)
             cure = f": did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name}={value} must be {_either(own)} or package.module:name{cure}")
 

@@ -22,12 +22,12 @@ def check_schedule(config: "Config") -> None:
             "use schedule.policy=unified or expert_pipeline "
             "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
         )
-    if settings.policy == "unified" and backward is not None and parts % backward:
+    if settings.cuts_batch and backward is not None and parts % backward:
         raise ConfigError(
             f"schedule.backward_microbatches={backward} cannot be made of schedule.microbatches={parts}: "
             f"use {divisors_text(parts)}"
         )
-    if settings.policy != "unified" and settings.expert_chunks > 1:
+    if not settings.cuts_batch and settings.expert_chunks > 1:
         cure = ", or schedule.microbatches, which cuts slots here" if settings.policy == "expert_pipeline" else ""
         raise ConfigError(
             f"schedule.expert_chunks={settings.expert_chunks} cuts microbatches, which schedule.policy="
@@ -44,7 +44,7 @@ def check_schedule(config: "Config") -> None:
 def _check_whole_batch(config: "Config") -> None:
     """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
     moe, settings = config.model.moe, config.schedule
-    if moe.gate_facts.splits or settings.policy != "unified" or settings.microbatches == 1:
+    if moe.gate_facts.splits or not settings.cuts_batch or settings.microbatches == 1:
         return
     raise ConfigError(
         f"model.moe.gate={moe.gate} compares all tokens of a batch, and schedule.microbatches={settings.microbatches} "

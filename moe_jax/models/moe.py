@@ -22,7 +22,7 @@ from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room
 from moe_jax.models.placement import in_slots
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import exchange_named
 from moe_jax.parallel.over_tensor import Route, Send
 from moe_jax.parallel.own_tokens import sum_over_sequences
 
@@ -80,7 +80,7 @@ def _prob_sum(decision: Decision, moe: MoE, sequences: int | None) -> Float[Arra
 
 def exchange(rows: Any, name: str, way: Route, moe: MoE) -> Any:
     """All-to-all `name`, dispatch or combine, of every array of a tree: block p goes to rank p."""
-    hooks, own = hooks_of(moe), EXCHANGES[way.algorithm].between(way.ranks)
+    hooks, own = hooks_of(moe), exchange_named(way.algorithm).between(way.ranks)
     around, backward = hooks.around(name, backward=False), hooks.around(name, backward=True)
 
     def sent(x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
-from moe_jax.parallel.all_to_all import BY_NODE
+from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
@@ -76,6 +76,8 @@ class Computation:
         exchange = exchange_of(config, platform, mesh.shape[Axis.TENSOR])
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
             exchange = "flat"
+        if config.exchange.is_elsewhere and config.model.moe.num_experts:
+            check_exchange(exchange, Ranks(expert_axis(config.mesh), platform, per_node), mesh)
         return cls(
             dtype=config.train.compute_dtype,
             remat=config.schedule.remat,

@@ -63,7 +63,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
     tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
     ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
     sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
-    parts = schedule.microbatches if schedule.policy == "unified" else 1
+    parts = schedule.microbatches if schedule.cuts_batch else 1
     return Sizes(
         item=ITEM_BYTES[config.train.compute_dtype],
         sequences=sequences,
@@ -108,7 +108,12 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         return Rows(sent=parts * received / tensor, computed=parts * padded)
     slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.algorithm == "ragged" or (
-        config.exchange.algorithm == "auto" and platform != "cpu" and parts > 1 and tensor == 1 and moe.hooks == "none"
+        config.exchange.algorithm == "auto"
+        and config.schedule.policy == "unified"
+        and platform != "cpu"
+        and parts > 1
+        and tensor == 1
+        and moe.hooks == "none"
     )
     if not (ragged and moe.sends_capacity_rows):
         sent = parts * moe.num_experts * min(slots, part)

@@ -249,7 +249,7 @@ class Step:
     def _exchanges_beside_attention_s(self, ring: Group) -> float:
         """Seconds of a block's exchanges, one way, that run beside its attention and want the links of the ring."""
         settings = self.config.schedule
-        if settings.policy != "unified" or not self.fabric.share_links(ring, self.experts):
+        if not settings.cuts_batch or not self.fabric.share_links(ring, self.experts):
             return 0.0
         own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
         return 2 * (parts - 1) * self.exchange_seconds(own / parts)  # of all but the microbatch that attends

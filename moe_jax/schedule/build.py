@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from moe_jax.errors import ConfigError
+from moe_jax.named import named
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_chunks import by_readiness, fill_gaps
 from moe_jax.schedule.play import interleave, play
-from moe_jax.schedule.policies import POLICIES
+from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, Shape
@@ -40,7 +42,7 @@ def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: Stream
 
     Raises ScheduleError.
     """
-    orders, needs = _policy(policy).orders(shape), task_graph(shape)
+    orders, needs = _orders(policy, shape), task_graph(shape)
 
     def step_s(issued: list[Action]) -> float:
         return max(span.end_s for span in play(issued, needs, seconds, stream_of).values())
@@ -80,7 +82,28 @@ def _exchanges(orders: Orders) -> list[list[Action]]:
     return [orders[stream] for stream in _LANES]
 
 
+def _orders(name: str, shape: Shape) -> Orders:
+    orders = _policy(name).orders(shape)
+    if name in POLICIES:
+        return orders
+    for stream, tasks in by_phase.orders(shape).items():
+        listed = orders.get(stream, [])
+        if wrong := set(tasks) ^ set(listed):
+            task = min(wrong)
+            cure = "leaves out {}: list it" if task in tasks else "lists {}, which is none of its tasks: leave it out"
+            raise ScheduleError(f"schedule.policy={name}: the {stream} stream {cure.format(task)}")
+        if len(listed) > len(tasks):
+            raise ScheduleError(f"schedule.policy={name}: the {stream} stream lists a task twice: list each once")
+    return orders
+
+
 def _policy(name: str) -> Policy:
-    if name not in POLICIES:
+    if name not in POLICIES and ":" not in name:
         raise ScheduleError(f"policy={name!r} is unknown: use {', '.join(POLICIES)}")
-    return POLICIES[name]
+    policy = named("schedule.policy", name, POLICIES)
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"schedule.policy={name} is of type {type(policy).__name__}: "
+            "name a moe_jax.schedule.policies.protocol.Policy"
+        )
+    return policy

@@ -4,16 +4,17 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from moe_jax.config import Config, Exchange
+from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.files import check_writable, reason
 from moe_jax.models.transformer import Computation
+from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
@@ -172,8 +173,7 @@ def _algorithms(config: Config, mesh: Mesh) -> list[str]:
     if config.mesh.expert_ranks(mesh.shape) == 1:
         return []
     cpu = Computation.of(config, mesh).platform == "cpu"
-    others = {"auto", *(["ragged"] if cpu else [])}  # CPUs have no irregular collective
-    return [name for name in get_args(get_type_hints(Exchange)["algorithm"]) if name not in others]
+    return [*EXCHANGES, *([] if cpu else ["ragged"])]  # CPUs have no irregular collective
 
 
 _OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moe_jax.config import MoE
 from moe_jax.models.hooks import hooks_of
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import exchange_named
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.over_tensor.whole import Whole
@@ -51,7 +51,7 @@ def start(x: jax.Array, action: Action, route: Route, moe: MoE, ties: Ties) -> t
     Over tensor ranks a collective of XLA also ends here, as what it brings is gathered or summed; one in the background
     does so if it is cut into chunks.
     """
-    exchange, ranks = EXCHANGES[route.algorithm], route.ranks
+    exchange, ranks = exchange_named(route.algorithm), route.ranks
     around = hooks_of(moe).around(action.op, backward=action.direction == "B")
 
     def send(x: jax.Array) -> jax.Array:

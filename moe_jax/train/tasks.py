@@ -25,7 +25,7 @@ from moe_jax.models.transformer import (
     rejoin,
     unembed,
 )
-from moe_jax.parallel.all_to_all import EXCHANGES, ragged
+from moe_jax.parallel.all_to_all import exchange_named, ragged
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens
@@ -287,7 +287,7 @@ class Tasks:
         bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
         route, moe = self.facts.how.route, self.facts.config.model.moe
         pending = PendingExchange(*start(joined, action, route, moe, self.ties), bounds, axis)
-        send = EXCHANGES[route.algorithm].between(route.ranks)
+        send = exchange_named(route.algorithm).between(route.ranks)
         for place, p in enumerate(pieces):
             sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
             flow[p] = Arrival(pending, place, sizes)

@@ -95,7 +95,8 @@ SCHEDULE = [
     (
         "an unknown policy",
         "schedule.policy=unifed",
-        "schedule.policy=unifed must be vanilla or expert_pipeline or unified: did you mean unified?",
+        "schedule.policy=unifed must be vanilla or expert_pipeline or unified or package.module:name: "
+        "did you mean unified?",
     ),
     (
         "an unknown place for weight gradients",
@@ -167,8 +168,8 @@ SCHEDULE = [
     (
         "an unknown all-to-all",
         "exchange.algorithm=rings",
-        "exchange.algorithm=rings must be auto or flat or ring or hier_1d or hier_2d or halo or ragged or background: "
-        "did you mean ring?",
+        "exchange.algorithm=rings must be auto, flat, ring, hier_1d, hier_2d, halo, ragged or background, or "
+        "package.module:name: did you mean ring?",
     ),
     (
         "an unknown reduction",

@@ -240,7 +240,8 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
         ),
         (
             ["--compile", "cpu:8", "--config", "small.yaml", "--policies", "vanila", "--out", "out"],
-            "schedule.policy=vanila must be vanilla or expert_pipeline or unified: did you mean vanilla?",
+            "schedule.policy=vanila must be vanilla or expert_pipeline or unified or package.module:name: "
+            "did you mean vanilla?",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from moe_jax.models.gates import (
 )
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
-from moe_jax.models.named import named
+from moe_jax.named import named
 
 GATES: dict[str, Gate] = {
     "softmax": of_biased_logits(softmax.choose),

@@ -4,7 +4,7 @@ from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
 from moe_jax.models.hooks import bf16, fp8
 from moe_jax.models.hooks.protocol import Hooks
-from moe_jax.models.named import named
+from moe_jax.named import named
 
 HOOKS = {"none": Hooks(), "bf16": bf16.HOOKS, "fp8": fp8.HOOKS}
 

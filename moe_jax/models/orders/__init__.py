@@ -12,9 +12,9 @@ its batch; D model width.
 
 from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
-from moe_jax.models.named import named
 from moe_jax.models.orders import dropless, irregular, mixed, one_hot, picked, slots
 from moe_jax.models.orders.protocol import Order
+from moe_jax.named import named
 
 ORDERS: dict[str, Order] = {
     "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),

@@ -4,13 +4,17 @@
 rank p. Together they are their own inverse and their own transpose.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
+from moe_jax.errors import ConfigError
+from moe_jax.named import named
 from moe_jax.parallel.all_to_all import background, flat, halo, hier_1d, hier_2d, ring
 from moe_jax.parallel.ranks import Ranks
 
@@ -57,3 +61,27 @@ EXCHANGES = {
     **BY_NODE,
     "background": Exchange(background.start, background.finish, only_starts=True),
 }
+
+
+def exchange_named(algorithm: str) -> Exchange:
+    """The one that a config names, but for auto and ragged. Raises ConfigError if it is none."""
+    exchange = named("exchange.algorithm", algorithm, EXCHANGES)
+    if not isinstance(exchange, Exchange):
+        raise ConfigError(
+            f"exchange.algorithm={algorithm} is of type {type(exchange).__name__}: "
+            "name a moe_jax.parallel.all_to_all.Exchange"
+        )
+    return exchange
+
+
+def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
+    """Raise ConfigError unless rows arrive in the shape and type in which they are sent."""
+    exchange, size = exchange_named(algorithm), math.prod(mesh.shape[axis] for axis in ranks.axes)
+    rows, spec = jax.ShapeDtypeStruct((size**2, 3), jnp.bfloat16), PartitionSpec(ranks.axis)
+    sent = jax.shard_map(exchange.between(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    arrived = jax.eval_shape(sent, rows)
+    if (arrived.shape, arrived.dtype) != (rows.shape, rows.dtype):
+        forms = [f"{x.dtype}[{x.shape[0] // size}, {', '.join(map(str, x.shape[1:]))}]" for x in (arrived, rows)]
+        raise ConfigError(
+            f"exchange.algorithm={algorithm} makes {forms[0]} of {forms[1]} on {size} ranks: it must be the same"
+        )

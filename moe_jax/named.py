@@ -1,4 +1,4 @@
-"""Parts of the model that a setting names: the project's own by a word, others as `package.module:name`."""
+"""Parts that a setting names: the project's own by a word, others as `package.module:name`."""
 
 import difflib
 import importlib

@@ -1,0 +1,171 @@
+"""What README.md and docs/ show is so: code runs, command lines are understood, and links lead somewhere."""
+
+import importlib
+import re
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from moe_jax.config_files import load_draft
+from moe_jax.errors import CommandParser, UserError
+from tests.bad_input.cases import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIG = "configs/shakespeare_cpu.yaml"  # where a page leaves open which, or names a run that has yet to be
+FOLDERS = "configs|docs|moe_jax|profiling|scripts|tests"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@cache
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and content of each block of code."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@cache
+def prose(page: Path) -> str:
+    """What is no block of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, one after another, in a folder that has the configs."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, (_, code) in enumerate(block for block in blocks(page) if block[0] == "python"):
+        exec(compile(code, f"{page.name}, python block {number}", "exec"), names)
+
+
+class Line(NamedTuple):
+    """A call of Python with a module or a program of the project."""
+
+    text: str
+    says: str  # the line below it, in blocks that show what is printed
+
+    @property
+    def words(self) -> list[str]:
+        """Behind `python`, what is open filled in."""
+        text = re.sub(r"(--config) (…|FILE)", rf"\1 {CONFIG}", self.text)
+        text = re.sub(r"(?<= )\[([^\]]*)\]", r"\1", text)  # optional
+        words = shlex.split(text[text.index("python") :], comments=True)[1:]
+        return [word for word in words if word not in ("…", "section.key=value")]
+
+
+@cache
+def commands(page: Path) -> list[Line]:
+    """Of the blocks of a page."""
+    found = []
+    for language, content in blocks(page):
+        lines = re.sub(r"\\\n", " ", content).splitlines() if language in ("", "sh") else []
+        for line, says in zip(lines, [*lines[1:], ""], strict=False):
+            if re.match(r"(\$ )?(\w+=\S+ )*(sudo )?(\.venv/bin/)?python (-m moe_jax|(profiling|scripts)/)", line):
+                found.append(Line(line, says))
+    return found
+
+
+class Parsed(Exception):
+    """Ends a command that has read its line."""
+
+
+def arguments_of(program: str, words: list[str]) -> tuple[Namespace, list[str]]:
+    """What a command makes of its line, and what a launcher would hand on."""
+    launches = program == "launch"
+    with pytest.MonkeyPatch.context() as patch:
+        for read in ("parse_known_args",) if launches else ("parse_args", "parse_intermixed_args"):
+
+            def parse(parser: CommandParser, *given: object, read: str = read) -> None:
+                raise Parsed(getattr(ArgumentParser, read)(parser, *given))
+
+            patch.setattr(CommandParser, read, parse, raising=False)
+        patch.setattr(sys, "argv", [program, *words])
+        main = COMMANDS.get(program) or importlib.import_module(program).main
+        with pytest.raises(Parsed) as parsed:
+            main()
+    (found,) = parsed.value.args
+    return found if launches else (found, [])
+
+
+def check_command(program: str, words: list[str], whole: bool = True) -> None:
+    """Raises unless the command knows its flags and, in a `whole` line, the settings are right together."""
+    arguments, rest = arguments_of(program, words)
+    if rest:
+        check_command(arguments.module.removeprefix("moe_jax."), rest, whole)
+    config = getattr(arguments, "config", None) or getattr(arguments, "model", None)
+    if isinstance(config, Path | str):
+        draft = load_draft(config if Path(config).is_file() else CONFIG, arguments.overrides)
+        if whole and not draft.open:
+            draft.choose()
+
+
+@each_page
+def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or refused with what the page shows."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "profiling")
+    for line in commands(page):
+        first, *words = line.words
+        program = words.pop(0) if first == "-m" else first
+        said = ""
+        try:
+            check_command(Path(program).stem if first != "-m" else program[8:], words, whole="…" not in line.text)
+        except UserError as error:
+            said = f"error: {error}"
+        except SystemExit as end:
+            said = f"exit code {end.code}"
+        assert said == (line.says if line.says.startswith("error: ") else ""), line.text
+
+
+def test_there_are_commands_and_code() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 50
+    assert len(WITH_PYTHON) > 3
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Of the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.resolve()), link
+
+
+@each_page
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+\.\w+)`", prose(page)):
+        assert (ROOT / name).exists() or (ROOT / "moe_jax" / name).exists(), name
+
+
+def test_every_page_is_in_the_readme() -> None:
+    text = PAGES[0].read_text()
+    assert not [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text]
+
+
+def test_messages_are_those_of_the_program() -> None:
+    """Each piece between the dots stands in one text of the code."""
+    files = (ROOT / "moe_jax").rglob("*.py")
+    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    pieces = [piece.strip() for row in rows for piece in row.split("…")]
+    assert not [piece for piece in pieces if piece not in code]
