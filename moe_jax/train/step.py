@@ -183,15 +183,17 @@ class _DeviceStep:
         is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         if most is not None:
             is_good &= metrics["loss"] <= most
-        factor = clip_factor(norm, config.optimizer.clip_norm)
-        params = zero.own_parts(self.cuts, state["params"])
-        scaled = jax.tree.map(lambda g: g * factor, grads)
-        updates, moments = self.optimizer.update(scaled, state["optimizer"], params, is_good=is_good)
-        learned = optax.apply_updates(params, updates)
-        learned = with_moved_biases(learned, total.count_ME, self.stages, config.model.moe.bias_update_rate)
+        with jax.named_scope("optimizer"):
+            factor = clip_factor(norm, config.optimizer.clip_norm)
+            params = zero.own_parts(self.cuts, state["params"])
+            scaled = jax.tree.map(lambda g: g * factor, grads)
+            updates, moments = self.optimizer.update(scaled, state["optimizer"], params, is_good=is_good)
+            learned = optax.apply_updates(params, updates)
+            learned = with_moved_biases(learned, total.count_ME, self.stages, config.model.moe.bias_update_rate)
+            learned = unless_bad(is_good, learned, params)
         new_state = {
             "step": state["step"] + 1,
-            "params": zero.gathered(self.cuts, unless_bad(is_good, learned, params), platform),
+            "params": zero.gathered(self.cuts, learned, platform),
             "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         }
         if slot_ME is not None:
