@@ -389,6 +389,7 @@ class Log:
     dir: str = "runs/default"
     every: int = 10  # steps between two lines
     tensorboard: bool = True
+    wandb_project: str | None = None  # at Weights & Biases, of process 0, see docs/logging.md; null: none
     # every n-th record has the load of each expert of each block; null: as many records as keep it to 1,024 numbers in
     # each on average
     expert_load_every: int | None = None
@@ -396,8 +397,9 @@ class Log:
     # entropy is a smaller part of an even load's. null: none
     alarm_unused_steps: int | None = 100
     alarm_entropy: float | None = 0.5
-    # run this step under jax's profiler, into log.dir/trace; the first step of a process is not traced, but the next
-    trace_step: int | None = None
+    # run this step, or those from the first to the last ([10, 13]), under jax's profiler, into log.dir/trace; the first
+    # step of a process is not traced, but the next
+    trace_step: tuple[int, ...] | None = None
     sample_prompt: str = "\n"  # of the text sampled at the end, for the report
     sample_tokens: int = 400  # 0: no sample
 

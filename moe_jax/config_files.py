@@ -173,6 +173,9 @@ def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) ->
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is not None:  # a list, or null
+        hint = next((each for each in options if typing.get_origin(each) is tuple), hint)
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list) else [value]
         return tuple(_value(name, item, typing.get_args(hint)[0]) for item in items)
@@ -185,7 +188,6 @@ def _value(name: str, value: Any, hint: Any) -> Any:
             cure = f": did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name}={value} must be {' or '.join(words)}{cure}")
         return value
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     if isinstance(value, bool):

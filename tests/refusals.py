@@ -29,9 +29,14 @@ REFUSED = {
         "checkpoint.resume=true, or checkpoint.safety_copies_every=0"
     ),
     "log.dir=": "log.dir is empty: name the folder that receives the run",
+    "log.trace_step=1": "log.trace_step=1 must be at least 2 (or null)",
+    "log.trace_step=[9,3]": (
+        "log.trace_step=[9, 3] must be a step, or the first and the last of several, e.g. [10, 13] (or null)"
+    ),
     "train.steps=4 log.trace_step=5": (
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
+    "log.wandb_project=": "log.wandb_project is empty: name a project, or null",
     "train.skip_spikes=true": (
         "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
         "train.spike_factor=3, or use train.skip_spikes=false"

@@ -85,7 +85,6 @@ _AT_LEAST: dict[str, float] = {
     "log.every": 1,
     "log.expert_load_every": 1,
     "log.alarm_unused_steps": 1,
-    "log.trace_step": 2,  # the first step includes the process's start-up
     "log.sample_tokens": 0,
 }
 _AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits

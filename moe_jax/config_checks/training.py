@@ -14,6 +14,7 @@ _NAMES = {
     "tune.cache": "file",
     "plan.cluster": "cluster",
     "train.init_from": "folder",
+    "log.wandb_project": "project",
 }
 
 
@@ -46,13 +47,22 @@ def check_training(config: "Config") -> None:
         raise ConfigError(
             "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
         )
-    traced, steps = config.log.trace_step, config.train.steps
-    if traced is not None and traced > steps:
-        raise ConfigError(
-            f"log.trace_step={traced} is never reached with train.steps={steps}: use {traced} steps or more, or null"
-        )
+    _check_trace(config)
     if config.train.skip_spikes and config.train.spike_factor is None:
         raise ConfigError(
             "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
             "train.spike_factor=3, or use train.skip_spikes=false"
         )
+
+
+def _check_trace(config: "Config") -> None:
+    traced, steps = config.log.trace_step, config.train.steps
+    if traced is None:
+        return
+    told = f"log.trace_step={traced[0] if len(traced) == 1 else list(traced)}"
+    if len(traced) not in (1, 2) or traced[0] > traced[-1]:
+        raise ConfigError(f"{told} must be a step, or the first and the last of several, e.g. [10, 13] (or null)")
+    if traced[0] < 2:  # the first step includes the process's start-up
+        raise ConfigError(f"{told} must be at least 2 (or null)")
+    if traced[-1] > steps:
+        raise ConfigError(f"{told} is never reached with train.steps={steps}: use {traced[-1]} steps or more, or null")

@@ -1,29 +1,54 @@
-"""The matrix rate that this machine reaches, as the yardstick for model FLOP utilisation (MFU)."""
+"""The rates that this machine reaches: of matrix products, as the yardstick for model FLOP utilisation (MFU), and of
+copies, as that for what only moves numbers.
+
+The best of several rounds, as others who use the machine only make it slower; still, on CPUs it is no more than about
+right.
+"""
 
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _WIDTH = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
-_RUNS = 10
+_COPIED = {"cpu": 2**26, "gpu": 2**31, "tpu": 2**30}  # bytes, more than any cache holds
+_ROUNDS = 10
+_CALLS = {"cpu": 1, "gpu": 8, "tpu": 8}  # of a round: the host starts the next while one runs
 
 
 def matrix_flops_per_s(dtype: str) -> float:
     """Floating-point operations per second of a square matrix product, on all devices of all processes.
 
-    The best of several rounds, as others who use the processor only make it slower; still, on CPUs it is no more than
-    about right. Simulated CPU devices share the processor: they count as one. Takes about a second.
+    Simulated CPU devices share the processor: they count as one. Takes about a second.
     """
     device = jax.local_devices()[0]
     width = _WIDTH[device.platform]
-    x = jax.device_put(jnp.ones((width, width), dtype), device)
-    multiply = jax.jit(jnp.matmul)
-    multiply(x, x).block_until_ready()
-    seconds = []
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        multiply(x, x).block_until_ready()
-        seconds.append(time.perf_counter() - start)
+    # random: constant numbers take less power, and run at a higher clock
+    numbers = np.random.default_rng(0).standard_normal((width, width), np.float32)
+    x = jax.device_put(numbers.astype(jnp.dtype(dtype)), device)
     sharers = jax.process_count() if device.platform == "cpu" else jax.device_count()
-    return 2 * width**3 / min(seconds) * sharers
+    return 2 * width**3 / _seconds(lambda x: jnp.matmul(x, x), x) * sharers
+
+
+def memory_bytes_per_s() -> float:
+    """Bytes read and written per second by a copy in the memory of one device."""
+    device = jax.local_devices()[0]
+    x = jax.device_put(jnp.ones(_COPIED[device.platform] // 4), device)
+    return 2 * x.nbytes / _seconds(jnp.negative, x)  # a mere copy would be taken out
+
+
+def _seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Of one call, in the best round."""
+    calls = _CALLS[next(iter(x.devices())).platform]
+    function = jax.jit(function)
+    function(x).block_until_ready()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function(x)
+        result.block_until_ready()
+        seconds.append((time.perf_counter() - start) / calls)
+    return min(seconds)

@@ -37,7 +37,7 @@ def origin() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of Python and the packages that numbers depend on."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: package_version(name) for name in _PACKAGES}
 
 
 def _program() -> str:
@@ -48,7 +48,8 @@ def _program() -> str:
     return f"python {os.path.relpath(sys.argv[0])}" if sys.argv[0] else "python"
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -37,6 +37,7 @@ class RouterStats(NamedTuple):
     num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no room in the buffer
 
 
+@jax.named_scope("route")
 def route(
     params: Any,
     h_TD: Float[Array, "T D"],
@@ -114,11 +115,13 @@ def beside_experts(params: Any) -> list[Any]:
     return [params[name] for name in ("shared", "dense") if name in params]
 
 
+@jax.named_scope("experts")
 def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
     """This rank's experts on the rows they were sent."""
     return order_of(moe).experts(params, received, moe, platform)
 
 
+@jax.named_scope("unpermute")
 def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) -> Float[Array, "T D"]:
     """Inverse order: each token's weighted sum of what its experts returned."""
     return hooks_of(moe).after_layer(order_of(moe, ragged).inverse(returned, ticket))

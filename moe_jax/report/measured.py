@@ -57,12 +57,21 @@ def read_traced(folder: Path) -> Traced:
         raise TraceError(f"{folder / PROGRAM} is not scheduled HLO: let log.trace_step write it again") from None
     if not operations:
         raise TraceError(f"--trace {folder}: its trace holds nothing of {PROGRAM}: let log.trace_step fill it again")
+    steps = _steps(program, operations)
+    if steps > 1:
+        raise TraceError(f"--trace {folder} is of {steps} steps: trace one, e.g. with log.trace_step=20")
     if not any(action_of(operation.task) for operation in operations):
         raise TraceError(
             f"--trace {folder} is of a plain step, whose operations belong to no tasks: "
             "trace a run with schedule.policy=unified or expert_pipeline"
         )
     return Traced(folder, program, operations)
+
+
+def _steps(program: Program, operations: Sequence[Operation]) -> int:
+    """How often the program ran: each of its own instructions does once in a step."""
+    own = {line.name for line in program.computations[program.entry]}
+    return max((operation.run + 1 for operation in operations if operation.name in own), default=1)
 
 
 def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.stages import Stages
 from moe_jax.train.metrics import human_seconds
-from moe_jax.train.profiled import step_to_trace
+from moe_jax.train.profiled import steps_to_trace
 from moe_jax.train.room import predicted_memory
 from moe_jax.train.safety_plan import safety_text
 from moe_jax.train.setup import Run, compile_programs, open_run
@@ -103,10 +103,13 @@ def _memory(memory: StepMemory) -> str:
 
 
 def _trace(run: Run) -> dict[str, str]:
-    wanted, step = run.config.log.trace_step, step_to_trace(run.config, run.first_step)
+    wanted, steps = run.config.log.trace_step, steps_to_trace(run.config, run.first_step)
     if wanted is None:
         return {}
-    return {"trace": f"step {step}, to {run.folder / FOLDER}" if step else f"none: step {wanted} is not left to do"}
+    if not steps:
+        return {"trace": f"none: step {wanted[-1]} is not left to do"}
+    told = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return {"trace": f"{told}, to {run.folder / FOLDER}"}
 
 
 def _tuning(run: Run) -> dict[str, str]:

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax
+from jax.profiler import StepTraceAnnotation
+
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train import faults
@@ -11,13 +14,14 @@ from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.describe import describe, table
 from moe_jax.train.diverged import GoBack, way_out
+from moe_jax.train.energy import energy_counter
 from moe_jax.train.failures import ends_with_its_peers
 from moe_jax.train.interrupt import StopRequest, stop_on_signals
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.migration import Migration
 from moe_jax.train.processes import is_main_process
-from moe_jax.train.profiled import step_to_trace, traced
+from moe_jax.train.profiled import Tracing, steps_to_trace
 from moe_jax.train.programs import kept
 from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
@@ -64,6 +68,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     with (
         _open_log(run) as log,
         safety.begun(log, programs.digests),
+        Tracing(steps_to_trace(config, step), run.folder) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
         ends_with_its_peers(),
     ):
@@ -75,7 +80,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             state = first_state(run, programs.init.result())
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
-        meter, trace_step = Meter(config, log, peak), step_to_trace(config, step)
+        meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
         under_way = restored.record.tuner if restored else None
         tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
         capacities = Capacities(run.changes, run.batch_shape, log)
@@ -92,12 +97,11 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             if capacities.begins(step):
                 with meter.paused():
                     tuning.step, behind.evaluate = capacities.programs()
-            if step == trace_step:
-                with meter.paused():
-                    state, metrics = traced(tuning.step, state, inputs, run.folder)
-            else:
+            tracing.begin(step, meter)
+            with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
-            meter.add(step, metrics, timed=step != trace_step)
+            meter.add(step, metrics, timed=step not in tracing.steps)
+            tracing.end(step, tuning.step, meter)
             tell_progress(step - 1)
             tuning.step_started(step)
             state = migration.after(step, state)
@@ -136,6 +140,8 @@ def _open_log(run: Run) -> RunLog:
         tokens_per_step=run.config.train.batch_size * run.config.data.seq_len,
         tensorboard=run.config.log.tensorboard,
         quiet=not is_main_process(),
+        wandb_project=run.config.log.wandb_project,
+        config=dataclasses.asdict(run.config),
     )
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.alarms import Alarms, load_statistics
 from moe_jax.train.bad_steps import BadSteps, slower
+from moe_jax.train.energy import Joules
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
@@ -21,11 +23,22 @@ Metrics = dict[str, jax.Array]
 _LOADS_OF_A_RECORD = 1024  # of experts, on average
 
 
+class Spent(NamedTuple):
+    """Up to a moment."""
+
+    time_s: float
+    energy_j: float
+
+    def without(self, start: "Spent", end: "Spent") -> "Spent":
+        """A beginning moved by what lies between two moments, so that it does not count."""
+        return Spent(self.time_s + end.time_s - start.time_s, self.energy_j + end.energy_j - start.energy_j)
+
+
 class Meter:
     """Reads each step's metrics while the next step runs, so that the devices never wait for the host."""
 
-    def __init__(self, config: Config, log: RunLog, peak_flops_per_s: float):
-        self._config, self._log, self._peak = config, log, peak_flops_per_s
+    def __init__(self, config: Config, log: RunLog, peak_flops_per_s: float, joules: Joules | None = None):
+        self._config, self._log, self._peak, self._joules = config, log, peak_flops_per_s, joules
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
@@ -36,8 +49,8 @@ class Meter:
         self.bad_steps = BadSteps(config, log)
         self._waiting: tuple[int, Metrics, bool] | None = None
         self._done: tuple[int, Metrics] | None = None  # and not recorded
-        self._since, self._timed_steps = time.perf_counter(), 0  # of the next record
-        self._ended = self._since  # the step before, or a pause
+        self._ended = self._now()  # the step before, or a pause
+        self._since, self._timed_steps = self._ended, 0  # of the next record
         self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
 
     def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
@@ -56,8 +69,11 @@ class Meter:
         step, metrics, timed = self._waiting
         self._waiting = None
         jax.block_until_ready(metrics)
-        now = time.perf_counter()
-        self.step_s, self._ended = now - self._ended if timed else None, now
+        now = self._now()
+        self.step_s = now.time_s - self._ended.time_s if timed else None
+        if not timed:
+            self._since = self._since.without(self._ended, now)
+        self._ended = now
         self._warn_of_drops(step, metrics)
         self.bad_steps.look(step, metrics)
         if "expert_load" in metrics and not self.bad_steps.in_a_row:
@@ -97,10 +113,10 @@ class Meter:
             self.finish()
         else:
             self.wait()
-        start = time.perf_counter()
+        start = self._now()
         yield
-        self._ended = time.perf_counter()
-        self._since += self._ended - start
+        self._ended = self._now()
+        self._since = self._since.without(start, self._ended)
 
     def _warn_of_drops(self, step: int, metrics: Metrics) -> None:
         """Once, when rows find no room though experts have no capacity."""
@@ -124,16 +140,21 @@ class Meter:
         values = {name: _rounded(value) for name, value in read.items()} | statistics
         values |= self.bad_steps.numbers()
         if self._timed_steps:
-            step_s = (now - self._since) / self._timed_steps
+            step_s = (now.time_s - self._since.time_s) / self._timed_steps
             values |= {
                 "step_s": step_s,
                 "tokens_per_s": self._tokens / step_s,
                 "mfu": self._flops / step_s / self._peak,
             }
+            if self._joules is not None:
+                values["energy_j_per_step"] = (now.energy_j - self._since.energy_j) / self._timed_steps
         self._since, self._timed_steps = now, 0
         self._log.write({"step": step} | values)
         if statistics:
             self._alarms.look(step, statistics)
+
+    def _now(self) -> Spent:
+        return Spent(time.perf_counter(), self._joules() if self._joules else 0.0)
 
     def _has_loads(self, step: int) -> bool:
         """Whether the record of a step has the load of each expert: the first, the last and every n-th one."""

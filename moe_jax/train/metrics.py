@@ -14,6 +14,7 @@ from typing import Any, Self, final
 
 from moe_jax.errors import UserError
 from moe_jax.files import Appended, write_atomically
+from moe_jax.train.wandb_run import WandbRun
 
 FILE_NAME = "metrics.jsonl"
 _SCALARS_ROOM = 10**6  # bytes on the disk without which TensorBoard gets no scalars: its thread would not survive it
@@ -32,7 +33,15 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, start_step: int, total_steps: int, tokens_per_step: int, tensorboard: bool, quiet: bool
+        self,
+        folder: Path,
+        start_step: int,
+        total_steps: int,
+        tokens_per_step: int,
+        tensorboard: bool,
+        quiet: bool,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder = folder
         self._start_step = start_step
@@ -44,6 +53,7 @@ class RunLog:
         self._closing = ExitStack()
         self._file: Appended | None = None
         self._scalars: Any = None
+        self._wandb = WandbRun(wandb_project, folder, config or {}, self.warn) if wandb_project else None
         self._line_is_open = False
         self._told_full = False
 
@@ -56,6 +66,8 @@ class RunLog:
             raise MetricsError(
                 f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
             ) from None
+        if self._wandb is not None:
+            self._closing.enter_context(self._wandb)
         _forget_after(self._folder / FILE_NAME, self._start_step)
         self._file = self._closing.enter_context(Appended(self._folder / FILE_NAME))
         if self._tensorboard:
@@ -70,16 +82,16 @@ class RunLog:
             self._closing.callback(self._scalars.close)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
         if self._line_is_open:
             print(flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; one of training (`step, loss, step_s, …`) or validation (`validation_loss`) is shown.
 
-        Only a training record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, not for
-        TensorBoard, lists of them and words.
+        Only a training record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, in the
+        file alone, lists of them and words.
         """
         if self._file is None:
             return
@@ -87,10 +99,12 @@ class RunLog:
         if not self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step})) and not self._told_full:
             self._told_full = True
             self.warn(f"{self._folder / FILE_NAME} finds no room on the disk, and waits for some: make room")
+        scalars = _scalars_of(record)
         if self._scalars is not None and shutil.disk_usage(self._folder).free > _SCALARS_ROOM:
-            for key, value in record.items():
-                if key != "step" and not isinstance(value, list | str) and math.isfinite(value):
-                    self._scalars.add_scalar(key, value, step)
+            for key, value in scalars.items():
+                self._scalars.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.write(step, scalars)
         if "validation_loss" in record:
             loss = record["validation_loss"]
             bits = loss / math.log(2)
@@ -204,6 +218,15 @@ def _forget_after(path: Path, step: int) -> None:
         return
     kept = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
     write_atomically(path, "".join(_to_json(record) + "\n" for record in kept))
+
+
+def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Those that loggers take."""
+    return {
+        key: value
+        for key, value in record.items()
+        if key != "step" and not isinstance(value, list | str) and math.isfinite(value)
+    }
 
 
 def _to_json(record: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
@@ -45,8 +46,9 @@ def local_objective(
     input_Bn, target_Bn = own_tokens(token_BN1)
     seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
     logit_BnV, stats = forward(params, input_Bn, model, how, seen, slot_ME)
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
-    cross_entropy = losses.sum() / global_tokens
+    with jax.named_scope("cross_entropy"):
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
+        cross_entropy = losses.sum() / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)
     moe = model.moe
     parts = parts_of(cross_entropy, stats, counts_ME, global_tokens, moe)

@@ -37,6 +37,7 @@ from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import State, Trainer, make_trainer
 from moe_jax.train.tokens import open_tokens
+from moe_jax.train.wandb_run import check_wandb
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     mesh = make_mesh(config.mesh)
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
+    check_wandb(config.log.wandb_project)
     if choices := choices_of(config, mesh):
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)

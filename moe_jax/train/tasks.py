@@ -173,8 +173,9 @@ class Tasks:
 
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
             logits = unembed(weights, x, model)
-            losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens)
-            return losses.sum() / self.facts.global_tokens
+            with jax.named_scope("cross_entropy"):
+                losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens)
+                return losses.sum() / self.facts.global_tokens
 
         matrix = "embedding" if model.tie_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}

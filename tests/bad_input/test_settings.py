@@ -26,6 +26,12 @@ CONFIG = [
     ),
     ("a trace of the start-up", "log.trace_step=1", "log.trace_step=1 must be at least 2 (or null)"),
     (
+        "a trace that ends before it begins",
+        "log.trace_step=[3,2]",
+        "log.trace_step=[3, 2] must be a step, or the first and the last of several, e.g. [10, 13] (or null)",
+    ),
+    ("no step", "log.trace_step=soon", "log.trace_step='soon' must be a whole number, not text"),
+    (
         "a trace behind the end",
         "log.trace_step=5",
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null",

@@ -4,7 +4,10 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,7 @@ from moe_jax.report.compiled_text import assumptions, columns, compare, describe
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.xla_flags import FLAGS, compiler_options
-from moe_jax.train.profiled import traced
+from moe_jax.train.profiled import Tracing
 from moe_jax.train.step import make_trainer
 from tests.schedule.steps import nominal
 from tests.small import tokens_of
@@ -167,7 +170,12 @@ def trace_a_step(config: Config, run: Path) -> None:
     trainer = make_trainer(config, make_mesh(config.mesh))
     batch = jax.device_put(tokens_of(config), NamedSharding(trainer.mesh, BATCH_SPEC))
     state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), trainer.state_shapes)
-    traced(trainer.step.lower(state, batch).compile(), state, [batch], run)
+    program = trainer.step.lower(state, batch).compile()
+    meter: Any = SimpleNamespace(paused=nullcontext)
+    with Tracing(range(1, 2), run) as tracing:
+        tracing.begin(1, meter)
+        jax.block_until_ready(program(state, batch))
+        tracing.end(1, program, meter)
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -28,12 +28,13 @@ def heads(
     h_BND = gathered(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
-    if context_ranks() > 1:
-        scale = query.shape[-1] ** -0.5
-        return FORMS[context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
-    if view.window is None and "sink" not in params:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))
+    with jax.named_scope("attention"):
+        if context_ranks() > 1:
+            scale = query.shape[-1] ** -0.5
+            return FORMS[context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
+        if view.window is None and "sink" not in params:
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:

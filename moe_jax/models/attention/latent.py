@@ -40,7 +40,8 @@ def heads(
         return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
     key, value = _keys_and_values(weights, held)
     seen = seen_before(position_BN[0], position_BN[0], view.window)
-    return weighted_values(query, key, value, seen, scale, sink)
+    with jax.named_scope("attention"):
+        return weighted_values(query, key, value, seen, scale, sink)
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:

@@ -1,0 +1,77 @@
+"""Scalars of a run at Weights & Biases (wandb.ai, or a server of one's own). Imports no jax."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, final
+
+from moe_jax.errors import ConfigError, UserError
+from moe_jax.files import write_atomically
+
+_ID = "wandb_id"  # the file in log.dir that says which run there it is
+
+
+class WandbError(UserError):
+    """A logger that cannot begin."""
+
+
+def check_wandb(project: str | None) -> None:
+    """Raise ConfigError for a project without the package."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.wandb_project={project} needs the package wandb, which is not installed: "
+            "pip install 'moe_jax[wandb]', or log.wandb_project=null"
+        )
+
+
+@final
+class WandbRun:
+    """One run there, as a context manager: that of the same `log.dir`, if there is one, goes on.
+
+    Where it goes on from an earlier step, it keeps the numbers it has: those of a step are taken once. WANDB_MODE and
+    the other variables of wandb are honoured.
+    """
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]):
+        self._project, self._folder, self._config, self._warn = project, folder, config, warn
+        self._run: Any = None
+
+    def __enter__(self) -> Self:
+        import wandb
+
+        file = self._folder / _ID
+        known = file.read_text(encoding="utf-8").strip() if file.exists() else None
+        try:
+            self._run = wandb.init(
+                project=self._project,
+                dir=str(self._folder),
+                name=self._folder.name,
+                config=dict(self._config),
+                id=known,
+                resume="allow",
+                allow_val_change=True,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:  # wandb's errors have no common type
+            told = " ".join(str(error).split())
+            raise WandbError(
+                f"log.wandb_project={self._project} cannot begin ({type(error).__name__}: {told}): "
+                "run wandb login, or set WANDB_MODE=offline, or log.wandb_project=null"
+            ) from None
+        if known is None:
+            write_atomically(file, f"{self._run.id}\n")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=1 if kind else 0)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add numbers of a step. A logger that fails ends no run: it is left out from then on."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(scalars), step=step)
+        except Exception as error:
+            self._run = None
+            self._warn(f"wandb takes nothing any more ({type(error).__name__}: {' '.join(str(error).split())})")

@@ -1,0 +1,165 @@
+"""How fast is a training step on a GPU? python profiling/bench_gpu.py [--toy] [--only PARTS] [--out FOLDER]
+
+The rates of matrix products and copies first; then, for a model of coarse experts (Mixtral's widths) and one of
+fine-grained ones (DeepSeek-V2-Lite's), with as many blocks as fill the device: our step without a capacity, the same
+model in transformers, and our step with capacity factor 1.25. Each part runs in a process of its own and within its
+time, nine minutes in all; what fails is one line, and the others go on. Tells tokens/s, MFU by the measured rate, peak
+memory, and what each kind of operations takes beside the least that it could. Writes results/bench_gpu_DEVICE.json
+after each part, and traces beside it. Needs neither grain nor matplotlib. --toy, or a machine without a GPU, runs tiny
+models and writes bench_gpu.quick.json.
+"""
+
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_models import MODELS, TOYS, config_of, filling, with_capacity
+from parts import Values, run_part
+from results_file import RESULTS
+
+from moe_jax.config import Config
+from moe_jax.convert.families import family_that_holds
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.files import write_atomically
+from moe_jax.measure.provenance import origin
+from moe_jax.plan.resources import train_flops_per_token
+
+PARTS = {  # model, and how it is computed; in this order: the last may find no time
+    "coarse": ("coarse", "dropless"),
+    "coarse-transformers": ("coarse", "transformers"),
+    "fine": ("fine", "dropless"),
+    "fine-transformers": ("fine", "transformers"),
+    "coarse-capacity": ("coarse", "capacity"),
+    "fine-capacity": ("fine", "capacity"),
+}
+_FACTORS = {"dropless": None, "capacity": 1.25}
+_IN_ALL_S, _LEAST_S = 530.0, 40.0  # of all parts; without which none is begun
+_RATES_S, _PART_S = 75.0, 125.0  # at most
+_CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # of timed steps of a part
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "0",  # one device, whatever the machine has
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # jax leaves a quarter of the memory otherwise
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+class Bench:
+    """A run of all parts, and what is known so far."""
+
+    def __init__(self, folder: Path, toy: bool):
+        self._start, self._folder, self._toy = time.monotonic(), folder, toy
+        self._origin = origin()
+        self.parts: dict[str, Values] = {}
+
+    def run(self, wanted: list[str]) -> None:
+        """The rates, then the parts."""
+        rates = self._part("rates", "gpu_rates", {}, _RATES_S)
+        for name in wanted:
+            model, how = PARTS[name]
+            config = self._config(model, rates)
+            if config is None:
+                self._put(name, {"failed": "the rates are not known, or not one block fits in the memory"})
+            elif how == "transformers":
+                self._part(name, "gpu_transformers", self._timed(rates) | _in_transformers(config), _PART_S)
+            else:
+                trace = self.path.with_name(f"{self.path.stem}_{name}.trace.json.gz")
+                own = with_capacity(config, _FACTORS[how])
+                self._part(name, "gpu_step", self._timed(rates) | {"config": own, "trace": trace}, _PART_S)
+
+    @property
+    def path(self) -> Path:
+        """Of the results."""
+        device = self.parts["rates"].get("device", "")
+        name = ".quick" if self._is_toy else "_" + re.sub(r"\W+", "_", device.lower())
+        return self._folder / f"bench_gpu{name}.json"
+
+    @property
+    def _is_toy(self) -> bool:
+        return self._toy or self.parts["rates"].get("platform", "cpu") == "cpu"
+
+    def _config(self, model: str, rates: Values) -> Config | None:
+        if "memory_bytes_per_s" not in rates:
+            return None
+        return config_of(TOYS[model], 2, 32) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
+
+    def _timed(self, rates: Values) -> Values:
+        return {"rates": rates, "clock_s": _TOY_CLOCK_S if self._is_toy else _CLOCK_S}
+
+    def _part(self, name: str, module: str, arguments: Values, limit_s: float) -> Values:
+        left_s = _IN_ALL_S - (time.monotonic() - self._start)
+        if left_s < _LEAST_S:
+            self._put(name, {"failed": f"not begun, {left_s:.0f} s before the end"})
+        else:
+            run_part(module, arguments, min(limit_s, left_s), lambda found: self._put(name, found))
+        print(_line(name, self.parts[name]), flush=True)
+        return self.parts[name]
+
+    def _put(self, name: str, found: Values) -> None:
+        self.parts[name] = found
+        write_atomically(self.path, json.dumps({"parts": self.parts, "provenance": self._origin}, indent=2) + "\n")
+
+
+def main() -> None:
+    """Run all parts and write results/bench_gpu_DEVICE.json."""
+    parser = CommandParser(prog="python profiling/bench_gpu.py", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="tiny models: whether everything runs, in half a minute")
+    parser.add_argument("--only", metavar="A,B", default=",".join(PARTS), help="of %(default)s (default: all)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results and traces (default: %(default)s)")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
+    if unknown := [name for name in wanted if name not in PARTS]:
+        raise ConfigError(f"--only={unknown[0]} is unknown: choose of {', '.join(PARTS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as programs:
+        # what a GPU's compiler tries out in one part, it finds again in the next
+        for variable, value in (_ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": programs}).items():
+            os.environ.setdefault(variable, value)
+        bench = Bench(arguments.out, arguments.toy)
+        bench.run(wanted)
+    print(table(bench.parts))
+    print(f"written: {bench.path}")
+
+
+def _in_transformers(config: Config) -> Values:
+    """Arguments of the same model there."""
+    family = family_that_holds(config.model)
+    return {
+        "settings": {"model_type": family.model_type, **family.settings(config.model)},
+        "sequences": config.train.batch_size,
+        "seq_len": config.data.seq_len,
+        "flops_per_token": train_flops_per_token(config.model, config.data.seq_len),
+    }
+
+
+def table(parts: dict[str, Values]) -> str:
+    """Of all parts, and of each kind of operations in those that were traced."""
+    rows = [f"{'part':<22}{'tokens/s':>12}{'MFU':>8}{'step ms':>10}{'peak GB':>9}"]
+    for name, found in parts.items():
+        if "tokens_per_s" in found:
+            peak = f"{found['peak_bytes'] / 1e9:.1f}" if found["peak_bytes"] else "-"
+            step_ms, mfu = 1e3 * found["step_s"]["median"], f"{found['mfu']:.1%}"
+            rows.append(f"{name:<22}{found['tokens_per_s']:>12,.0f}{mfu:>8}{step_ms:>10.1f}{peak:>9}")
+    for name, found in parts.items():
+        if kinds := found.get("kinds"):
+            rows += ["", f"{name:<26}{'ms':>10}{'least ms':>10}{'least / ms':>12}"]
+            for kind, took in kinds.items():
+                seconds, least = took["seconds"], took["least_seconds"]
+                share = f"{least / seconds:.0%}" if seconds else "-"
+                rows.append(f"  {kind:<24}{1e3 * seconds:>10.2f}{1e3 * least:>10.2f}{share:>12}")
+    return "\n".join(rows)
+
+
+def _line(name: str, found: Values) -> str:
+    told: Any = found.get("failed") or found.get("skipped")
+    if told is None:
+        shown = ("device", "tokens_per_s", "mfu", "matrix_flops_per_s", "memory_bytes_per_s")
+        told = ", ".join(f"{key} {found[key]}" for key in shown if key in found)
+    return f"{name}: {told} ({found.get('wall_s', 0)} s)"
+
+
+if __name__ == "__main__":
+    run_command(main)

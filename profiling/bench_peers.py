@@ -1,0 +1,198 @@
+"""How fast are we beside others on one machine? python profiling/bench_peers.py [--maxtext PYTHON] [ROUNDS]
+
+Trains the model of `configs/bench/peers.yaml` on eight simulated devices, experts cut over all of them, with our
+command and with MaxText's, in turn, each in a process of its own that is timed from outside by what it writes: seconds
+from the command to its first step, and tokens/s behind the first quarter of its steps. PYTHON is that of a virtual
+environment with MaxText (`python3 -m venv FOLDER && FOLDER/bin/pip install maxtext`); without it we run alone. A minute
+or two for a round of each. Writes results/bench_peers.json.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from count_argument import check_least
+from results_file import quartiles, rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import CommandParser, UserError, run_command
+
+CONFIG = "configs/bench/peers.yaml"
+_POLL_S, _LIMIT_S = 0.01, 600.0
+
+
+class StoppedError(UserError):
+    """A command that ended before its last step."""
+
+
+class Peer(NamedTuple):
+    """A training command: what it is started with, and a file that gets a line with `step` for each step."""
+
+    command: Sequence[str]
+    environment: dict[str, str]
+    file: str  # in the folder that it is started with; "output": what it prints
+    step: str
+
+
+def main() -> None:
+    """Measure and write results/bench_peers.json."""
+    parser = CommandParser(prog="python profiling/bench_peers.py", description=__doc__)
+    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="of an environment with MaxText")
+    parser.add_argument("--steps", type=int, default=40, help="of each run (default: %(default)s)")
+    parser.add_argument("rounds", metavar="ROUNDS", nargs="?", type=int, default=3, help="default: %(default)s")
+    arguments = parser.parse_args()
+    check_least(arguments, rounds=1, steps=8)
+    config = load_config(CONFIG, [f"train.steps={arguments.steps}"])
+    peers = {"ours": ours(config)}
+    if arguments.maxtext is None:
+        print("--maxtext names no environment with MaxText: we run alone")
+    else:
+        peers["maxtext"] = maxtext(arguments.maxtext, config)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+    for _ in range(arguments.rounds):
+        for name, peer in peers.items():
+            found[name].append(timed(peer, config))
+            print(name, found[name][-1], flush=True)
+    write_result("bench_peers", {"config": CONFIG, "rounds": arguments.rounds} | summary(found))
+
+
+def ours(config: Config) -> Peer:
+    """As a user starts it."""
+    settings = ["--config", CONFIG, f"train.steps={config.train.steps}", "log.dir=run"]
+    root = Path(__file__).parents[1]
+    settings[1] = str(root / CONFIG)
+    settings.append(f"data.path={root / config.data.path}")
+    command = [sys.executable, "-m", "moe_jax.train", *settings]
+    return Peer(command, {"PYTHONPATH": str(root)}, "run/metrics.jsonl", '"step_s"')
+
+
+def maxtext(python: Path, config: Config) -> Peer:
+    """The same model, from tokens that are made up."""
+    model, devices = config.model, config.mesh.cpu_devices
+    settings = {
+        "run_name": "peers",
+        "base_output_directory": "run",
+        "hardware": "cpu",
+        "steps": config.train.steps,
+        "dataset_type": "synthetic",
+        "enable_checkpointing": False,
+        "decoder_block": "mixtral",
+        "attention": "dot_product",
+        "dtype": config.train.compute_dtype,
+        "weight_dtype": "float32",
+        "per_device_batch_size": config.train.batch_size // (devices or 1),
+        "max_target_length": config.data.seq_len,
+        "vocab_size": model.vocab_size,
+        "base_emb_dim": model.d_model,
+        "base_num_decoder_layers": model.num_layers,
+        "base_num_query_heads": model.num_heads,
+        "base_num_kv_heads": model.kv_heads,
+        "head_dim": model.head_width,
+        "base_mlp_dim": model.moe.hidden_dim,
+        "base_moe_mlp_dim": model.moe.hidden_dim,
+        "num_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "capacity_factor": model.moe.capacity_factor,
+        "sparse_matmul": False,
+        "megablox": False,
+        "load_balance_loss_weight": model.moe.load_balance_weight,
+        "logits_via_embedding": False,
+        "remat_policy": "full" if config.schedule.remat == "full" else "minimal",
+        "ici_fsdp_parallelism": 1,
+        "ici_expert_parallelism": devices,
+        "opt_type": "adamw",
+        "skip_jax_distributed_system": True,
+    }
+    base = _output([str(python), "-c", _FIND_MAXTEXT]).strip()
+    words = [f"{name}={value}" for name, value in settings.items()]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    module, _, file = base.partition(" ")
+    return Peer(
+        [str(python), "-m", module, file, *words],
+        {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"},
+        "output",
+        "completed step: ",
+    )
+
+
+_FIND_MAXTEXT = """
+import importlib.util, pathlib
+for package, module in (("maxtext", "maxtext.trainers.pre_train.train"), ("MaxText", "MaxText.train")):
+    if found := importlib.util.find_spec(package):
+        files = sorted(pathlib.Path(found.submodule_search_locations[0]).rglob("base.yml"))
+        if files:
+            print(module, files[0])
+            break
+"""
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StoppedError(
+            f"--maxtext {command[0]} does not run ({error}): name the python of an environment"
+        ) from None
+    if not text.strip():
+        raise StoppedError(f"--maxtext {command[0]} has no MaxText: {command[0]} -m pip install maxtext")
+    return text
+
+
+def timed(peer: Peer, config: Config) -> dict[str, float]:
+    """Seconds to the first step and tokens/s, and what else the machine did at the start. Raises StoppedError."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("wb") as output:
+        start = time.perf_counter()
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | peer.environment
+        with subprocess.Popen(
+            peer.command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ) as process:
+            times = _step_times(process, Path(folder) / peer.file, peer.step, config.train.steps)
+            process.terminate()
+        if len(times) < config.train.steps:
+            said = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()[-1:]
+            raise StoppedError(f"ended with step {len(times)}: {' '.join(said)}")
+    first = config.train.steps // 4
+    tokens = config.train.batch_size * config.data.seq_len * (len(times) - 1 - first)
+    return {
+        "first_step_s": rounded(times[0] - start),
+        "tokens_per_s": rounded(tokens / (times[-1] - times[first])),
+        "load_average": rounded(load),
+    }
+
+
+def _step_times(process: subprocess.Popen[bytes], file: Path, word: str, steps: int) -> list[float]:
+    """When each step was seen in the file."""
+    times: list[float] = []
+    end = time.perf_counter() + _LIMIT_S
+    while len(times) < steps and time.perf_counter() < end:
+        has_ended = process.poll() is not None
+        count = len(re.findall(re.escape(word), file.read_text(errors="replace"))) if file.exists() else 0
+        times += [time.perf_counter()] * (count - len(times))
+        if has_ended:
+            break
+        time.sleep(_POLL_S)
+    return times[:steps]
+
+
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians and quartiles of each, and ours over theirs round by round."""
+    values: dict[str, Any] = {
+        name: {key: quartiles([run[key] for run in runs]) for key in runs[0]} for name, runs in found.items()
+    }
+    if theirs := found.get("maxtext"):
+        for key in ("first_step_s", "tokens_per_s"):
+            ratios = [own[key] / other[key] for own, other in zip(found["ours"], theirs, strict=True)]
+            values[f"{key}_over_maxtext"] = quartiles(ratios)
+    return values
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,94 @@
+"""Two models that fill one device: coarse experts (Mixtral 8x7B) and fine-grained ones (DeepSeek-V2-Lite).
+
+Widths are the published ones; blocks are as many as fit. Imports no jax.
+"""
+
+import dataclasses
+from typing import Any
+
+from moe_jax.config import Config, Data, Latent, Mesh, Model, MoE, Train
+from moe_jax.plan.memory import step_memory
+
+MODELS = {
+    "coarse": Model(
+        vocab_size=32000,
+        d_model=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        moe=MoE(num_experts=8, top_k=2, hidden_dim=14336, capacity_factor=None),
+    ),
+    "fine": Model(
+        vocab_size=102400,
+        d_model=2048,
+        num_layers=27,
+        num_heads=16,
+        hidden_dim=10944,
+        latent=Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        moe=MoE(
+            num_experts=64,
+            top_k=6,
+            hidden_dim=1408,
+            num_shared_experts=2,
+            first_dense_blocks=1,
+            gate="deepseek_v2",
+            normalize_weights=False,
+            capacity_factor=None,
+        ),
+    ),
+}
+_TOY: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4}
+TOYS = {
+    "coarse": dataclasses.replace(
+        MODELS["coarse"],
+        **_TOY,
+        num_kv_heads=2,
+        moe=dataclasses.replace(MODELS["coarse"].moe, num_experts=4, hidden_dim=32),
+    ),
+    "fine": dataclasses.replace(
+        MODELS["fine"],
+        **_TOY,
+        hidden_dim=48,
+        latent=Latent(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+        moe=dataclasses.replace(MODELS["fine"].moe, num_experts=8, top_k=3, hidden_dim=16),
+    ),
+}
+_SEQ_LEN, _SEQUENCES = 2048, (16, 12, 8, 6, 4, 2, 1)
+_LEAST = 4  # sequences that the number of blocks leaves room for
+_SHARE = 0.92  # of the memory: what is predicted may be too little
+
+
+def config_of(model: Model, sequences: int, seq_len: int = _SEQ_LEN, **schedule: Any) -> Config:
+    """A step of it on one device."""
+    config = Config(
+        model=model,
+        mesh=Mesh(data=1, expert=1),
+        data=Data(seq_len=seq_len),
+        train=Train(batch_size=sequences, compute_dtype="bfloat16"),
+    )
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, **schedule))
+
+
+def with_capacity(config: Config, factor: float | None) -> Config:
+    """The same with so many slots for each expert."""
+    moe = dataclasses.replace(config.model.moe, capacity_factor=factor)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+
+
+def with_sequences(config: Config, sequences: int) -> Config:
+    """The same with another batch."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=sequences))
+
+
+def filling(model: Model, num_bytes: int) -> Config | None:
+    """The most blocks whose step fits with 4 sequences, then the most sequences; None if not one block fits.
+
+    All activations are kept: what is recomputed counts in no MFU.
+    """
+    room = _SHARE * num_bytes
+    for layers in range(model.num_layers, model.moe.first_dense_blocks, -1):
+        cut = dataclasses.replace(model, num_layers=layers)
+        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= room]
+        if fitting and fitting[0] >= _LEAST:
+            return config_of(cut, fitting[0])
+    return None

@@ -1,0 +1,125 @@
+"""A part of `bench_gpu.py`: our training step of one model on one device, timed, and traced by kinds of operations."""
+
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_models import with_sequences
+from jax.stages import Compiled
+from parts import Put, Values, one_line
+from results_file import quartiles, rounded
+from roofline import seconds_by_kind, work_by_kind
+
+from moe_jax.config import Config
+from moe_jax.measure.hlo import parse
+from moe_jax.measure.trace import FILES, read_trace
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.train.step import make_trainer
+
+_ROUNDS = 5
+_SERIAL: dict[str, dict[str, str | bool]] = {
+    "gpu": {"xla_gpu_enable_command_buffer": ""}
+}  # in a CUDA graph kernels have no names of instructions
+
+
+def measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
+    """Of about `clock_s` seconds of steps; with half the sequences, and again, where memory does not do."""
+    while True:
+        try:
+            return _measure(put, config, rates, clock_s, trace)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or config.train.batch_size == 1:
+                raise
+            put({"no_room_for_sequences": config.train.batch_size, "because": one_line(error)})
+        config = with_sequences(config, config.train.batch_size // 2)
+
+
+def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    tokens = shape[0] * config.data.seq_len
+    put(
+        {
+            "blocks": config.model.num_layers,
+            "parameters": count_parameters(config.model).total,
+            "sequences": shape[0],
+            "sequence_tokens": config.data.seq_len,
+            "capacity_factor": config.model.moe.capacity_factor,
+            "predicted_bytes": step_memory(config, rates["platform"]).total,
+        }
+    )
+    trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+    batch = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+    start = time.perf_counter()
+    program = trainer.step.lower(trainer.state_shapes, batch).compile()
+    memory = program.memory_analysis()
+    put({"compile_s": rounded(time.perf_counter() - start), "allocated_bytes": memory and _allocated(memory)})
+    state, times = _timed(program, trainer.init(), batch, clock_s)
+    step_s = statistics.median(times)
+    flops = train_flops_per_token(config.model, config.data.seq_len) * tokens
+    put(
+        {
+            "step_s": quartiles(times),
+            "tokens_per_s": rounded(tokens / step_s),
+            "mfu": rounded(flops / step_s / rates["matrix_flops_per_s"]),
+            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        }
+    )
+    try:
+        if serial := _SERIAL.get(rates["platform"]):
+            program = trainer.step.lower(trainer.state_shapes, batch).compile(serial)
+        put({"kinds": _kinds(program, state, batch, config, rates, trace)})
+    except Exception as error:  # what was timed stays as it is
+        put({"failed": f"its trace: {one_line(error)}"})
+
+
+def _allocated(memory: Any) -> int:
+    """As `plan.memory` counts it."""
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return int(total - memory.alias_size_in_bytes)
+
+
+def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> tuple[Any, list[float]]:
+    """The state behind all steps, and seconds of one in each round; the first steps warm up."""
+    for _ in range(2):
+        start = time.perf_counter()
+        state, metrics = program(state, batch)
+        jax.block_until_ready(metrics)
+    steps = max(1, round(clock_s / _ROUNDS / (time.perf_counter() - start)))
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = program(state, batch)
+        jax.block_until_ready(metrics)
+        times.append((time.perf_counter() - start) / steps)
+    return state, times
+
+
+def _kinds(program: Compiled, state: Any, batch: np.ndarray, config: Config, rates: Values, trace: Path) -> Values:
+    """Seconds of each kind of operation in a traced step beside the least; the trace becomes the file `trace`."""
+    text = program.as_text() or ""
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
+            with jax.profiler.trace(Path(folder) / turn):
+                state, metrics = program(state, batch)
+                jax.block_until_ready(metrics)
+        found = seconds_by_kind(read_trace(Path(folder) / "measured", text), parse(text))
+        shutil.copyfile(next((Path(folder) / "measured").rglob(FILES)), trace)
+    work = work_by_kind(config)
+    least = {kind: work[kind].seconds(rates["matrix_flops_per_s"], rates["memory_bytes_per_s"]) for kind in work}
+    return {
+        kind: {
+            "seconds": rounded(found.get(kind, 0.0)),
+            "least_seconds": rounded(least[kind]),
+            "flops": rounded(work[kind].flops),
+            "bytes": rounded(work[kind].num_bytes),
+        }
+        for kind in work
+    }

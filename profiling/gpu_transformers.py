@@ -1,0 +1,102 @@
+"""A part of `bench_gpu.py`: the same model in Hugging Face transformers, compiled, with grouped products of experts.
+
+Parameters and moments of AdamW are bfloat16 (grouped products compile with no other): fewer bytes than our float32.
+Its loss is the cross-entropy alone. Both make its steps shorter, not longer.
+"""
+
+import gc
+import importlib.util
+import statistics
+import time
+from typing import Any
+
+from parts import Put, Values, one_line
+from results_file import quartiles, rounded
+
+from moe_jax.measure.provenance import package_version
+
+_ROUNDS = 5
+_WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # compiled, how experts are computed
+
+
+def measure(
+    put: Put, settings: Values, sequences: int, seq_len: int, flops_per_token: float, rates: Values, clock_s: float
+) -> None:
+    """The first way that works, with half the sequences, and again, where memory does not do."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        return put({"skipped": f"{' and '.join(missing)} not installed"})
+    import torch
+
+    put({"versions": {name: package_version(name) for name in ("torch", "transformers", "triton")}})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = [sequences >> halved for halved in range(sequences.bit_length())]
+    refused: Values = {}
+    for is_compiled, experts in _WAYS[device == "cpu" :]:
+        way = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
+        for count in counts:
+            try:
+                found = _times(settings, device, is_compiled, experts, count, seq_len, clock_s)
+            except Exception as error:
+                refused[f"{way}, {count} sequences"] = one_line(error)
+                put({"refused": refused})
+                is_full = isinstance(error, torch.OutOfMemoryError)
+            else:
+                tokens_per_s = count * seq_len / statistics.median(found["times"])
+                return put(
+                    {
+                        "way": way,
+                        "sequences": count,
+                        "step_s": quartiles(found["times"]),
+                        "first_step_s": rounded(found["first_step_s"]),
+                        "tokens_per_s": rounded(tokens_per_s),
+                        "mfu": rounded(tokens_per_s * flops_per_token / rates["matrix_flops_per_s"]),
+                        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+                    }
+                )
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            if not is_full:
+                break
+    raise RuntimeError("no way works, see refused")
+
+
+def _times(
+    settings: Values, device: str, is_compiled: bool, experts: str | None, sequences: int, seq_len: int, clock_s: float
+) -> Values:
+    """Seconds of the first step, and of one in each round."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {} if experts is None else {"experts_implementation": experts}
+    config = AutoConfig.for_model(**settings, use_cache=False)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa", **given)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = torch.compile(model) if is_compiled else model
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (sequences, seq_len), device=device)
+
+    def step() -> Any:
+        loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def seconds(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        float(loss.detach())
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    first_step_s = seconds(1)
+    seconds(1)
+    steps = max(1, round(clock_s / _ROUNDS / seconds(1)))
+    return {"first_step_s": first_step_s, "times": [seconds(steps) for _ in range(_ROUNDS)]}

@@ -1,0 +1,146 @@
+"""The benchmark of GPUs runs from end to end without one, and what fails in a part stays there."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_jax.measure.hlo import parse
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.resources import train_flops_per_token
+
+FOLDER = Path(__file__).parents[1] / "profiling"
+HIDDEN = ("grain", "pydantic", "tokamax", "matplotlib")  # that a machine with a GPU may not have
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+def test_all_of_it_runs_at_toy_size_on_a_bare_machine(tmp_path: Path) -> None:
+    for name in HIDDEN:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is hidden')\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    only = "coarse,coarse-transformers,fine"
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "bench_gpu.py"), "--toy", "--only", only, "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=FOLDER.parent,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads((tmp_path / "out" / "bench_gpu.quick.json").read_text())
+    assert found["provenance"]["jax"]
+    rates = found["parts"]["rates"]
+    assert rates["matrix_flops_per_s"] > 1e9
+    assert rates["memory_bytes_per_s"] > 1e8
+    for name in ("coarse", "fine"):
+        part = found["parts"][name]
+        assert "failed" not in part, part
+        assert part["tokens_per_s"] == pytest.approx(64 / part["step_s"]["median"], rel=1e-3)
+        assert 0 < part["mfu"] < 1
+        assert all(kind["seconds"] > 0 for kind in part["kinds"].values()), part["kinds"]
+        assert (tmp_path / "out" / f"bench_gpu.quick_{name}.trace.json.gz").is_file()
+        assert f"\n{name} " in run.stdout
+    theirs = found["parts"]["coarse-transformers"]
+    assert "skipped" in theirs or theirs["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["coarse", "fine"])
+@pytest.mark.parametrize(("memory", "least"), [(143e9, 0.7), (80e9, 0.6)])
+def test_models_fill_a_device(name: str, memory: float, least: float, load: Any) -> None:
+    models = load("gpu_models")
+    config = models.filling(models.MODELS[name], int(memory))
+    assert least * memory < step_memory(config, "gpu").total < 0.92 * memory
+    assert config.train.batch_size >= 4
+    assert models.filling(models.MODELS[name], 10**9) is None
+
+
+def test_transformers_knows_the_same_models(load: Any) -> None:
+    models = load("gpu_models")
+    types = [
+        load("bench_gpu")._in_transformers(models.config_of(model, 4))["settings"]["model_type"]
+        for model in models.MODELS.values()
+    ]
+    assert types == ["mixtral", "deepseek_v2"]
+
+
+@pytest.mark.parametrize("name", ["coarse", "fine"])
+def test_kinds_share_all_operations_of_the_model(name: str, load: Any) -> None:
+    config = load("gpu_models").config_of(load("gpu_models").TOYS[name], 2, 32)
+    work = load("roofline").work_by_kind(config)
+    assert sum(each.flops for each in work.values()) == pytest.approx(64 * train_flops_per_token(config.model, 32))
+    assert all(each.flops or each.num_bytes for each in work.values())
+
+
+HLO = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4]{1,0} parameter(0)
+  %a = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp(experts)/dot"}
+  %b = f32[4,4]{1,0} negate(%a), metadata={op_name="jit(step)/transpose(jvp(experts))/neg"}
+  %c = f32[4,4]{1,0} dot(%b, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/bnd,dhk->bnhk/dot"}
+  %d = f32[4,4]{1,0} negate(%c), metadata={op_name="jit(step)/while/body/attention/neg"}
+  %e = f32[4,4]{1,0} dot(%d, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/route/dot"}
+  ROOT %f = f32[4,4]{1,0} negate(%e), metadata={op_name="jit(step)/optimizer/neg"}
+}
+"""  # noqa: E501
+
+
+def test_operations_are_of_the_kind_of_their_scope(load: Any) -> None:
+    roofline, program = load("roofline"), parse(HLO)
+    kinds = {name: roofline.kind_of(program.by_name[name], program) for name in "abcdef"}
+    assert kinds == {
+        "a": roofline.EXPERTS,
+        "b": roofline.ELEMENTWISE,
+        "c": roofline.DENSE,
+        "d": roofline.ATTENTION,
+        "e": roofline.ROUTING,
+        "f": roofline.OPTIMIZER,
+    }
+
+
+PART = """
+import os, time
+
+def measure(put, how):
+    put({"begun": how})
+    if how == "raises":
+        raise ValueError("no room\\nat all")
+    if how == "dies":
+        os._exit(7)
+    if how == "hangs":
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "failed"),
+    [
+        ("ends", None),
+        ("raises", "ValueError: no room"),
+        ("dies", "its process ended with 7"),
+        ("hangs", "did not end within 3 s"),
+    ],
+)
+def test_what_a_part_had_is_kept_however_it_ends(
+    how: str, failed: str | None, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_part.py").write_text(PART)
+    monkeypatch.syspath_prepend(tmp_path)
+    kept: list[dict[str, Any]] = []
+    found = load("parts").run_part(
+        "a_part", {"how": how}, 3.0 if how == "hangs" else 60.0, lambda each: kept.append(dict(each))
+    )
+    assert found["begun"] == how
+    assert found.get("failed") == failed
+    assert kept[0] == {"begun": how}
+    assert kept[-1] == found
