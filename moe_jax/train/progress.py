@@ -12,6 +12,8 @@ PROGRAMS = "MOE_JAX_PROGRAMS"  # a folder for compiled programs
 
 STARTS = "starts"  # instead of a step
 
+SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it to a launcher and its processes
+
 _pipe: int | None = None
 _reached = 0
 
