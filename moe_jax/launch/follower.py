@@ -135,7 +135,14 @@ class _Membership:
     def _has_ended(self, rank: int, code: int) -> None:
         self._running.remove(rank)
         worker = self._workers[rank]
-        self._channel.send("ended", rank=rank, code=code, reached=worker.reached, has_begun=worker.has_begun_a_step)
+        self._channel.send(
+            "ended",
+            rank=rank,
+            code=code,
+            reached=worker.reached,
+            has_begun=worker.has_begun_a_step,
+            has_no_mesh=worker.has_no_mesh,
+        )
 
     def _state(self, rank: int) -> tuple[Any, ...]:
         worker = self._workers[rank]

@@ -19,6 +19,7 @@ class Watched(Protocol):
     rank: int
     code: int
     reached: int | None  # steps done
+    has_no_mesh: bool  # that its devices and those of the others could form
 
     @property
     def is_stopped(self) -> bool: ...
