@@ -52,6 +52,8 @@ def main() -> None:
     if arguments.way == "export":
         if arguments.overrides:
             parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
+        if arguments.distributed == "on" or processes.options_from(arguments).coordinator is not None:
+            parser.error("--distributed and --coordinator are for import: one process exports")
         _export(arguments)
         return
     for name in ("family", "dtype"):

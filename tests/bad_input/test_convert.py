@@ -184,6 +184,18 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
             "train.steps=3 changes a model's settings, and export writes what there is: "
             "see python -m moe_jax.convert --help",
         ),
+        *(
+            (
+                f"convert export run --out out {flags}",
+                "--distributed and --coordinator are for import: one process exports: "
+                "see python -m moe_jax.convert --help",
+            )
+            for flags in ("--distributed=on", "--coordinator 127.0.0.1:8476 --num-processes 2 --process-id 0")
+        ),
+        (
+            "convert export run --out out --num-processes 2",
+            "--num-processes=2 also needs --coordinator and --process-id: give all three or none",
+        ),
     ],
 )
 def test_an_export_is_refused(line: str, message: str, run: Path, assert_refused: Refusal) -> None:
