@@ -29,6 +29,7 @@ from chaos_picture import write_picture
 from chaos_run import DisturbedRun
 from count_argument import check_least
 from results_file import quartiles, rounded, write_result
+from training_run import tiny
 
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.train.metrics import read_metrics
@@ -101,14 +102,9 @@ def come_through(chaos: Chaos) -> dict[str, Any]:
 
 
 def _settings(chaos: Chaos) -> list[str]:
-    ranks = chaos.processes
-    return [
-        *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
-        *(f"mesh.cpu_devices={ranks}", "mesh.data=1", f"mesh.expert={ranks}", f"model.moe.num_experts={2 * ranks}"),
-        *(f"train.batch_size={2 * ranks}", "data.seq_len=128", "train.compute_dtype=float32"),
-        *("optimizer.schedule=constant", "train.eval_every=0"),  # losses do not depend on train.steps
-        *(f"checkpoint.every={chaos.checkpoint_every}", "log.every=1", "log.tensorboard=false"),
-    ]
+    size = 2 * chaos.processes
+    small = tiny(chaos.processes, batch_size=size, seq_len=128, experts=size)
+    return [*small, f"checkpoint.every={chaos.checkpoint_every}"]
 
 
 def _launcher(chaos: Chaos) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moe_jax.train.checkpoint_files import FOLDER
 from moe_jax.train.progress import PROGRAMS
 
 _STEP = re.compile(r"step +(\d+)/")
-_GOING_ON = re.compile(r"going on from step (\d+)")
+_GOING_ON = re.compile(r"(?:going on from|beginning at) step (\d+)(?:[:,] (.*))?")
 _AGAIN = re.compile(r"launch: (.*): all start again|warning: (.*: going back to the checkpoint of step \d+)")
 _DAMAGED = re.compile(r"warning: checkpoint \S+ is damaged \((.*)\): moved to ")
 _RANK = re.compile(r"--process-id (\d+)$")
@@ -41,6 +42,7 @@ class Stretch:
     began_at: float
     reason: str  # that the run gave; empty: started by hand
     resumed: int = 0  # step
+    told: str | None = None  # of what it goes on from, once it does
     damaged: str | None = None  # why a newer checkpoint was put aside
     first_step_at: float | None = None
     furthest: int | None = None  # step
@@ -59,7 +61,7 @@ class DisturbedRun:
         self._had_faults: set[int] = set()  # stretches
         self.said: list[str] = []
         command = [sys.executable, "-m", "moe_jax.launch", *launcher, "--config", CONFIG, f"log.dir={folder}"]
-        self._command = [*command, *settings, "log.sample_tokens=0"]
+        self._command = [*command, *settings]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -139,7 +141,8 @@ class DisturbedRun:
         self.wait_for(all_there, "processes to disturb")
         at = time.monotonic()
         for rank in ranks:
-            os.kill(found[rank], number)
+            with suppress(ProcessLookupError):  # the launcher was faster
+                os.kill(found[rank], number)
         return at
 
     def workers(self) -> dict[int, int]:
@@ -180,7 +183,7 @@ class DisturbedRun:
         if found := _AGAIN.match(line):
             self.stretches.append(Stretch(now, found[1] or found[2]))
         elif found := _GOING_ON.match(line):
-            stretch.resumed = int(found[1])
+            stretch.resumed, stretch.told = int(found[1]), found[2] or ""
         elif found := _DAMAGED.match(line):
             stretch.damaged = found[1]
         elif found := _STEP.match(line):

@@ -15,7 +15,7 @@ from typing import Any
 
 from count_argument import check_least
 from results_file import rounded, write_result
-from training_run import CONFIG
+from training_run import CONFIG, tiny
 
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.train.checkpoint_files import FOLDER, check_files
@@ -64,12 +64,9 @@ def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
 def _train(folder: Path, processes: int, steps: int) -> str:
     """To step 2 × steps, from the start or on; what was said. Raises ElasticError."""
     settings = [
-        *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
-        *(f"model.moe.num_experts={SIZE}", "model.moe.capacity_factor=null", "exchange.buffer_factor=null"),
-        *(f"mesh.cpu_devices={processes}", "mesh.data=1", f"mesh.expert={processes}"),
-        *(f"train.batch_size={SIZE}", "data.seq_len=64", "train.compute_dtype=float32", "train.eval_every=0"),
-        *(f"train.steps={2 * steps}", f"checkpoint.every={steps}", "log.every=1", "log.tensorboard=false"),
-        *(f"log.dir={folder}", "log.sample_tokens=0"),
+        *tiny(processes, batch_size=SIZE, seq_len=64, experts=SIZE),
+        *("model.moe.capacity_factor=null", "exchange.buffer_factor=null", f"log.dir={folder}"),
+        *(f"train.steps={2 * steps}", f"checkpoint.every={steps}"),
     ]
     command = [sys.executable, "-m", "moe_jax.launch", f"--processes={processes}", "--retries=0"]
     done = subprocess.run(

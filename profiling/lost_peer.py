@@ -16,7 +16,7 @@ from typing import Any
 
 import box
 from results_file import rounded, write_result
-from training_run import CONFIG
+from training_run import CONFIG, tiny
 
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.train.metrics import FILE_NAME, read_metrics
@@ -39,13 +39,8 @@ class Pair:
 
     def __init__(self, names: Sequence[str], folder: Path, steps: int) -> None:
         self.names, self.folder = names, folder
-        self._settings = [
-            *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
-            *(f"mesh.cpu_devices={PROCESSES}", "mesh.data=1", f"mesh.expert={PROCESSES}", "train.batch_size=4"),
-            *("data.seq_len=128", "train.compute_dtype=float32", "train.eval_every=0", "optimizer.schedule=constant"),
-            f"train.steps={steps}",
-            *(f"checkpoint.every={CHECKPOINT_EVERY}", "log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
-        ]
+        small = tiny(PROCESSES, batch_size=4, seq_len=128, experts=8)
+        self._settings = [*small, f"train.steps={steps}", f"checkpoint.every={CHECKPOINT_EVERY}"]
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:

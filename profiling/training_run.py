@@ -1,4 +1,4 @@
-"""A whole training run of a benchmark: what it logged."""
+"""Training runs of benchmarks: their settings, and what one logged."""
 
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +13,17 @@ from moe_jax.train.metrics import read_metrics
 
 CONFIG = "configs/shakespeare_cpu.yaml"
 _QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")
+
+
+def tiny(ranks: int, *, batch_size: int, seq_len: int, experts: int) -> list[str]:
+    """Settings of a small model on `ranks` expert ranks, each step recorded. Losses do not depend on train.steps."""
+    return [
+        *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
+        *(f"model.moe.num_experts={experts}", f"mesh.cpu_devices={ranks}", "mesh.data=1", f"mesh.expert={ranks}"),
+        *(f"train.batch_size={batch_size}", f"data.seq_len={seq_len}", "train.compute_dtype=float32"),
+        *("optimizer.schedule=constant", "train.eval_every=0"),
+        *("log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
+    ]
 
 
 class StoppedError(UserError):

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,7 +15,8 @@ from moe_jax.config_checks import check_expert_split
 from moe_jax.config_files import config_from, load_config, to_yaml
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
-from moe_jax.convert.source import model_in
+from moe_jax.convert.hf_config import FILE
+from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
 from moe_jax.convert.write import check_is_free, copy_beside, write_model
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files import write_atomically
@@ -52,6 +54,8 @@ def main() -> None:
     if arguments.way == "export":
         if arguments.overrides:
             parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
+        if arguments.distributed == "on" or processes.options_from(arguments).coordinator is not None:
+            parser.error("--distributed and --coordinator are for import: one process exports")
         _export(arguments)
         return
     for name in ("family", "dtype"):
@@ -95,6 +99,7 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     if processes.is_main_process():
         run.mkdir(parents=True, exist_ok=True)
         copy_beside(source, run)
+        shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
     processes.allgather(0)  # until the folder is there
     with Checkpoints(run, 1, quiet, digest_program(state), facts) as checkpoints:
@@ -112,7 +117,7 @@ def _export(arguments: argparse.Namespace) -> None:
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
-    write_model(arguments.out, config.model, family, params, dtype, arguments.source)
+    write_model(arguments.out, config.model, family, params, dtype, longest_sequence(config), arguments.source)
     print(f"{arguments.out}: {family.architecture}, {dtype}")
 
 

@@ -35,4 +35,5 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _model, _settings, deepseek.block)
+_DEFAULTS = {"max_position_embeddings": 2048, "n_shared_experts": 2, "q_lora_rank": 1536}
+FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _model, _settings, deepseek.block, _DEFAULTS)

@@ -39,4 +39,13 @@ def _block(model: Model, kind: str) -> list[Tensor]:
     return [*deepseek.block(model, kind), *([bias] if kind == "moe" else [])]
 
 
-FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block)
+_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+}
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block, _DEFAULTS)

@@ -1,6 +1,6 @@
 """What a family of Hugging Face models is: its settings and its table of tensors, and rows that many tables share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,14 @@ class Family:
 
     model_type: str
     architecture: str  # the class that transformers loads
-    model: Callable[[HfConfig], Model]  # raises ConvertError for what is not built
+    read: Callable[[HfConfig], Model]  # raises ConvertError for what is not built
     settings: Callable[[Model], dict[str, Any]]  # the inverse, for a model of this family
     block: Callable[[Model, str], list[Tensor]]  # of a block of a kind, `dense` or `moe`
+    defaults: Mapping[str, Any]  # transformers' own for what config.json leaves out, where families differ
+
+    def model(self, hf: HfConfig) -> Model:
+        """Of a config.json. Raises ConvertError for what is not built."""
+        return self.read(hf.with_defaults(self.defaults))
 
 
 def end_rows(model: Model) -> list[Tensor]:

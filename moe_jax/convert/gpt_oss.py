@@ -76,4 +76,19 @@ def _block(model: Model, kind: str) -> list[Tensor]:
     ]
 
 
-FAMILY = Family("gpt_oss", "GptOssForCausalLM", _model, _settings, _block)
+_DEFAULTS = {
+    "rope_theta": 150_000.0,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "default_rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", _model, _settings, _block, _DEFAULTS)

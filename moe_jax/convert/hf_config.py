@@ -21,6 +21,10 @@ class HfConfig:
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values, self.where = values, where
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
+        """With values for what is not given. What is given as null stays null."""
+        return HfConfig({**defaults, **self._values}, self.where)
+
     def has(self, name: str) -> bool:
         """Whether it is given, and not null."""
         return self._values.get(name) is not None

@@ -26,4 +26,5 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", _model, _settings, dense_copied)
+_DEFAULTS = {"max_position_embeddings": 2048}
+FAMILY = Family("llama", "LlamaForCausalLM", _model, _settings, dense_copied, _DEFAULTS)

@@ -41,4 +41,5 @@ def _block(model: Model, kind: str) -> list[Tensor]:
     ]
 
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", _model, _settings, _block)
+_DEFAULTS = {"rope_theta": 1e6, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+FAMILY = Family("mixtral", "MixtralForCausalLM", _model, _settings, _block, _DEFAULTS)

@@ -36,4 +36,5 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("olmoe", "OlmoeForCausalLM", _model, _settings, dense_or_experts)
+_DEFAULTS = {"max_position_embeddings": 4096}
+FAMILY = Family("olmoe", "OlmoeForCausalLM", _model, _settings, dense_or_experts, _DEFAULTS)

@@ -52,4 +52,5 @@ def _block(model: Model, kind: str) -> list[Tensor]:
     return rows
 
 
-FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _settings, _block)
+_DEFAULTS = {"num_key_value_heads": 16, "max_position_embeddings": 32_768}
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _settings, _block, _DEFAULTS)

@@ -29,4 +29,5 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _model, _settings, dense_copied)
+_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _model, _settings, dense_copied, _DEFAULTS)

@@ -46,4 +46,5 @@ def qwen_moe_settings(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _model, _settings, dense_or_experts)
+_DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _model, _settings, dense_or_experts, _DEFAULTS)

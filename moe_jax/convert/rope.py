@@ -9,8 +9,9 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 
 def _rope(hf: HfConfig) -> HfConfig:
-    """Where files of one age or another have what concerns rotation."""
-    return hf.section("rope_parameters") or hf.section("rope_scaling") or HfConfig({}, hf.where)
+    """Where files of one age or another have what concerns rotation, or what their family has without it."""
+    names = ("rope_parameters", "rope_scaling", "default_rope_parameters")
+    return next((found for name in names if (found := hf.section(name))), HfConfig({}, hf.where))
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     return RopeScaling(
         kind="llama3",
         factor=rope.number("factor"),
-        original_length=rope.whole("original_max_position_embeddings"),
+        original_length=_original_length(rope, hf),
         slow_turns=rope.number("low_freq_factor"),
         fast_turns=rope.number("high_freq_factor"),
     )
@@ -57,9 +58,7 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_length=rope.whole(
-            "original_max_position_embeddings", default=hf.whole("max_position_embeddings", default=4096)
-        ),
+        original_length=_original_length(rope, hf),
         slow_turns=rope.number("beta_slow", 1.0),
         fast_turns=rope.number("beta_fast", 32.0),
         truncate=rope.flag("truncate", True),
@@ -68,11 +67,15 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     )
 
 
+def _original_length(rope: HfConfig, hf: HfConfig) -> int:
+    return rope.whole("original_max_position_embeddings", default=hf.whole("max_position_embeddings"))
+
+
 _KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def hf_rope(model: Model) -> dict[str, Any]:
-    """For a config.json; and how long a sequence may be, which only scaling tells."""
+    """For a config.json."""
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default" if scaling.kind == "none" else scaling.kind}
     if scaling.kind != "none":
@@ -86,11 +89,9 @@ def hf_rope(model: Model) -> dict[str, Any]:
         rope["attention_factor"] = scaling.attention_factor
         if scaling.mscale_all_dim:
             rope |= {"mscale": scaling.mscale_all_dim, "mscale_all_dim": scaling.mscale_all_dim}
-    long = scaling.original_length * scaling.factor if scaling.kind != "none" else 4096
     older = {"rope_scaling": rope} if scaling.kind != "none" else {}  # as before transformers 5
     return {
         "rope_theta": model.rope_theta,
         **older,
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},
-        "max_position_embeddings": round(long),
     }

@@ -5,18 +5,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import Config, Model, MoE
 from moe_jax.convert.families import differences, family_of
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
-from moe_jax.convert.hf_config import ConvertError, read_config
+from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
 from moe_jax.convert.table import disk_shapes, places
+
+ORIGIN = "imported_config.json"  # the config.json that a run was made of
 
 
 def model_in(folder: Path) -> Model:
     """The model that a folder holds; not checked. Raises ConvertError."""
     hf = read_config(folder)
     return family_of(hf).model(hf)
+
+
+def longest_sequence(config: Config) -> int:
+    """`max_position_embeddings` of a run: as its model was imported, or is scaled to; no less than it trains with."""
+    scaling, begun = config.model.rope_scaling, config.train.init_from
+    longest = 0 if scaling.kind == "none" else round(scaling.original_length * scaling.factor)
+    for file in [] if begun is None else [Path(begun) / FILE, Path(begun) / ORIGIN]:
+        if file.exists():
+            hf = HfConfig(read_json(file), str(file))
+            longest = hf.with_defaults(family_of(hf).defaults).whole("max_position_embeddings")
+    return max(longest, config.data.seq_len)
 
 
 @contextmanager

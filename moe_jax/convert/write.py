@@ -36,7 +36,14 @@ def check_is_free(folder: Path) -> None:
 
 
 def write_model(
-    folder: Path, model: Model, family: Family, params: Any, dtype: str, source: Path, most_bytes: int = MOST_BYTES
+    folder: Path,
+    model: Model,
+    family: Family,
+    params: Any,
+    dtype: str,
+    longest_sequence: int,
+    source: Path,
+    most_bytes: int = MOST_BYTES,
 ) -> None:
     """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
 
@@ -59,14 +66,21 @@ def write_model(
                 _put(params, place, period, expert, out)
             yield name, out
 
-    settings = {"architectures": [family.architecture], "model_type": family.model_type, **family.settings(model)}
+    settings = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.settings(model),
+        "max_position_embeddings": longest_sequence,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
             made = Path(scratch) / "model"
             made.mkdir()
             write_weights(made, shapes, types, tensors(), most_bytes)
-            (made / FILE).write_text(json.dumps(settings | {"dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
+            (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
             copy_beside(source, made)
             made.rename(folder)
     except OSError as error:

@@ -28,8 +28,9 @@ def follow(launch: Launch) -> int:
     events: Events = queue.SimpleQueue()
     put_stop_signals(events)
     with worker_environ() as environ:
+        tells = True
         while True:
-            found = _join(launch, events)
+            found = _join(launch, events, tells)
             if isinstance(found, int):
                 return found
             say(f"host {launch.host} has joined")
@@ -37,10 +38,11 @@ def follow(launch: Launch) -> int:
             if code is not None:
                 return code
             say(f"host 0 is lost: its return is waited for, at most {launch.host_timeout_s:g} s")
+            tells = False
 
 
-def _join(launch: Launch, events: Events) -> Channel | int:
-    """A channel to host 0, called until it answers; or the exit code, if that is not to be."""
+def _join(launch: Launch, events: Events, tells: bool) -> Channel | int:
+    """A channel to host 0, called until it answers; or the exit code, if that is not to be. `tells`: that it waits."""
     where = join_address(*launch.rendezvous)
     deadline = time.monotonic() + launch.host_timeout_s
     while True:
@@ -58,9 +60,13 @@ def _join(launch: Launch, events: Events) -> Channel | int:
                 f"give all hosts the same command, with a --host of their own, and the same {TOKEN}"
             ) from None
         except OSError as error:
+            reason = error.strerror or error
             if time.monotonic() > deadline:
-                say(f"host 0 does not take host {launch.host} in at {where} ({error.strerror or error}): gave up")
+                say(f"host 0 does not take host {launch.host} in at {where} ({reason}): gave up")
                 return EXIT_TRY_AGAIN
+            if tells:
+                say(f"host 0 does not answer at {where} ({reason}): it is called for {launch.host_timeout_s:g} s")
+                tells = False
         if stopped_by := signal_within(_AGAIN_S, events):
             say(f"stopped by {signal.Signals(stopped_by).name}")
             return 128 + stopped_by
@@ -135,7 +141,14 @@ class _Membership:
     def _has_ended(self, rank: int, code: int) -> None:
         self._running.remove(rank)
         worker = self._workers[rank]
-        self._channel.send("ended", rank=rank, code=code, reached=worker.reached, has_begun=worker.has_begun_a_step)
+        self._channel.send(
+            "ended",
+            rank=rank,
+            code=code,
+            reached=worker.reached,
+            has_begun=worker.has_begun_a_step,
+            has_no_mesh=worker.has_no_mesh,
+        )
 
     def _state(self, rank: int) -> tuple[Any, ...]:
         worker = self._workers[rank]

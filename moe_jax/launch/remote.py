@@ -19,6 +19,7 @@ class RemoteWorker:
         self.rank, self.code, self.is_stopped = rank, 0, False
         self.has_begun_a_step = False  # since it was started
         self.reached: int | None = None  # steps done, as it told
+        self.has_no_mesh = False  # as it told
         self._host, self._lost = host, False
         self._overdue: str | None = None
 
@@ -98,6 +99,7 @@ class Host:
             case "ended":
                 worker = self._running[message["rank"]]
                 worker.heard(message["reached"], message["has_begun"])
+                worker.has_no_mesh = bool(message["has_no_mesh"])
                 self._has_ended(worker, int(message["code"]))
             case "signal":
                 self._events.put((FORWARDED, signal.Signals(message["number"])))

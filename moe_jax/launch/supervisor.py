@@ -34,6 +34,7 @@ class _Ended(NamedTuple):
     failed: int | None = None  # place
     final: bool = True
     reached: int = -1  # steps done
+    no_mesh: bool = False
 
 
 def supervise(launch: Launch) -> int:
@@ -66,11 +67,13 @@ def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, s
                 return ended.code
             continue
         places.blame(ended.failed)
-        no_mesh = ended.code == EXIT_BAD_INPUT and places.some_are_missing
+        no_mesh = ended.no_mesh and places.some_are_missing
         gives_up = ended.final or tries == launch.retries
+        before = len(places.used)
         if (no_mesh or (gives_up and not ended.final)) and places.leave_out(no_mesh):
             tries = 0
-            say(f"{ended.told or 'no mesh'}: {len(places.used)} of {places.count} processes go on")
+            told = f"no mesh of {before} processes" if no_mesh else ended.told
+            say(f"{told}: {len(places.used)} of {places.count} processes go on")
             continue
         if gives_up:
             say(f"{ended.told}; gave up after {tries} more tries" if tries and not ended.final else ended.told)
@@ -160,7 +163,8 @@ def _run_generation(
         told = "" if everywhere else f"rank {rank}{where} {watch.how}"
         if watch.stopped_by:  # meanwhile
             return _Ended(128 + watch.stopped_by, f"{told}; stopped by {signal.Signals(watch.stopped_by).name}")
-        return _Ended(code if code > 0 else 128 - code, told, used[rank], code in FINAL, reached)
+        no_mesh = any(worker.has_no_mesh for worker in workers)
+        return _Ended(code if code > 0 else 128 - code, told, used[rank], code in FINAL, reached, no_mesh)
     if watch.newcomer is not None:
         return _Ended(0, f"host {watch.newcomer} has come: all start again", final=False, reached=reached)
     if watch.stopped_by and any(worker.code for worker in workers):

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED
 from moe_jax.launch.events import FORWARDED, JOINED, LOOK_S, SIGNALLED, STOP_SIGNALS, Events
+from moe_jax.train.progress import SAME_SIGNAL_S
 
 FINAL = {EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED}  # a mistake would be made again
-_SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it twice
 
 
 class Watched(Protocol):
@@ -19,6 +19,7 @@ class Watched(Protocol):
     rank: int
     code: int
     reached: int | None  # steps done
+    has_no_mesh: bool  # that its devices and those of the others could form
 
     @property
     def is_stopped(self) -> bool: ...
@@ -50,7 +51,7 @@ class Watch:
         self._trains = trains  # and loses nothing before its first step
         self._deadline = float("inf")  # for ending by themselves
         self._next_signal = signal.SIGTERM  # that those get which run at the deadline
-        self._stopped_at = 0.0
+        self._signalled_at = float("inf")  # this launcher, first
         self.stopped_by = 0  # the signal that stopped the launcher
         self.stopped_in_time = False  # before there was anything to save
         self.newcomer: int | None = None  # the host for which the generation was ended
@@ -66,8 +67,12 @@ class Watch:
                 continue
             if kind >= 0:
                 self._has_ended(self._workers[kind], value)
-            elif kind == SIGNALLED or (kind == FORWARDED and (not self.stopped_by or self.newcomer is not None)):
-                self._is_told_to_stop(value)  # those of other hosts, which may have got the same one, never kill
+            elif kind == SIGNALLED and time.monotonic() - self._signalled_at > SAME_SIGNAL_S:
+                self._end(signal.SIGKILL)
+            elif kind in (SIGNALLED, FORWARDED):  # those of other hosts, which may have got the same one, never kill
+                if kind == SIGNALLED:
+                    self._signalled_at = min(self._signalled_at, time.monotonic())
+                self._is_told_to_stop(value)
             elif kind == JOINED and value in self._missing:
                 self._makes_room(value)
 
@@ -96,15 +101,12 @@ class Watch:
             self._end(signal.SIGKILL)
 
     def _is_told_to_stop(self, number: int) -> None:
-        now = time.monotonic()
         if not self.stopped_by:
             self.stopped_in_time = self._trains and not any(worker.has_begun_a_step for worker in self._workers)
             self._end(signal.SIGKILL if self.stopped_in_time else signal.SIGTERM)
         elif self.newcomer is None:
-            if now - self._stopped_at > _SAME_SIGNAL_S:
-                self._end(signal.SIGKILL)
             return
-        self.newcomer, self.stopped_by, self._stopped_at = None, number, now
+        self.newcomer, self.stopped_by = None, number
 
     def _makes_room(self, host: int) -> None:
         """End the generation as by a signal, so that the next one has that host, too."""

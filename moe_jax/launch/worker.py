@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from moe_jax.launch.events import Events
-from moe_jax.train.progress import PIPE, STARTS
+from moe_jax.train.progress import NO_MESH, PIPE, STARTS
 
 
 def how_it_ended(code: int) -> str:
@@ -25,6 +25,7 @@ class Worker:
         self.rank = rank
         self.code = 0
         self.reached: int | None = None  # steps done, as it told
+        self.has_no_mesh = False  # as it told
         self._began_at: int | None = None
         self._told = 0  # times
         self._heard = self._stopped = float("inf")  # when it last told its progress; since when it is stopped
@@ -101,7 +102,9 @@ class Worker:
         with os.fdopen(pipe) as lines:
             for line in lines:
                 self._heard = time.monotonic()
-                if line.strip() == STARTS:
+                if line.strip() == NO_MESH:
+                    self.has_no_mesh = True
+                if line.strip() in (STARTS, NO_MESH):
                     continue
                 step = int(line)
                 if self.reached is None or step < self.reached:  # it begins here, or has gone back

@@ -7,7 +7,8 @@ import jax
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_draft
-from moe_jax.errors import CommandParser, run_command
+from moe_jax.errors import CommandParser, MeshError, run_command
+from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
 from moe_jax.report.plots import PlotError
 from moe_jax.stages import Stages
@@ -17,7 +18,7 @@ from moe_jax.train.describe import dry_run, table
 from moe_jax.train.failures import fail_fast, leave
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
-from moe_jax.train.progress import tell_start
+from moe_jax.train.progress import tell_no_mesh, tell_start
 from moe_jax.train.sample import write_sample
 from moe_jax.train.step import State
 
@@ -41,7 +42,11 @@ def main() -> None:
     tell_start()
     processes.initialize(processes.options_from(arguments), draft.mesh.cpu_devices)
     with fail_fast():
-        config, chosen = choose(draft)
+        try:
+            config, chosen = choose(draft)
+        except (MeshError, PlanError):
+            tell_no_mesh()
+            raise
         if arguments.dry_run:
             _say(table(chosen | dry_run(config)))
             return

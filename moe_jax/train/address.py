@@ -1,14 +1,33 @@
 """Addresses as command lines give them. Imports no jax."""
 
+import ipaddress
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_NUMBERS = re.compile(r"[0-9.]+")
+
 
 def split_address(text: str) -> tuple[str, int] | None:
     """Host and port of HOST:PORT, an IPv6 host in brackets; None if it is something else."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 2**16):
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         return None
-    return host.strip("[]"), int(port)
+    bare = host[1:-1]
+    if host == f"[{bare}]" and _is_ip(bare, ipaddress.IPv6Address):
+        return bare, int(port)
+    if _is_ip(host, ipaddress.IPv4Address) if _NUMBERS.fullmatch(host) else _NAME.fullmatch(host):
+        return host, int(port)
+    return None
 
 
 def join_address(host: str, port: int) -> str:
     """What `split_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_ip(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True

@@ -20,6 +20,7 @@ from moe_jax.train.checkpoint_files import FOLDER, first_line
 from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.processes import allgather
+from moe_jax.train.save_meeting import SaveMeeting
 
 _LEFT_FREE = 10**6  # bytes of the disk, for what else a run writes
 
@@ -38,7 +39,7 @@ class Checkpoints:
         self._under_way: int | None = None  # the step of the save that may not be done yet
         self._problem: Exception | None = None  # with which it could not even begin
         self._failed, self._lost = 0, ""  # saves, and why the last one failed if it did
-        self._leaving = ExitStack()
+        self._meeting, self._leaving = SaveMeeting(), ExitStack()
 
     def __enter__(self) -> "Checkpoints":
         self._leaving.enter_context(_silent_orbax())
@@ -77,10 +78,12 @@ class Checkpoints:
         self._under_way, leaves = step, leaves_of(state, jax.device_get(self._digests(state)))
         record = Record(step=step, leaves=leaves, **host, **self._about)
         items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record.to_json())}
+        self._meeting.begin()
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as problem:  # orbax and its storage layer have no common type
             self._problem = problem
+            self._meeting.end()
 
     def _finish(self) -> None:
         """Wait for the save under way; if it failed anywhere, that is told, and a new manager takes over."""
@@ -121,6 +124,7 @@ class Checkpoints:
             max_to_keep=self._keep,
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # or what stands in damaged folders would be read
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._meeting),
         )
         return _Manager((self._run / FOLDER).absolute(), options=options)
 

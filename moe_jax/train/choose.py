@@ -15,7 +15,7 @@ from moe_jax.errors import ConfigError, MeshError, UserError
 from moe_jax.parallel.mesh import mesh_sizes
 from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
 from moe_jax.plan.planner import plan
-from moe_jax.train.checkpoint_files import newest_checkpoint
+from moe_jax.train.newest import agreed_newest
 from moe_jax.train.processes import allgather
 
 
@@ -77,7 +77,7 @@ def _named(name: str | None) -> Cluster:
 def _saved(draft: Draft) -> Config | None:
     """With what the run's checkpoints were made with, if it is on the same mesh."""
     folder = Path(draft.log.dir)
-    if newest_checkpoint(folder) is None:
+    if agreed_newest(folder, {}) is None:
         return None
     try:
         saved = load_config(folder)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it to a launcher and its processes
+from moe_jax.train.progress import SAME_SIGNAL_S
 
 
 class StopRequest:

@@ -12,8 +12,9 @@ from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_arrays import read_arrays
-from moe_jax.train.checkpoint_files import FOLDER, DamagedError, check_files, newest_checkpoint
+from moe_jax.train.checkpoint_files import FOLDER, DamagedError
 from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.newest import agreed_newest, agreed_record
 from moe_jax.train.placement import ordered, placement_shapes
 
 T = TypeVar("T")
@@ -36,11 +37,11 @@ def load_params(run: Path, params_shapes: Any) -> Any:
 def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str]) -> T | None:
     """What `read` makes of the newest checkpoint that is whole, or None without any; others are noted in `damaged`.
 
-    Raises CheckpointError if there are checkpoints and none is whole.
+    All processes call it. Raises CheckpointError if there are checkpoints and none is whole.
     """
-    while (step := newest_checkpoint(run, damaged)) is not None:
+    while (step := agreed_newest(run, damaged)) is not None:
         try:
-            return read(check_files(run, step))
+            return read(agreed_record(run, step))
         except DamagedError as error:
             damaged[step] = str(error)
     return None

@@ -11,6 +11,9 @@ PIPE = "MOE_JAX_PROGRESS_PIPE"  # the pipe's descriptor
 PROGRAMS = "MOE_JAX_PROGRAMS"  # a folder for compiled programs
 
 STARTS = "starts"  # instead of a step
+NO_MESH = "no mesh"  # the same
+
+SAME_SIGNAL_S = 1  # in which signals are one request: a batch system may send it to a launcher and its processes
 
 _pipe: int | None = None
 _reached = 0
@@ -19,6 +22,11 @@ _reached = 0
 def tell_start() -> None:
     """Tell that this process will tell its progress: it is timed from now on."""
     _tell(STARTS)
+
+
+def tell_no_mesh() -> None:
+    """Tell that so many devices can form no mesh."""
+    _tell(NO_MESH)
 
 
 def tell_progress(step: int) -> None:

@@ -7,9 +7,9 @@ from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_arrays import read_arrays
-from moe_jax.train.checkpoint_files import DamagedError, check_files
-from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.checkpoint_files import DamagedError
 from moe_jax.train.load import told
+from moe_jax.train.newest import agreed_record
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.quarantine import quarantine
@@ -58,7 +58,8 @@ def _restore(run: Run) -> Restored:
 
     Raises DamagedError and CheckpointError.
     """
-    record, shapes, config = _agreed_record(run), run.trainer.state_shapes, run.config
+    shapes, config = run.trainer.state_shapes, run.config
+    record = agreed_record(run.folder, run.first_step)
     check_same_model(config, record.config, run.folder, record.step)
     sharding, slots = shapes["step"].sharding, record.slots
     ranks = config.mesh.expert_ranks(sharding.mesh.shape)
@@ -81,18 +82,6 @@ def _restore(run: Run) -> Restored:
     if migrates and "placement" not in state:
         state = with_first_placement(state, shapes, config, ranks)
     return Restored(state, record)
-
-
-def _agreed_record(run: Run) -> Record:
-    """Raises DamagedError on all processes if one of them cannot read it."""
-    record, problem = None, "another process cannot read it"
-    try:
-        record = check_files(run.folder, run.first_step)
-    except DamagedError as error:
-        problem = str(error)
-    if any(allgather(record is None)) or record is None:
-        raise DamagedError(problem)
-    return record
 
 
 def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from moe_jax.config import Config
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.train.checkpoint_files import newest_checkpoint
 from moe_jax.train.metrics import FILE_NAME, read_metrics
-from moe_jax.train.processes import allgather
+from moe_jax.train.newest import agreed_newest
 from moe_jax.train.same_run import check_same_run
 
 
@@ -16,12 +15,8 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
 
     All processes call it. Raises UserError if the folder cannot be made, is of another run, or not the same for all.
     """
-    return _agree(_own_step(config, folder, damaged), folder)
-
-
-def _own_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
     _check_folder(folder)
-    step = newest_checkpoint(folder, damaged)
+    step = agreed_newest(folder, damaged)
     if step is None:
         return 0
     if not config.checkpoint.resume:
@@ -38,17 +33,6 @@ def _own_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
     if (folder / FILE_NAME).exists():
         read_metrics(folder)
     return step
-
-
-def _agree(first_step: int, folder: Path) -> int:
-    """The step that all processes found. Raises CheckpointError if they differ."""
-    steps = allgather(first_step)
-    if len(set(steps)) > 1:
-        raise CheckpointError(
-            f"log.dir={folder} holds other checkpoints on other processes (steps {steps}): "
-            "put it on a disk that all share"
-        )
-    return first_step
 
 
 def _check_folder(folder: Path) -> None:

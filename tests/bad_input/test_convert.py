@@ -4,8 +4,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.bad_input.cases import Refusal, cases
 from tests.convert.golden import GOLDEN
@@ -39,6 +41,22 @@ def index_to(name: str) -> Damage:
 
 def cut(hf: Path) -> None:
     (hf / FIRST).write_bytes((hf / FIRST).read_bytes()[:-1])
+
+
+def edit(name: str, edits: Callable[[dict[str, Any]], object]) -> Damage:
+    """Of the tensors of the file with this one."""
+
+    def damage(hf: Path) -> None:
+        for file in hf.glob("model*.safetensors"):
+            if name in (found := load_file(file)):
+                edits(found)
+                save_file(found, file)
+
+    return damage
+
+
+EXTRA = "model.layers.1.self_attn.q_proj.bias"
+MISSING = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 
 
 REFUSED = [
@@ -135,6 +153,30 @@ REFUSED = [
         "another config.json",
     ),
     (
+        "a tensor is missing",
+        edit(MISSING, lambda tensors: tensors.pop(MISSING)),
+        IN,
+        f"train.init_from=hf: hf has no tensor {MISSING}: fetch all of its files, or use another config.json",
+    ),
+    (
+        "a tensor that the settings have no place for",
+        edit(
+            "model.embed_tokens.weight", lambda tensors: tensors.update({EXTRA: tensors["model.embed_tokens.weight"]})
+        ),
+        IN,
+        f"train.init_from=hf: hf/{FIRST}: {EXTRA} has no place in a model of config.json's settings: use the files "
+        "that belong together",
+    ),
+    (
+        "another type",
+        edit(
+            "lm_head.weight", lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].view("i2")})
+        ),
+        IN,
+        f"train.init_from=hf: hf/{FIRST}: lm_head.weight is of type I16, which is not built: "
+        "convert it to BF16 first",
+    ),
+    (
         "something is there",
         lambda hf: None,
         "convert import hf --out full",
@@ -170,6 +212,43 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
 
 
 @pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        (
+            "deepseek_v3",
+            {"n_group": 3},
+            "model.moe.num_experts=8 is not divisible by model.moe.num_groups=3: use 1, 2, 4 or 8 groups",
+        ),
+        ("deepseek_v3", {"topk_group": 5}, "model.moe.top_groups=5 must be 1..model.moe.num_groups=4"),
+        (
+            "deepseek_v3",
+            {"topk_group": 1},
+            "model.moe.top_k=3 experts are not in model.moe.top_groups=1 of 2 experts each: use "
+            "model.moe.top_groups=2 or more, or model.moe.top_k=2 or less",
+        ),
+        (
+            "deepseek_v3",
+            {"n_group": 8, "topk_group": 4},
+            "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: use "
+            "model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2",
+        ),
+        ("deepseek_v2", {"n_group": None}, "hf/config.json has no n_group: use the file that came with the model"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            'hf/config.json: topk_method="noaux_tc" is not built: it must be "greedy" or "group_limited_greedy"',
+        ),
+    ],
+)
+def test_groups_that_are_not_built_are_refused(
+    family: str, settings: dict[str, object], message: str, folder: Path, assert_refused: Refusal
+) -> None:
+    shutil.copytree(GOLDEN / family, folder / "hf")
+    change(**settings)(folder / "hf")
+    assert_refused(IN, message)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         (
@@ -183,6 +262,18 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
             "convert export run --out out train.steps=3",
             "train.steps=3 changes a model's settings, and export writes what there is: "
             "see python -m moe_jax.convert --help",
+        ),
+        *(
+            (
+                f"convert export run --out out {flags}",
+                "--distributed and --coordinator are for import: one process exports: "
+                "see python -m moe_jax.convert --help",
+            )
+            for flags in ("--distributed=on", "--coordinator 127.0.0.1:8476 --num-processes 2 --process-id 0")
+        ),
+        (
+            "convert export run --out out --num-processes 2",
+            "--num-processes=2 also needs --coordinator and --process-id: give all three or none",
         ),
     ],
 )

@@ -61,7 +61,10 @@ ON_SEVERAL_HOSTS = [
             f"{TWO_HOSTS} --host 1 --rendezvous {address}",
             f"--rendezvous={address} must be HOST:PORT with a port in 1..65519, e.g. 10.0.0.1:8475",
         )
-        for address in ("10.0.0.1", "10.0.0.1:65520")
+        for address in (
+            *("10.0.0.1", "10.0.0.1:65520", "10.0.0.1:", ":8475", "10.0.0.1:8475:1", "10.0.0.256:8475", "10.0.1:8475"),
+            *("http://10.0.0.1:8475", "::1:8475", "[::1:8475", "[10.0.0.1]:8475", "10.0.0.1,10.0.0.2:8475"),
+        )
     ),
     (
         "launch: a port of one host",

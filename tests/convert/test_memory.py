@@ -23,7 +23,7 @@ LARGEST = 2 * MODEL.vocab_size * MODEL.d_model  # bytes of the embedding, in bfl
 
 def test_memory_holds_one_tensor_beside_the_parameters(tmp_path):
     params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(MODEL))
-    write_model(tmp_path / "hf", MODEL, FAMILIES["mixtral"], params, "bfloat16", tmp_path, most_bytes=2 * LARGEST)
+    write_model(tmp_path / "hf", MODEL, FAMILIES["mixtral"], params, "bfloat16", 64, tmp_path, most_bytes=2 * LARGEST)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     tracemalloc.start()
     try:

@@ -202,9 +202,17 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     assert [line for line in err.splitlines() if line.startswith("launch:")] == [
         f"{FAILED}: all start again in 0 s, try 1 of 1",
         f"{FAILED}: 3 of 4 processes go on",
-        "launch: no mesh: 2 of 4 processes go on",
+        "launch: no mesh of 3 processes: 2 of 4 processes go on",
     ]
+    assert err.count("error: nothing trains on cpux3\n") == 1
     assert err.count("[rank 1] rank 1 in place 2\n") == 2
+
+
+def test_another_mistake_of_those_that_go_on_is_told_as_it_is() -> None:
+    flags = ["--processes", "2", "--min-processes", "1", "--retries", "0", "--module", "tests.launched.script"]
+    code, _, err = run(*flags, "is-wrong-without-one")
+    told = [f"{FAILED}: 1 of 2 processes go on", "error: data.path=x is missing"]
+    assert (code, err.splitlines()) == (2, ["[rank 1] error: data.path=x is missing", *told])
 
 
 def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
             assert message(channel, "signal") == {"rank": 2, "number": 9}
             channel.send("signal", number=15)
             assert events.get(timeout=5) == (FORWARDED, 15)
-            channel.send("ended", rank=2, code=-9, reached=8, has_begun=True)
+            channel.send("ended", rank=2, code=-9, reached=8, has_begun=True, has_no_mesh=True)
             assert events.get(timeout=5) == (2, -9)
             worker.code = -9
-            assert (worker.reached, worker.how_it_ended()) == (8, "killed by SIGKILL")
+            assert (worker.reached, worker.has_no_mesh, worker.how_it_ended()) == (8, True, "killed by SIGKILL")
             worker.finish(tell_errors=True)
             assert message(channel, "finish") == {"rank": 2, "tell_errors": True}
             ending = threading.Thread(target=others.end, args=[3])

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from moe_jax.train.progress import tell_progress
+from moe_jax.train.progress import tell_no_mesh, tell_progress
 
 role, rank = sys.argv[1], int(sys.argv[-1])
 
@@ -55,12 +55,18 @@ elif role == "ignores-sigterm":
 elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2 or 4 processes
     say(f"rank {rank} in place {os.environ['JAX_LOCAL_DEVICE_IDS']}")
     if int(sys.argv[sys.argv.index("--num-processes") + 1]) == 3:
-        say("error: no mesh of 3")
+        say("error: nothing trains on cpux3")
+        tell_no_mesh()
         sys.exit(2)
     if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1":
         sys.exit(7)
     if "4" in sys.argv:  # others wait
         time.sleep(60)
+elif role == "is-wrong-without-one":  # the second of two is broken, and what the other one then finds is no mesh
+    if "1" in (os.environ["JAX_LOCAL_DEVICE_IDS"], sys.argv[sys.argv.index("--num-processes") + 1]):
+        say("error: data.path=x is missing")
+        sys.exit(2 if os.environ["JAX_LOCAL_DEVICE_IDS"] == "0" else 7)
+    time.sleep(60)
 elif role == "is-broken-for-a-while":  # FILE: the second place, until the first, alone, has made a step and fails
     mended, alone = Path(sys.argv[2]), sys.argv[sys.argv.index("--num-processes") + 1] == "1"
     if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1" and not mended.exists():

@@ -26,7 +26,7 @@ def draft_in(folder: Path, *overrides: str) -> Draft:
 def pretend_run(folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's folder, with a checkpoint."""
     (folder / "config.yaml").write_text(to_yaml(config))
-    monkeypatch.setattr(choose, "newest_checkpoint", lambda run: 5)
+    monkeypatch.setattr(choose, "agreed_newest", lambda run, damaged: 5)
 
 
 def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:

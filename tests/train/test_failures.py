@@ -14,7 +14,7 @@ import pytest
 from moe_jax.errors import EXIT_TRY_AGAIN, ConfigError
 from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train.failures import is_of_a_peer
-from moe_jax.train.interrupt import SAME_SIGNAL_S
+from moe_jax.train.progress import SAME_SIGNAL_S
 
 
 @pytest.mark.parametrize(

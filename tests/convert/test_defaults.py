@@ -1,0 +1,74 @@
+"""What config.json leaves out is what transformers takes for it, and how long sequences may be that are exported."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_jax.config import Config, Data, Model, RopeScaling, Train
+from moe_jax.convert.families import FAMILIES
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.source import ORIGIN, longest_sequence
+from tests.convert.golden import GOLDEN, NAMES
+
+HEADS = 64
+# transformers 5.23: rope_theta, num_key_value_heads (latents have none), max_position_embeddings
+DEFAULTS = {
+    "mixtral": (1e6, 8, 131_072),
+    "llama": (1e4, HEADS, 2048),
+    "qwen3": (1e4, 32, 32_768),
+    "qwen3_moe": (1e4, 4, 32_768),
+    "olmoe": (1e4, HEADS, 4096),
+    "qwen2_moe": (1e4, 16, 32_768),
+    "deepseek_v3": (1e4, HEADS, 4096),
+    "deepseek_v2": (1e4, HEADS, 2048),
+    "gpt_oss": (150_000, 8, 131_072),
+}
+
+
+def without(name: str, *settings: str, **others: object) -> Model:
+    """The model of a golden config.json without some settings, with others."""
+    values = json.loads((GOLDEN / name / "config.json").read_text()) | {"num_attention_heads": HEADS, "head_dim": 8}
+    return FAMILIES[name].model(HfConfig({k: v for k, v in values.items() if k not in settings} | others, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families_have_defaults_of_their_own(name):
+    theta, kv_heads, longest = DEFAULTS[name]
+    left_out = ("rope_parameters", "num_key_value_heads", "max_position_embeddings")
+    model = without(name, *left_out)
+    assert (model.rope_theta, model.kv_heads) == (theta, kv_heads)
+    assert without(name, *left_out, num_key_value_heads=None).kv_heads == HEADS, "null is not left out"
+    scaled = without(name, *left_out, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert (scaled.rope_scaling.original_length, scaled.rope_theta) == (longest, theta)
+
+
+def test_gpt_oss_is_scaled_unless_it_says_otherwise():
+    yarn = without("gpt_oss", "rope_parameters").rope_scaling
+    assert (yarn.kind, yarn.factor, yarn.original_length, yarn.truncate) == ("yarn", 32, 4096, False)
+    assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScaling()
+
+
+def test_deepseek_v3_has_groups_and_latents_by_default():
+    model = without("deepseek_v3", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank", "n_shared_experts")
+    moe = model.moe
+    assert (moe.num_groups, moe.top_groups, moe.first_dense_blocks, moe.num_shared_experts) == (8, 4, 3, 1)
+    assert model.latent.q_lora_rank == 1536
+    assert without("deepseek_v3", q_lora_rank=None).latent.q_lora_rank is None
+
+
+def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path):
+    """Of a model that began at random, its training's, or what its positions are scaled to."""
+
+    def longest(seq_len: int, begun: Path | None = None, **model: object) -> int:
+        train = Train(init_from=None if begun is None else str(begun))
+        return longest_sequence(Config(model=Model(**model), data=Data(seq_len=seq_len), train=train))
+
+    (tmp_path / ORIGIN).write_text((GOLDEN / "olmoe" / "config.json").read_text())
+    for folder in (GOLDEN / "olmoe", tmp_path):
+        assert [longest(16, folder), longest(100, folder)] == [64, 100]
+    assert longest(100) == 100
+    scaling = RopeScaling(kind="llama3", factor=8, original_length=32)
+    assert [longest(100, rope_scaling=scaling), longest(999, rope_scaling=scaling)] == [256, 999]
+    assert longest(16, GOLDEN / "llama", rope_scaling=dataclasses.replace(scaling, factor=2)) == 64, "as it was given"
