@@ -84,4 +84,3 @@ def drawn_in_parts(params: Any, placed: Any) -> Any:
 
 BATCH_SPEC = partition(("batch",))
 REPLICATED = PartitionSpec()
-
