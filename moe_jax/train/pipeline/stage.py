@@ -135,7 +135,8 @@ class Stage:
             state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
         if self._in_background:
             beside = min(jax.tree.leaves(state.grads), key=jnp.size)
-            state = _received(state, row, activation(beside))
+            # this stage waits only once what others wait for has left
+            state = _received(state, row, activation(computed_after(beside, state.posted)))
         return state
 
     def _tick_that_sends_behind(self, state: State, row: Row) -> State:
