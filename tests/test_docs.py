@@ -1,6 +1,7 @@
 """What README.md and docs/ show is so: code runs, command lines are understood, and links lead somewhere."""
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -169,3 +170,16 @@ def test_messages_are_those_of_the_program() -> None:
     assert len(rows) > 30
     pieces = [piece.strip() for row in rows for piece in row.split("…")]
     assert not [piece for piece in pieces if piece not in code]
+
+
+def test_plans_are_those_of_the_results() -> None:
+    """Commands, and each row of the table."""
+    text = (ROOT / "docs/scaling.md").read_text()
+    plans = json.loads((ROOT / "profiling/results/scaling.json").read_text())["plans"]
+    assert len(plans) == 6
+    for model, found in plans.items():
+        assert f"\n{found['command']}\n" in text
+        mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items()) or "one chip"
+        numbers = f"{found['step_s']:.3g} | {found['mfu']:.1%} | {found['exposed']:.0%} | {found['memory_gb']:.1f}"
+        row = f"| {model} | {found['chips']:,} | {mesh} | "
+        assert [line for line in text.splitlines() if line.startswith(row) and f"| {numbers} |" in line], row
