@@ -64,5 +64,23 @@ def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(names)
 
 
+def drawn_in_parts(params: Any, placed: Any) -> Any:
+    """Random parameters of which simulated devices, which share a processor, each draw a part where all have the whole.
+
+    Inside jit; `placed` are their shardings. No value depends on who draws it (jax_threefry_partitionable).
+    """
+
+    def cut(x: jax.Array, own: NamedSharding) -> jax.Array:
+        mesh = own.mesh
+        dims = [dim for dim in range(x.ndim) if x.shape[dim] % mesh.size == 0]
+        if not own.is_fully_replicated or not dims:
+            return x
+        largest = max(dims, key=lambda dim: x.shape[dim])
+        spec = PartitionSpec(*(mesh.axis_names if dim == largest else None for dim in range(x.ndim)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(cut, params, placed)
+
+
 BATCH_SPEC = partition(("batch",))
 REPLICATED = PartitionSpec()

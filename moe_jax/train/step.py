@@ -23,7 +23,7 @@ from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import after
-from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions, shardings
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, drawn_in_parts, partitions, shardings
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.schedule.xla_flags import compiler_options
@@ -109,7 +109,10 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return {"step": jnp.int32(0), "params": params, "optimizer": own.optimizer.init(params), **where}
 
     def init() -> State:
-        return begin(stored(init_params(config.model, config.train.seed), stages))
+        params = stored(init_params(config.model, config.train.seed), stages)
+        if how.platform == "cpu" and jax.process_count() == 1:
+            params = drawn_in_parts(params, placed["params"])
+        return begin(params)
 
     def with_shardings(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), tree, shardings)
