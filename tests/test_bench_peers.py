@@ -55,5 +55,5 @@ def test_no_maxtext_is_one_line(peers: Any, tmp_path: Path) -> None:
     config = load_config(FOLDER.parent / peers.CONFIG)
     with pytest.raises(peers.StoppedError, match=r"has no MaxText: \S+ -m pip install maxtext$"):
         peers.maxtext(Path(sys.executable), config)
-    with pytest.raises(peers.StoppedError, match="does not run .*: name the python of an environment$"):
+    with pytest.raises(peers.StoppedError, match=r"does not run .*: name the python of an environment$"):
         peers.maxtext(tmp_path / "python", config)
