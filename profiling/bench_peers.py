@@ -3,7 +3,7 @@
 Trains the model of `configs/bench/peers.yaml` on eight simulated devices, experts cut over all of them, with our
 command and with MaxText's, in turn, each in a process of its own that is timed from outside by what it writes: seconds
 from the command to its first step, and tokens/s behind the first quarter of its steps. PYTHON is that of a virtual
-environment with MaxText (`python3 -m venv FOLDER && FOLDER/bin/pip install maxtext`); without it we run alone. A minute
+environment with MaxText (docs/measure.md); without it we run alone. A minute
 or two for a round of each. Writes results/bench_peers.json.
 """
 
@@ -150,9 +150,9 @@ def timed(peer: Peer, config: Config) -> dict[str, float]:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("wb") as output:
         start = time.perf_counter()
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | peer.environment
+        inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
         with subprocess.Popen(
-            peer.command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            peer.command, cwd=folder, env=inherited | peer.environment, stdout=output, stderr=subprocess.STDOUT
         ) as process:
             times = _step_times(process, Path(folder) / peer.file, peer.step, config.train.steps)
             process.terminate()

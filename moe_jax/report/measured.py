@@ -1,5 +1,7 @@
 """What a traced step of a run did, to stand under what was predicted and what was compiled."""
 
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,9 +71,10 @@ def read_traced(folder: Path) -> Traced:
 
 
 def _steps(program: Program, operations: Sequence[Operation]) -> int:
-    """How often the program ran: each of its own instructions does once in a step."""
+    """How often the program ran: as often as most of its own instructions, some of which take several events."""
     own = {line.name for line in program.computations[program.entry]}
-    return max((operation.run + 1 for operation in operations if operation.name in own), default=1)
+    runs = Counter((operation.device, operation.name) for operation in operations if operation.name in own)
+    return statistics.mode(runs.values()) if runs else 1
 
 
 def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:

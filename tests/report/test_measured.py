@@ -9,7 +9,7 @@ from moe_jax.errors import UserError
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.trace import Operation, TraceError, of_one_device
 from moe_jax.report.compiled import Compiled, variants_of
-from moe_jax.report.measured import Measured, Traced, describe_measured, measure, variant_of
+from moe_jax.report.measured import Measured, Traced, _steps, describe_measured, measure, variant_of
 from moe_jax.report.timeline import Bar, measured_bars
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
@@ -119,3 +119,11 @@ def test_a_trace_of_none_of_the_variants_is_refused(config: str) -> None:
         chosen(config, "vanilla")
     with pytest.raises(UserError, match=r"schedules nothing \(schedule.policy=vanilla\): name the config of the run"):
         chosen(config, None, "schedule.policy=vanilla", "schedule.microbatches=1")
+
+
+def test_steps_of_a_trace_are_counted_by_most_of_its_instructions() -> None:
+    line = program("\n".join(work(name, 1) for name in ("a", "b", "c")), BODY)
+    once = [ran("", 0.0, 1.0, name) for name in ("a", "b", "c", "a")]  # which takes two events
+    assert _steps(line, []) == 1
+    assert _steps(line, once) == 1
+    assert _steps(line, 2 * once) == 2
