@@ -100,7 +100,7 @@ def candidates(name: str) -> Iterator[Any]:
 
 FIXED = {
     *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
-    *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context"),
+    *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
     *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert", "shared_gate")),
