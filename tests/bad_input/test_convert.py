@@ -173,8 +173,7 @@ REFUSED = [
             "lm_head.weight", lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].view("i2")})
         ),
         IN,
-        f"train.init_from=hf: hf/{FIRST}: lm_head.weight is of type I16, which is not built: "
-        "convert it to BF16 first",
+        f"train.init_from=hf: hf/{FIRST}: lm_head.weight is of type I16, which is not built: convert it to BF16 first",
     ),
     (
         "something is there",
