@@ -1,12 +1,13 @@
 """Tiny random models of each family with the logits that transformers gives them; made once, and again for more.
 
     pip install torch transformers safetensors
-    python tests/golden/make.py [family …]
+    python tests/golden/make.py [--out FOLDER] [--settings JSON] [family …]
 
 Each folder has what `save_pretrained` writes, and `golden.safetensors` with tokens and logits in float32.
 """
 
-import sys
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(family: str) -> None:
-    """Write one folder."""
+def make(family: str, out: Path, others: dict[str, Any]) -> None:
+    """Write one folder, with other settings."""
     prefix, settings = FAMILIES[family]
+    settings = settings | others
     config = getattr(transformers, f"{prefix}Config")(**settings, attn_implementation="eager")
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -156,9 +158,9 @@ def make(family: str) -> None:
                 leaf.mul_(4)  # so that some are clipped
             if family == "mixtral":
                 leaf.copy_(leaf.bfloat16())
-        tokens = torch.randint(0, SHARED["vocab_size"], (2, 24))
+        tokens = torch.randint(0, settings["vocab_size"], (2, 24))
         logits = model(tokens).logits
-    folder = HERE / family
+    folder = out / family
     sizes = {"max_shard_size": "40KB"} if family == "mixtral" else {}
     (model.bfloat16() if family == "mixtral" else model).save_pretrained(folder, **sizes)
     save_file({"tokens": tokens.int(), "logits": logits}, folder / "golden.safetensors")
@@ -167,5 +169,10 @@ def make(family: str) -> None:
 
 
 if __name__ == "__main__":
-    for family in sys.argv[1:] or FAMILIES:
-        make(family)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    arguments = parser.parse_args()
+    for family in arguments.families:
+        make(family, arguments.out, arguments.settings)

@@ -1,0 +1,132 @@
+"""Does transformers load what is exported? python profiling/converted.py --transformers PYTHON
+
+PYTHON is of an environment with torch, transformers and safetensors. All families of tests/golden are imported and
+exported again. Four are also made with 8 experts, imported, trained for 20 steps over 8 expert ranks, and exported.
+transformers loads the exports (tests/golden/check.py), without a missing or unknown tensor, and finds the logits that
+it gave the original, or that the trained model has here. Writes results/converted.json.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from results_file import rounded, write_result
+from safetensors.numpy import save_file
+
+from moe_jax.config_files import load_config
+from moe_jax.convert import __main__ as convert
+from moe_jax.convert.families import FAMILIES
+from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.models.stages import in_order, stored_shapes
+from moe_jax.models.transformer import Computation, forward
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.stages import Stages
+from moe_jax.train.load import load_params
+from moe_jax.train.metrics import read_metrics
+from moe_jax.train.sample import one_device_mesh
+
+GOLDEN = Path("tests/golden")
+TRAINED = {  # what transformers calls the number of experts
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
+RANKS, STEPS, VOCAB = 8, 20, 256  # a byte each
+Pair = tuple[Path, Path]  # an exported folder, and the logits that it is to have
+DIFFERENCE = re.compile(r"largest difference (\S+)")
+
+
+class ConvertedError(UserError):
+    """A command that failed."""
+
+
+def main() -> None:
+    """Convert, train, compare, and write the result."""
+    parser = CommandParser(prog="python profiling/converted.py", description=__doc__)
+    parser.add_argument("--transformers", required=True, metavar="PYTHON", help="python with transformers")
+    python = parser.parse_args().transformers
+    with tempfile.TemporaryDirectory() as home:
+        pairs = {family: _unchanged(Path(home) / family, family) for family in FAMILIES}
+        unchanged = _differences(python, pairs)
+        tuned = {family: _trained(python, Path(home) / f"{family}-trained", family) for family in TRAINED}
+        found = _differences(python, {family: pair for family, (pair, _) in tuned.items()})
+        trained = {family: facts | found[family] for family, (_, facts) in tuned.items()}
+    packages = "import torch, transformers as t; print(t.__version__, torch.__version__)"
+    transformers, torch = _call(python, "-c", packages).split()
+    about = {"expert_ranks": RANKS, "steps": STEPS, "transformers": transformers, "torch": torch}
+    write_result("converted", about | {"unchanged": unchanged, "trained": trained})
+
+
+def _unchanged(home: Path, family: str) -> Pair:
+    _convert("import", GOLDEN / family, home / "run")
+    _convert("export", home / "run", home / "hf")
+    return home / "hf", GOLDEN / family / "golden.safetensors"
+
+
+def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]]:
+    settings = {TRAINED[family]: RANKS, "vocab_size": VOCAB}
+    home.mkdir()
+    _call(python, str(GOLDEN / "make.py"), "--out", str(home), "--settings", json.dumps(settings), family)
+    _convert("import", home / family, home / "run")
+    shutil.copyfile("README.md", home / "text.txt")
+    training = [
+        *(f"log.dir={home / 'tuned'}", f"mesh.cpu_devices={RANKS}", "mesh.data=1", f"mesh.expert={RANKS}"),
+        *(f"train.steps={STEPS}", f"train.batch_size={RANKS}", "train.compute_dtype=float32", "train.eval_every=0"),
+        *(f"data.path={home / 'text.txt'}", "data.seq_len=32", "exchange.buffer_factor=null"),
+        *("optimizer.warmup_steps=5", "log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
+    ]
+    _call(sys.executable, "-m", "moe_jax.train", "--config", str(home / "run"), *training)
+    losses = [record["loss"] for record in read_metrics(home / "tuned") if "loss" in record]
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 24), dtype=np.int32)
+    logits = _logits(home / "tuned", tokens)
+    save_file({"tokens": tokens, "logits": logits}, home / "expected.safetensors")
+    _convert("export", home / "tuned", home / "hf")
+    facts = {"first_loss": losses[0], "last_loss": losses[-1], "largest_logit": float(np.abs(logits).max())}
+    pair = home / "hf", home / "expected.safetensors"
+    return pair, {name: rounded(value) for name, value in facts.items()}
+
+
+def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
+    """Of a run's newest parameters, on one device."""
+    config, mesh = load_config(run), one_device_mesh()
+    stages, placed, how = Stages.of(config), NamedSharding(mesh, REPLICATED), Computation.of(config, mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
+    params = in_order(load_params(run, shapes), stages)
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": REPLICATED, "out_specs": REPLICATED, "check_vma": False}
+    compute = jax.jit(jax.shard_map(lambda p, t: forward(p, t, config.model, how)[0], **specs))
+    return np.asarray(compute(params, tokens))
+
+
+def _differences(python: str, pairs: dict[str, Pair]) -> dict[str, dict[str, float]]:
+    """The largest of each one's logits. Raises ConvertedError."""
+    said = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
+    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(said)]
+    return dict(zip(pairs, found, strict=True))
+
+
+def _convert(way: str, source: Path, out: Path) -> None:
+    with patch.object(sys, "argv", ["convert", way, str(source), "--out", str(out)]):
+        convert.main()
+
+
+def _call(*command: str) -> str:
+    """What it prints. Raises ConvertedError."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ConvertedError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+    print(" ".join(command[1:4]), flush=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    run_command(main)
