@@ -57,7 +57,7 @@ _CASES = [
     ("mixed", (1, 8, 1), 2, 1024, _PLAIN),
     ("dense", (8, 1, 1), 2, 1024, _PLAIN),
     ("dropless", (1, 4, 1), 2, 1024, _PLAIN),
-    ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full"),
+    ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full", "train.loss_chunk=4096"),
     ("deep", (1, 16, 1), 8, 512, _UNIFIED + "microbatches=2"),
     ("mixed", (2, 4, 1), 4, 512, _UNIFIED + "microbatches=2"),
     ("fine", (1, 64, 1), 2, 2048, _PLAIN + "remat=full"),
@@ -80,6 +80,7 @@ _CASES = [
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=1 train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _PLAIN, "optimizer.zero=2 train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=2 train.grad_accumulation=2"),
+    ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full"),
 ]
 
 

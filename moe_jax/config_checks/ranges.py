@@ -67,6 +67,7 @@ _AT_LEAST: dict[str, float] = {
     "train.seed": 0,
     "train.batch_size": 1,
     "train.grad_accumulation": 1,
+    "train.loss_chunk": 1,
     "train.eval_every": 0,
     "train.eval_batches": 1,
     "train.bad_in_a_row": 1,

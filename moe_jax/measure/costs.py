@@ -46,7 +46,7 @@ def collective_of(instruction: Instruction, program: Program) -> Instruction | N
 
 def matrix_products(instruction: Instruction, program: Program) -> int:
     """How many matrix products an instruction computes."""
-    return sum(_is_product(line) for line in program.inside(instruction))
+    return sum(is_product(line) for line in program.inside(instruction))
 
 
 def compute_seconds(instruction: Instruction, program: Program, target: Target) -> float:
@@ -58,7 +58,7 @@ def compute_seconds(instruction: Instruction, program: Program, target: Target) 
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz:
         return cycles / target.clock_hz
-    flops = sum(_product_flops(line, program) for line in program.inside(instruction))
+    flops = sum(product_flops(line, program) for line in program.inside(instruction))
     return max(flops / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
 
 
@@ -124,15 +124,17 @@ def _group(collective: Instruction, num_devices: int) -> np.ndarray:
     return groups_of(collective, num_devices)[0]
 
 
-def _is_product(line: Instruction) -> bool:
+def is_product(line: Instruction) -> bool:
+    """Whether an instruction is a matrix product itself."""
     if line.opcode == "custom-call":
         return bool(_GEMM.search(line.attributes)) or line.op_name.endswith(("ragged-dot", "ragged_dot_general"))
     return line.opcode in ("dot", "convolution", "ragged-dot")
 
 
-def _product_flops(line: Instruction, program: Program) -> float:
+def product_flops(line: Instruction, program: Program) -> float:
+    """Floating-point operations of an instruction that is a matrix product; of others 0."""
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]+)', line.attributes)
-    if not contracted or not _is_product(line):
+    if not contracted or not is_product(line):
         return 0.0
     (left, *_), (result, *_) = arrays(program.by_name[line.operands[0]].shape), arrays(line.shape)
     return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))

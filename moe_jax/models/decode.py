@@ -14,9 +14,10 @@ from moe_jax.config import Model
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_next, form_of
 from moe_jax.models.gates.seen import Seen
+from moe_jax.models.head import unembed
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.parameters import block_params
-from moe_jax.models.transformer import Computation, unembed
+from moe_jax.models.transformer import Computation
 
 Cache = list[Any]  # of each block
 # settings of gates that compare tokens with each other

@@ -28,6 +28,13 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w.astype(x.dtype)
 
 
+def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w with operands in the precision of x, and a result in float32."""
+    # a product of one type with a result of another would be transposed with mixed types
+    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == jnp.bfloat16 else None
+    return jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
 def mlp(
     params: Mapping[str, jax.Array], x: jax.Array, product: Product = matmul, of_rows: OfRows = lambda vector: vector
 ) -> jax.Array:

@@ -1,7 +1,7 @@
 """The decoder, inside `shard_map`: per-device code, every collective a visible call.
 
 B sequences of this device, N tokens of each that are its own (its context and tensor ranks' share), T = B·N, D model
-width, V vocabulary, M blocks with experts, E experts.
+width, M blocks with experts, E experts.
 """
 
 import dataclasses
@@ -48,6 +48,7 @@ class Computation:
     context_form: str = "ring"  # how attention of one context rank sees tokens of others
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
+    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.kernels
 
     @property
     def route(self) -> Route:
@@ -91,6 +92,7 @@ class Computation:
             context_form=config.exchange.context_form,
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
+            loss_chunk=config.train.loss_chunk,
         )
 
 
@@ -212,8 +214,8 @@ def forward(
     how: Computation,
     seen: Seen | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
-) -> tuple[Float[Array, "B N V"], RouterStats | None]:
-    """Logits in float32 and, if any block has experts, router statistics with a leading dimension M."""
+) -> tuple[Float[Array, "B N D"], RouterStats | None]:
+    """The residual stream behind the blocks and, if any has experts, router statistics with a leading dimension M."""
     x_BND = embed(params["embedding"], token_BN, how)
     stats, below, moe_below = [], 0, 0
     for number, segment in enumerate(segments(model)):
@@ -225,14 +227,7 @@ def forward(
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
     in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-    return unembed(params, x_BND, model), in_order
-
-
-def unembed(params: Any, x_BND: Float[Array, "B N D"], model: Model) -> Float[Array, "B N V"]:
-    """The last norm and the head: logits in float32."""
-    x_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
-    head = params["embedding"].T if model.tie_embeddings else params["head"]
-    return jnp.matmul(x_BND, head.astype(x_BND.dtype), preferred_element_type=jnp.float32)
+    return x_BND, in_order
 
 
 REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}

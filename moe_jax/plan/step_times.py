@@ -20,7 +20,16 @@ from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_devic
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
-from moe_jax.plan.work import ITEM_BYTES, Work, computed_keys, exchange_bytes, expert_rows, has_ring, work_of
+from moe_jax.plan.work import (
+    ITEM_BYTES,
+    Work,
+    computed_keys,
+    exchange_bytes,
+    expert_rows,
+    has_ring,
+    logit_chunk,
+    work_of,
+)
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_chunks import exchanges_first
@@ -193,6 +202,8 @@ class Step:
         again = self.config.is_plain and self.config.schedule.remat != "none"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         exchanged = 2 * self.exchange_seconds(own) if again else 0.0
+        in_chunks, flops = logit_chunk(self.config, tokens) is not None, self.device.matrix_flops_per_s
+        logits_again_s = in_chunks * work["head"].products / (flops * self.device.matrix_efficiency)
         logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
         return {
             "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
@@ -205,7 +216,7 @@ class Step:
                 op="expert",
                 again_s=exchanged,
             ),
-            "head": self._task(work["head"], self._weights(owned[-1]), logits),
+            "head": self._task(work["head"], self._weights(owned[-1]), logits, again_s=logits_again_s),
         }
 
     def _weights(self, owned: Owned) -> float:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from moe_jax.config import Config, Model
+from moe_jax.kernels import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,6 +40,13 @@ def computed_keys(config: Config) -> float:
     """Of a query, masked ones that are computed with included; all of a sequence, unless a ring leaves out tiles."""
     length, context = config.data.seq_len, config.mesh.context
     return (length + ring_tile(length, context)) / 2 if has_ring(config) else length
+
+
+def logit_chunk(config: Config, tokens: float) -> int | None:
+    """How many of a device's `tokens` have their logits in memory at a time; None: all, or all of a microbatch."""
+    parts = config.schedule.microbatches if config.schedule.policy == "unified" else 1
+    chunk = tokens_of_chunk(int(tokens / parts), config.model.vocab_size, config.train.loss_chunk)
+    return chunk if chunk < int(tokens / parts) else None
 
 
 def has_ring(config: Config) -> bool:

@@ -6,6 +6,7 @@ from moe_jax.config import Config, Model
 from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes
 from moe_jax.plan.resources import count_parameters
+from moe_jax.plan.work import logit_chunk
 
 
 def working_bytes(
@@ -83,6 +84,9 @@ def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> 
     """Logits, and what is made of them."""
     model = config.model
     matrix = model.vocab_size * model.d_model
+    chunk = logit_chunk(config, sizes.own_tokens)
+    if chunk is not None:
+        return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
     logits = 4 * sizes.own_tokens * model.vocab_size  # of all microbatches; the gradient is that of one
     if compiler.logit_gradients:
         logits *= 1 + 1 / sizes.microbatches

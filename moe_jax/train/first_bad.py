@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Int
 from moe_jax.config import Config
 from moe_jax.files import write_atomically
 from moe_jax.models.gates.seen import When
+from moe_jax.models.head import unembed
 from moe_jax.models.parameters import param_dims
-from moe_jax.models.transformer import Computation, block, embed, unembed
+from moe_jax.models.transformer import Computation, block, embed
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens

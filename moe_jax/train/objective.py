@@ -5,13 +5,12 @@ B sequences of this device, N tokens of each and N1 = N + 1, M blocks with exper
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model, MoE
 from moe_jax.models.gates.seen import EVALUATION, When
+from moe_jax.models.head import cross_entropy
 from moe_jax.models.moe import RouterStats, load_balance_loss
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.grad_sync import sum_over_batch
@@ -45,15 +44,13 @@ def local_objective(
     """
     input_Bn, target_Bn = own_tokens(token_BN1)
     seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
-    logit_BnV, stats = forward(params, input_Bn, model, how, seen, slot_ME)
-    with jax.named_scope("cross_entropy"):
-        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn)
-        cross_entropy = losses.sum() / global_tokens
+    x_BnD, stats = forward(params, input_Bn, model, how, seen, slot_ME)
+    nats = cross_entropy(params, x_BnD, target_Bn, model, how.loss_chunk) / global_tokens
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)
     moe = model.moe
-    parts = parts_of(cross_entropy, stats, counts_ME, global_tokens, moe)
+    parts = parts_of(nats, stats, counts_ME, global_tokens, moe)
     auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
-    return cross_entropy + auxiliary, parts
+    return nats + auxiliary, parts
 
 
 def parts_of(

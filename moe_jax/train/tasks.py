@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from moe_jax.models.gates.seen import Seen
+from moe_jax.models.head import cross_entropy
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
@@ -23,7 +23,6 @@ from moe_jax.models.transformer import (
     dense_block,
     embed,
     rejoin,
-    unembed,
 )
 from moe_jax.parallel.all_to_all import exchange_named, ragged
 from moe_jax.parallel.mesh import Axes
@@ -172,10 +171,7 @@ class Tasks:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
 
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
-            logits = unembed(weights, x, model)
-            with jax.named_scope("cross_entropy"):
-                losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens)
-                return losses.sum() / self.facts.global_tokens
+            return cross_entropy(weights, x, tokens, model, self.facts.how.loss_chunk) / self.facts.global_tokens
 
         matrix = "embedding" if model.tie_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}

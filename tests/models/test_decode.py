@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE, RopeScaling
 from moe_jax.models.decode import sample
+from moe_jax.models.head import unembed
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.mesh import make_mesh
 from tests.small import first_params
@@ -51,7 +52,7 @@ def on_one_device(function):
 
 
 def logits_of(params, token_BN, model=MODEL):
-    return on_one_device(lambda p, t: forward(p, t, model, HOW)[0])(params, token_BN)
+    return on_one_device(lambda p, t: unembed(p, forward(p, t, model, HOW)[0], model))(params, token_BN)
 
 
 LATENT = dataclasses.replace(

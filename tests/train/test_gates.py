@@ -11,6 +11,7 @@ import pytest
 from moe_jax.config import Config, Mesh
 from moe_jax.gate_table import GATES
 from moe_jax.models.gates.seen import EVALUATION
+from moe_jax.models.head import unembed
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.train.sample import one_device_mesh, sample_tokens
 from tests.models.test_decode import on_one_device
@@ -115,7 +116,8 @@ def test_sampling_sees_places_and_blocks_as_evaluation_does():
     text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
 
     def logits(params: Any, token_BN: jax.Array) -> jax.Array:
-        return forward(params, token_BN, config.model, how, EVALUATION.seen(token_BN, config.model.moe, 0))[0]
+        x_BND, _ = forward(params, token_BN, config.model, how, EVALUATION.seen(token_BN, config.model.moe, 0))
+        return unembed(params, x_BND, config.model)
 
     best = on_one_device(logits)(params, np.array([text], np.int32)).argmax(axis=-1)
     assert best[0, :-1].tolist() == text[1:]

@@ -1,0 +1,95 @@
+"""Cross-entropy by chunks of tokens against all logits at once: values, gradients, and what is in memory."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Model, MoE
+from moe_jax.kernels import tokens_of_chunk
+from moe_jax.models.head import cross_entropy
+from tests import references
+
+MODEL = Model(vocab_size=40, d_model=16, num_layers=1, num_heads=2, moe=MoE(num_experts=0))
+
+
+def example(model, sequences=3, length=8):
+    rng = np.random.default_rng(0)
+    name, shape = ("embedding", (40, 16)) if model.tie_embeddings else ("head", (16, 40))
+    params = {"norm": rng.random(16, np.float32), name: rng.standard_normal(shape, np.float32)}
+    x_BnD = rng.standard_normal((sequences, length, 16), np.float32)
+    return params, x_BnD, rng.integers(0, 40, (sequences, length))
+
+
+def twin(params, x_BnD, target_Bn, model):
+    head = params["embedding"].T if model.tie_embeddings else params["head"]
+    log_share = jax.nn.log_softmax(references.norm(x_BnD, params["norm"], model.norm_eps) @ head)
+    return -sum(log_share[i, j, target_Bn[i, j]] for i, j in np.ndindex(target_Bn.shape)) / target_Bn.size
+
+
+def loss_of(model, loss_chunk):
+    def mean(params, x_BnD, target_Bn):
+        return cross_entropy(params, x_BnD, target_Bn, model, loss_chunk) / target_Bn.size
+
+    return mean
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("loss_chunk", [None, 7])
+def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk):
+    """None: all 24 tokens at once; 7: four chunks of 6."""
+    model = dataclasses.replace(MODEL, tie_embeddings=tied)
+    params, x_BnD, target_Bn = example(model)
+    expected = jax.value_and_grad(twin, argnums=(0, 1))(params, x_BnD, target_Bn, model)
+    found = jax.jit(jax.value_and_grad(loss_of(model, loss_chunk), argnums=(0, 1)))(params, x_BnD, target_Bn)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_half_precision_is_as_exact_as_without_chunks():
+    params, x_BnD, target_Bn = example(MODEL, length=64)
+
+    def gradients(x_BnD, loss_chunk):
+        run = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1)))
+        return [np.float32(leaf) for leaf in jax.tree.leaves(run(params, x_BnD, target_Bn))]
+
+    expected = gradients(x_BnD, None)
+    errors = [
+        np.array([np.linalg.norm(a - b) for a, b in zip(gradients(jnp.bfloat16(x_BnD), size), expected, strict=True)])
+        for size in (None, 16)
+    ]
+    assert (errors[1] < 1.2 * errors[0]).all()
+
+
+def test_no_array_has_all_logits():
+    sizes = []
+    tokens, vocab_size, width = 1024, 2048, 16
+    model = dataclasses.replace(MODEL, vocab_size=vocab_size)
+    params = {"norm": np.ones(width, np.float32), "head": np.ones((width, vocab_size), np.float32)}
+    given = params, np.ones((1, tokens, width), np.float32), np.zeros((1, tokens), np.int32)
+    for loss_chunk in (None, 64):
+        step = jax.jit(jax.grad(loss_of(model, loss_chunk), argnums=(0, 1)))
+        sizes.append(step.lower(*given).compile().memory_analysis().temp_size_in_bytes)
+    assert sizes[0] >= 4 * tokens * vocab_size
+    assert sizes[1] < tokens * vocab_size
+
+
+def test_operands_of_half_precision_stay_so():
+    """A product of the logits' float32 gradient would run at a fraction of the speed."""
+    params, x_BnD, target_Bn = example(MODEL)
+    for loss_chunk in (None, 6):
+        step = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1)))
+        text = step.lower(params, jnp.bfloat16(x_BnD), target_Bn).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert len(products) == 3 if loss_chunk is None else 4
+        assert all("algorithm" in line or line.count("bf16") == 3 for line in products)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "most", "size"),
+    [(4096, 32000, None, 4096), (8192, 32000, None, 4096), (8192, 151936, None, 512), (60, 7, 25, 20), (7, 7, 5, 1)],
+)
+def test_chunks_are_equal_and_as_large_as_they_may_be(tokens, vocab_size, most, size):
+    assert tokens_of_chunk(tokens, vocab_size, most) == size
