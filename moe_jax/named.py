@@ -23,6 +23,9 @@ def named(setting: str, value: str, own: Mapping[str, Any]) -> Any:
             f"{setting}={value}: importing {module_name} says {str(error)!r}: "
             "name a module of the folder that the command runs in, or an installed one"
         ) from None
+    except Exception as error:  # of the module itself
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{setting}={value}: importing {module_name} ends with {told}: mend it") from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
         cure = f"did you mean {near[0]}?" if near else "use a name that it defines"

@@ -40,8 +40,8 @@ _FACTORS = {"dropless": None, "capacity": 1.25}
 _IN_ALL_S, _LEAST_S = 530.0, 40.0  # of all parts; without which none is begun
 _RATES_S, _PART_S = 75.0, 125.0  # at most
 _CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # of timed steps of a part
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "0",  # one device, whatever the machine has
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # jax leaves a quarter of the memory otherwise
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
@@ -118,6 +118,7 @@ def main() -> None:
         # what a GPU's compiler tries out in one part, it finds again in the next
         for variable, value in (_ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": programs}).items():
             os.environ.setdefault(variable, value)
+        os.environ[_VISIBLE] = os.environ.get(_VISIBLE, "0").partition(",")[0]  # one device, whatever the machine has
         bench = Bench(arguments.out, arguments.toy)
         bench.run(wanted)
     print(table(bench.parts))

@@ -65,11 +65,9 @@ def main() -> None:
 
 def ours(config: Config) -> Peer:
     """As a user starts it."""
-    settings = ["--config", CONFIG, f"train.steps={config.train.steps}", "log.dir=run"]
     root = Path(__file__).parents[1]
-    settings[1] = str(root / CONFIG)
-    settings.append(f"data.path={root / config.data.path}")
-    command = [sys.executable, "-m", "moe_jax.train", *settings]
+    settings = [f"train.steps={config.train.steps}", "log.dir=run", f"data.path={root / config.data.path}"]
+    command = [sys.executable, "-m", "moe_jax.train", "--config", str(root / CONFIG), *settings]
     return Peer(command, {"PYTHONPATH": str(root)}, "run/metrics.jsonl", '"step_s"')
 
 

@@ -26,6 +26,7 @@ from moe_jax.config_files import load_config
 from moe_jax.convert import __main__ as convert
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.models.head import unembed
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.sharding import REPLICATED
@@ -34,7 +35,8 @@ from moe_jax.train.load import load_params
 from moe_jax.train.metrics import read_metrics
 from moe_jax.train.sample import one_device_mesh
 
-GOLDEN = Path("tests/golden")
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests/golden"
 TRAINED = {  # what transformers calls the number of experts
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
@@ -78,7 +80,7 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
     home.mkdir()
     _call(python, str(GOLDEN / "make.py"), "--out", str(home), "--settings", json.dumps(settings), family)
     _convert("import", home / family, home / "run")
-    shutil.copyfile("README.md", home / "text.txt")
+    shutil.copyfile(ROOT / "configs/text/shakespeare.txt", home / "text.txt")
     training = [
         *(f"log.dir={home / 'tuned'}", f"mesh.cpu_devices={RANKS}", "mesh.data=1", f"mesh.expert={RANKS}"),
         *(f"train.steps={STEPS}", f"train.batch_size={RANKS}", "train.compute_dtype=float32", "train.eval_every=0"),
@@ -103,7 +105,9 @@ def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(run, shapes), stages)
     specs: dict[str, Any] = {"mesh": mesh, "in_specs": REPLICATED, "out_specs": REPLICATED, "check_vma": False}
-    compute = jax.jit(jax.shard_map(lambda p, t: forward(p, t, config.model, how)[0], **specs))
+    compute = jax.jit(
+        jax.shard_map(lambda p, t: unembed(p, forward(p, t, config.model, how)[0], config.model), **specs)
+    )
     return np.asarray(compute(params, tokens))
 
 

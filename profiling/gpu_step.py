@@ -14,6 +14,7 @@ from jax.stages import Compiled
 from parts import Put, Values, one_line
 from results_file import quartiles, rounded
 from roofline import seconds_by_kind, work_by_kind
+from rounds import seconds_in_rounds
 
 from moe_jax.config import Config
 from moe_jax.measure.hlo import parse
@@ -23,7 +24,6 @@ from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.train.step import make_trainer
 
-_ROUNDS = 5
 _SERIAL: dict[str, dict[str, str | bool]] = {
     "gpu": {"xla_gpu_enable_command_buffer": ""}
 }  # in a CUDA graph kernels have no names of instructions
@@ -31,14 +31,18 @@ _SERIAL: dict[str, dict[str, str | bool]] = {
 
 def measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
     """Of about `clock_s` seconds of steps; with half the sequences, and again, where memory does not do."""
+    sequences = config.train.batch_size
     while True:
         try:
-            return _measure(put, config, rates, clock_s, trace)
+            _measure(put, config, rates, clock_s, trace)
+            break
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or config.train.batch_size == 1:
                 raise
             put({"no_room_for_sequences": config.train.batch_size, "because": one_line(error)})
         config = with_sequences(config, config.train.batch_size // 2)
+    if config.train.batch_size == sequences:  # else it would be that of the step without room
+        put({"peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")})
 
 
 def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
@@ -68,7 +72,6 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
             "step_s": quartiles(times),
             "tokens_per_s": rounded(tokens / step_s),
             "mfu": rounded(flops / step_s / rates["matrix_flops_per_s"]),
-            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
     )
     try:
@@ -87,18 +90,17 @@ def _allocated(memory: Any) -> int:
 
 def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> tuple[Any, list[float]]:
     """The state behind all steps, and seconds of one in each round; the first steps warm up."""
-    for _ in range(2):
-        start = time.perf_counter()
-        state, metrics = program(state, batch)
-        jax.block_until_ready(metrics)
-    steps = max(1, round(clock_s / _ROUNDS / (time.perf_counter() - start)))
-    times = []
-    for _ in range(_ROUNDS):
+
+    def run(steps: int) -> float:
+        nonlocal state
         start = time.perf_counter()
         for _ in range(steps):
             state, metrics = program(state, batch)
         jax.block_until_ready(metrics)
-        times.append((time.perf_counter() - start) / steps)
+        return (time.perf_counter() - start) / steps
+
+    run(1)
+    times = seconds_in_rounds(run, clock_s)
     return state, times
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from parts import Put, Values, one_line
 from results_file import quartiles, rounded
+from rounds import seconds_in_rounds
 
 from moe_jax.measure.provenance import package_version
 
-_ROUNDS = 5
 _WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # compiled, how experts are computed
 
 
@@ -35,6 +35,8 @@ def measure(
     for is_compiled, experts in _WAYS[device == "cpu" :]:
         way = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
         for count in counts:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             try:
                 found = _times(settings, device, is_compiled, experts, count, seq_len, clock_s)
             except Exception as error:
@@ -98,5 +100,4 @@ def _times(
 
     first_step_s = seconds(1)
     seconds(1)
-    steps = max(1, round(clock_s / _ROUNDS / seconds(1)))
-    return {"first_step_s": first_step_s, "times": [seconds(steps) for _ in range(_ROUNDS)]}
+    return {"first_step_s": first_step_s, "times": seconds_in_rounds(seconds, clock_s)}

@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
         at = run.signal(signal.SIGKILL, ranks)
         for rank in ranks:
             shutil.rmtree(next(memory.glob(f"*/node-{rank}")))
-        run.wait_for(lambda stretches=stretches: len(run.stretches) > stretches, "another start")  # type: ignore[misc]
+        run.wait_for(partial(_has_more, run, stretches), "another start")
         reached = _recorded(run)  # records of steps that are done again will be gone
         run.wait_for(lambda: run.stretches[-1].told is not None, "going on")
         resumed, told = run.stretches[-1].resumed, run.stretches[-1].told
@@ -99,6 +100,10 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
         lost[-1] |= {"told": told, "going_on_s": rounded(time.monotonic() - at)}
         print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {told}", flush=True)
     return lost
+
+
+def _has_more(run: DisturbedRun, stretches: int) -> bool:
+    return len(run.stretches) > stretches
 
 
 def _recorded(run: DisturbedRun) -> int:

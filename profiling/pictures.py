@@ -15,6 +15,7 @@ from moe_jax.config_files import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
+from moe_jax.report.compiled import variants_of
 from moe_jax.report.timeline import draw, predicted_bars
 
 _RANKS = 4  # of the context picture
@@ -77,11 +78,6 @@ def context() -> Any:
 
 
 PICTURES: dict[str, Callable[[], Any]] = {"gates": gates, "migration": migration, "context": context}
-_STEPS = {
-    "vanilla": ["policy=vanilla", "microbatches=1", "weight_grad=inline", "grad_reduce=end", "chunk_mb=null"],
-    "expert_pipeline": ["policy=expert_pipeline", "weight_grad=inline", "grad_reduce=end", "chunk_mb=null"],
-    "unified": [],
-}
 
 
 def main() -> None:
@@ -93,7 +89,7 @@ def main() -> None:
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(RESULTS / f"picture_{name}.png", dpi=120)
     cluster = find_cluster("h100x8")
-    settings = {name: [f"schedule.{each}" for each in changed] for name, changed in _STEPS.items()}
+    settings = variants_of("vanilla,expert_pipeline,unified", [])
     steps = {name: load_config("configs/bench/fine_grained.yaml", each) for name, each in settings.items()}
     bars = {name: predicted_bars(estimate(config, cluster).timeline) for name, config in steps.items()}
     draw(bars, RESULTS / "picture_schedule.png", "One step of each policy, predicted for eight H100")

@@ -46,6 +46,8 @@ def kind_of(line: Instruction, program: Program) -> str:
     is_product = matrix_products(line, program) > 0
     if found is None:
         return DENSE if is_product else ELEMENTWISE
+    if found == LOSS and is_product:  # with logits made by chunks, the head's
+        return DENSE
     return ELEMENTWISE if found == EXPERTS and not is_product else found
 
 

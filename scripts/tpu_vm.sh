@@ -18,8 +18,8 @@ if [[ "${1-}" == --dry-run ]]; then
 fi
 
 if [[ "${1-}" == --on ]]; then
-    if [[ -z "${2-}" || "${3-}" != --zone || -z "${4-}" ]]; then
-        echo "error: --on needs the TPU's name and its zone: use scripts/tpu_vm.sh --on NAME --zone ZONE --config FILE" >&2
+    if [[ -z "${2-}" || "${3-}" != --zone || -z "${4-}" || $# -lt 5 ]]; then
+        echo "error: --on needs the TPU's name, its zone and what to train: use scripts/tpu_vm.sh --on NAME --zone ZONE --config FILE" >&2
         exit 2
     fi
     "$run" gcloud compute tpus tpu-vm ssh "$2" --zone="$4" --worker=all \

@@ -90,6 +90,8 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
   %c = f32[4,4]{1,0} dot(%b, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/bnd,dhk->bnhk/dot"}
   %d = f32[4,4]{1,0} negate(%c), metadata={op_name="jit(step)/while/body/attention/neg"}
   %e = f32[4,4]{1,0} dot(%d, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/route/dot"}
+  %g = f32[4,4]{1,0} dot(%e, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/cross_entropy/while/body/dot"}
+  %h = f32[4,4]{1,0} negate(%g), metadata={op_name="jit(step)/cross_entropy/while/body/neg"}
   ROOT %f = f32[4,4]{1,0} negate(%e), metadata={op_name="jit(step)/optimizer/neg"}
 }
 """  # noqa: E501
@@ -97,7 +99,7 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
 
 def test_operations_are_of_the_kind_of_their_scope(load: Any) -> None:
     roofline, program = load("roofline"), parse(HLO)
-    kinds = {name: roofline.kind_of(program.by_name[name], program) for name in "abcdef"}
+    kinds = {name: roofline.kind_of(program.by_name[name], program) for name in "abcdefgh"}
     assert kinds == {
         "a": roofline.EXPERTS,
         "b": roofline.ELEMENTWISE,
@@ -105,6 +107,8 @@ def test_operations_are_of_the_kind_of_their_scope(load: Any) -> None:
         "d": roofline.ATTENTION,
         "e": roofline.ROUTING,
         "f": roofline.OPTIMIZER,
+        "g": roofline.DENSE,
+        "h": roofline.LOSS,
     }
 
 

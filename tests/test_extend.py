@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
+from moe_jax.config_checks.ranges import OWN_PARTS
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import gate_of, softmax
 from moe_jax.models.transformer import Computation
+from moe_jax.named import named
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.schedule.actions import ScheduleError
@@ -88,6 +90,7 @@ def test_the_policy_begins_with_the_first_microbatch(examples: list[str]) -> Non
 
 
 FLAT = EXCHANGES["flat"]
+BROKEN = Exchange(FLAT.start, lambda under_way, ranks: 1 // 0)
 HALF = Exchange(FLAT.start, lambda under_way, ranks: under_way[0][:1])
 WHOLE = POLICIES["unified"]
 LESS = WHOLE._replace(orders=lambda shape: {s: t[1:] for s, t in WHOLE.orders(shape).items()})
@@ -101,6 +104,7 @@ MORE = WHOLE._replace(
     ("name", "message"),
     [
         ("LINES", "is of type int: name a moe_jax.parallel.all_to_all.Exchange"),
+        ("BROKEN", "cannot be traced on 4 ranks (ZeroDivisionError: integer division or modulo by zero): mend it"),
         ("HALF", "makes bfloat16[1, 3] of bfloat16[4, 3] on 4 ranks: it must be the same"),
     ],
 )
@@ -110,6 +114,22 @@ def test_what_is_no_exchange_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         Computation.of(config, make_mesh(config.mesh))
     assert str(error.value) == f"exchange.algorithm={algorithm} {message}"
+
+
+def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfinished.py").write_text("POLICY = (\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        named("schedule.policy", "unfinished:POLICY", POLICIES)
+    assert str(error.value) == (
+        "schedule.policy=unfinished:POLICY: importing unfinished ends with SyntaxError: '(' was never closed "
+        "(unfinished.py, line 1): mend it"
+    )
+
+
+def test_settings_know_every_part() -> None:
+    assert {*OWN_PARTS["exchange.algorithm"]} == {*EXCHANGES, "auto", "ragged"}
+    assert {*OWN_PARTS["schedule.policy"]} == {*POLICIES}
 
 
 def test_an_exchange_of_ones_own_is_refused_with_stages() -> None:

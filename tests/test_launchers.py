@@ -50,7 +50,8 @@ def test_a_tpu_without_its_zone_is_refused(words: list[str]) -> None:
     done = bash("scripts/tpu_vm.sh", "--dry-run", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: --on needs the TPU's name and its zone: use scripts/tpu_vm.sh --on NAME --zone ZONE --config FILE\n"
+        "error: --on needs the TPU's name, its zone and what to train: "
+        "use scripts/tpu_vm.sh --on NAME --zone ZONE --config FILE\n"
     )
 
 

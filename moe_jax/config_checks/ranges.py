@@ -108,7 +108,7 @@ _POSITIVE = (
     "tune.band",
 )
 # Parts with a name of their own; others are named package.module:name.
-_PARTS = {
+OWN_PARTS = {
     "model.moe.gate": tuple(GATES),
     "model.moe.order": ("sort", "einsum"),
     "model.moe.hooks": ("none", "bf16", "fp8"),
@@ -165,7 +165,7 @@ def _or_null(config: "Sections", name: str) -> str:
 
 def check_parts(config: "Sections") -> None:
     """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
-    for name, own in _PARTS.items():
+    for name, own in OWN_PARTS.items():
         value = str(setting(config, name))
         if value not in own and not _ELSEWHERE.fullmatch(value):
             near = difflib.get_close_matches(value, [*own, "auto"] if name in _OPEN else own, n=1)

@@ -117,7 +117,8 @@ def _export(arguments: argparse.Namespace) -> None:
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
-    write_model(arguments.out, config.model, family, params, dtype, longest_sequence(config), arguments.source)
+    longest = longest_sequence(config, arguments.source)
+    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source)
     print(f"{arguments.out}: {family.architecture}, {dtype}")
 
 

@@ -12,7 +12,7 @@ from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
 from moe_jax.convert.table import disk_shapes, places
 
-ORIGIN = "imported_config.json"  # the config.json that a run was made of
+ORIGIN = "imported_config.json"  # the config.json of the model that a run began with
 
 
 def model_in(folder: Path) -> Model:
@@ -21,14 +21,21 @@ def model_in(folder: Path) -> Model:
     return family_of(hf).model(hf)
 
 
-def longest_sequence(config: Config) -> int:
+def origin_of(config: Config) -> Path | None:
+    """The config.json of the imported model that a run begins with, itself or through other runs; None: of none."""
+    begun = config.train.init_from
+    files = [] if begun is None else [Path(begun) / FILE, Path(begun) / ORIGIN]
+    return next((file for file in files if file.exists()), None)
+
+
+def longest_sequence(config: Config, run: Path) -> int:
     """`max_position_embeddings` of a run: as its model was imported, or is scaled to; no less than it trains with."""
-    scaling, begun = config.model.rope_scaling, config.train.init_from
+    scaling = config.model.rope_scaling
     longest = 0 if scaling.kind == "none" else round(scaling.original_length * scaling.factor)
-    for file in [] if begun is None else [Path(begun) / FILE, Path(begun) / ORIGIN]:
-        if file.exists():
-            hf = HfConfig(read_json(file), str(file))
-            longest = hf.with_defaults(family_of(hf).defaults).whole("max_position_embeddings")
+    file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
+    if file is not None:
+        hf = HfConfig(read_json(file), str(file))
+        longest = hf.with_defaults(family_of(hf).defaults).whole("max_position_embeddings")
     return max(longest, config.data.seq_len)
 
 

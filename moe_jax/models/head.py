@@ -12,11 +12,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model
-from moe_jax.kernels import tokens_of_chunk
+from moe_jax.loss_chunks import tokens_of_chunk
 from moe_jax.models.layers import rms_norm, wide_matmul
 
 _SCOPE = "cross_entropy"
-_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_NO_TOKEN = -1  # fills the last chunk
+_Gradients = tuple[jax.Array, jax.Array]
 
 
 def unembed(params: Any, x_BnD: Float[Array, "B n D"], model: Model) -> Float[Array, "B n V"]:
@@ -33,8 +34,10 @@ def cross_entropy(
         logit_BnV = unembed(params, x_BnD, model)
         with jax.named_scope(_SCOPE):
             return optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn).sum()
-    h_BnD = rms_norm(x_BnD, params["norm"], model.norm_eps)
-    h_KcD, target_Kc = h_BnD.reshape(-1, chunk, model.d_model), target_Bn.reshape(-1, chunk)
+    h_TD = rms_norm(x_BnD, params["norm"], model.norm_eps).reshape(-1, model.d_model)
+    filling = -target_Bn.size % chunk
+    h_KcD = jnp.pad(h_TD, ((0, filling), (0, 0))).reshape(-1, chunk, model.d_model)
+    target_Kc = jnp.pad(target_Bn.ravel(), (0, filling), constant_values=_NO_TOKEN).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
         return _by_chunks(h_KcD, _matrix(params, model), target_Kc)
 
@@ -48,37 +51,46 @@ def _matrix(params: Any, model: Model) -> Float[Array, "D V"]:
 def _by_chunks(
     h_KcD: Float[Array, "K c D"], head_DV: Float[Array, "D V"], target_Kc: Int[Array, "K c"]
 ) -> Float[Array, ""]:
-    """The backward pass makes each chunk's logits again, and keeps only their log-sum-exp."""
-    return _forward(h_KcD, head_DV, target_Kc)[0]
-
-
-def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[jax.Array, _Saved]:
+    """Differentiated, the gradient of a chunk's logits is used as soon as they are there: none is made twice."""
     head = head_DV.astype(h_KcD.dtype)
 
-    def of_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def of_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         h_cD, target_c = chunk
-        logit_cV = wide_matmul(h_cD, head)
-        log_sum_c = jax.nn.logsumexp(logit_cV, axis=-1)
-        target_logit_c = jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
-        return total + (log_sum_c - target_logit_c).sum(), log_sum_c
+        return total + _losses(wide_matmul(h_cD, head), target_c)[0].sum(), None
 
-    total, log_sum_Kc = jax.lax.scan(of_chunk, jnp.float32(0), (h_KcD, target_Kc))
-    return total, (h_KcD, head_DV, target_Kc, log_sum_Kc)
+    return jax.lax.scan(of_chunk, jnp.float32(0), (h_KcD, target_Kc))[0]
 
 
-def _backward(saved: _Saved, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    h_KcD, head_DV, target_Kc, log_sum_Kc = saved
+def _losses(logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
+    """With the logarithm of the sum that the softmax divides by."""
+    log_sum_c = jax.nn.logsumexp(logit_cV, axis=-1)
+    loss_c = log_sum_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
+    return jnp.where(target_c == _NO_TOKEN, 0, loss_c), log_sum_c
+
+
+def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[jax.Array, _Gradients]:
     head = head_DV.astype(h_KcD.dtype)
 
-    def of_chunk(d_head_DV: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h_cD, target_c, log_sum_c = chunk
-        share_cV = jnp.exp(wide_matmul(h_cD, head) - log_sum_c[:, None])
+    def of_chunk(
+        sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        (total, d_head_DV), (h_cD, target_c) = sums, chunk
+        logit_cV = wide_matmul(h_cD, head)
+        loss_c, log_sum_c = _losses(logit_cV, target_c)
         is_target_cV = jnp.arange(head.shape[1]) == target_c[:, None]
-        d_logit_cV = ((share_cV - is_target_cV) * d_total).astype(h_cD.dtype)
-        return d_head_DV + wide_matmul(h_cD.T, d_logit_cV), (d_logit_cV @ head.T)
+        share_cV = jnp.where(target_c[:, None] == _NO_TOKEN, 0, jnp.exp(logit_cV - log_sum_c[:, None]))
+        d_logit_cV = (share_cV - is_target_cV).astype(h_cD.dtype)
+        return (total + loss_c.sum(), d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
 
-    d_head_DV, dh_KcD = jax.lax.scan(of_chunk, jnp.zeros(head_DV.shape, jnp.float32), (h_KcD, target_Kc, log_sum_Kc))
-    return dh_KcD, d_head_DV.astype(head_DV.dtype), None
+    first = jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32)
+    (total, d_head_DV), dh_KcD = jax.lax.scan(of_chunk, first, (h_KcD, target_Kc))
+    return total, (dh_KcD, d_head_DV.astype(head_DV.dtype))
+
+
+def _backward(gradients: _Gradients, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    # d_total itself in half precision would scale all by a rounding error
+    dh_KcD, d_head_DV = ((each.astype(jnp.float32) * d_total).astype(each.dtype) for each in gradients)
+    return dh_KcD, d_head_DV, None
 
 
 _by_chunks.defvjp(_forward, _backward)

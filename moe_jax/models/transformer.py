@@ -48,7 +48,7 @@ class Computation:
     context_form: str = "ring"  # how attention of one context rank sees tokens of others
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
-    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.kernels
+    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.loss_chunks
 
     @property
     def route(self) -> Route:

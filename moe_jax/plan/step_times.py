@@ -202,9 +202,11 @@ class Step:
         again = self.config.is_plain and self.config.schedule.remat != "none"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         exchanged = 2 * self.exchange_seconds(own) if again else 0.0
-        in_chunks, flops = logit_chunk(self.config, tokens) is not None, self.device.matrix_flops_per_s
-        logits_again_s = in_chunks * work["head"].products / (flops * self.device.matrix_efficiency)
-        logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
+        head = self._task(
+            work["head"], self._weights(owned[-1]), [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
+        )
+        if logit_chunk(self.config, tokens) is not None:  # gradients are the forward pass's (models/head.py)
+            head = Compute(rate=head.rate, forward=head.forward + head.backward + head.weight, backward=0.0)
         return {
             "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
             "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
@@ -216,7 +218,7 @@ class Step:
                 op="expert",
                 again_s=exchanged,
             ),
-            "head": self._task(work["head"], self._weights(owned[-1]), logits, again_s=logits_again_s),
+            "head": head,
         }
 
     def _weights(self, owned: Owned) -> float:

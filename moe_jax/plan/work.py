@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from moe_jax.config import Config, Model
-from moe_jax.kernels import tokens_of_chunk
+from moe_jax.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -44,7 +44,7 @@ def computed_keys(config: Config) -> float:
 
 def logit_chunk(config: Config, tokens: float) -> int | None:
     """How many of a device's `tokens` have their logits in memory at a time; None: all, or all of a microbatch."""
-    parts = config.schedule.microbatches if config.schedule.policy == "unified" else 1
+    parts = config.schedule.microbatches if config.schedule.cuts_batch else 1
     chunk = tokens_of_chunk(int(tokens / parts), config.model.vocab_size, config.train.loss_chunk)
     return chunk if chunk < int(tokens / parts) else None
 

@@ -12,6 +12,8 @@ Joules = Callable[[], float]  # used up to now, by the GPUs of this process toge
 def energy_counter(devices: Sequence[jax.Device]) -> Joules | None:
     """A counter for these devices of this process; None where they are no GPUs that count, or without `pynvml`.
 
+    None, too, of unlike GPUs in CUDA's own order, which cannot be told from here.
+
     CUDA_VISIBLE_DEVICES says which GPUs they are, if it is set.
     """
     if any(device.platform != "gpu" for device in devices):
@@ -20,6 +22,8 @@ def energy_counter(devices: Sequence[jax.Device]) -> Joules | None:
         import pynvml
 
         pynvml.nvmlInit()
+        if not _are_as_cuda_counts(pynvml):
+            return None
         handles = [_handle(pynvml, device.local_hardware_id) for device in devices]
 
         def joules() -> float:
@@ -29,6 +33,12 @@ def energy_counter(devices: Sequence[jax.Device]) -> Joules | None:
     except Exception:  # no package, an older GPU, or one that a container does not show: a run goes on without
         return None
     return joules
+
+
+def _are_as_cuda_counts(pynvml: Any) -> bool:
+    """Whether both give GPUs the same numbers: CUDA begins with the fastest, unless it is told not to."""
+    names = {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())}
+    return len(names) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def _handle(pynvml: Any, number: int) -> Any:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from moe_jax.config import Config
 from moe_jax.files import write_atomically
+from moe_jax.loss_chunks import tokens_of_chunk
 from moe_jax.models.gates.seen import When
 from moe_jax.models.head import unembed
 from moe_jax.models.parameters import param_dims
@@ -131,7 +132,10 @@ def _wrong_outputs(
         found.append(wrong.ravel())
         below += wrong.size
         moe_below += segment.kinds.count("moe") * segment.repeats
-    return jnp.concatenate([*found, _is_wrong(unembed(params, x_bND, model))[None]])
+    x_TD = x_bND.reshape(-1, model.d_model)
+    chunk = tokens_of_chunk(len(x_TD), model.vocab_size, how.loss_chunk)
+    wrong_T = jax.lax.map(lambda x_D: _is_wrong(unembed(params, x_D[None, None], model)), x_TD, batch_size=chunk)
+    return jnp.concatenate([*found, wrong_T.any()[None]])
 
 
 def _row(stacked: Any, row: jax.Array, own: int) -> Any:

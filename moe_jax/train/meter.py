@@ -154,7 +154,14 @@ class Meter:
             self._alarms.look(step, statistics)
 
     def _now(self) -> Spent:
-        return Spent(time.perf_counter(), self._joules() if self._joules else 0.0)
+        energy_j = 0.0
+        if self._joules is not None:
+            try:
+                energy_j = self._joules()
+            except Exception as error:  # a driver that is loaded anew, say
+                self._joules = None
+                self._log.warn(f"energy is not counted any more ({type(error).__name__}: {error})")
+        return Spent(time.perf_counter(), energy_j)
 
     def _has_loads(self, step: int) -> bool:
         """Whether the record of a step has the load of each expert: the first, the last and every n-th one."""

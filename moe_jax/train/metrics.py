@@ -66,20 +66,22 @@ class RunLog:
             raise MetricsError(
                 f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
             ) from None
-        if self._wandb is not None:
-            self._closing.enter_context(self._wandb)
-        _forget_after(self._folder / FILE_NAME, self._start_step)
-        self._file = self._closing.enter_context(Appended(self._folder / FILE_NAME))
-        if self._tensorboard:
-            from tensorboardX import SummaryWriter
+        with ExitStack() as closing:  # what is open when another cannot be opened
+            if self._wandb is not None:
+                closing.enter_context(self._wandb)
+            _forget_after(self._folder / FILE_NAME, self._start_step)
+            self._file = closing.enter_context(Appended(self._folder / FILE_NAME))
+            if self._tensorboard:
+                from tensorboardX import SummaryWriter
 
-            self._scalars = SummaryWriter(
-                str(self._folder / "tensorboard"),
-                purge_step=self._start_step + 1 if self._start_step else 0,
-                filename_suffix=f".from{self._start_step}",
-                flush_secs=1,  # what it holds back would end its thread if the disk fills up meanwhile
-            )
-            self._closing.callback(self._scalars.close)
+                self._scalars = SummaryWriter(
+                    str(self._folder / "tensorboard"),
+                    purge_step=self._start_step + 1 if self._start_step else 0,
+                    filename_suffix=f".from{self._start_step}",
+                    flush_secs=1,  # what it holds back would end its thread if the disk fills up meanwhile
+                )
+                closing.callback(self._scalars.close)
+            self._closing = closing.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -11,6 +11,7 @@ from moe_jax.train.processes import allgather
 _ELSEWHERE = "another process cannot read it"
 # what a process has: no checkpoint, none that is whole, or this plus a step
 _NOTHING, _NOTHING_WHOLE, _STEP_0 = range(3)
+_WITHOUT = {_NOTHING: "none", _NOTHING_WHOLE: "damaged ones"}
 
 
 def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
@@ -28,10 +29,10 @@ def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
                 raise problem
             return newest
         step = max(found) - _STEP_0
-        if not all(allgather((run / FOLDER / str(step)).is_dir())):
-            steps = [None if each < _STEP_0 else each - _STEP_0 for each in found]
+        if step < 0 or not all(allgather((run / FOLDER / str(step)).is_dir())):
+            steps = [_WITHOUT.get(each) or each - _STEP_0 for each in found]
             raise CheckpointError(
-                f"{run / FOLDER} is not the same on all processes (they find steps {steps}): "
+                f"{run / FOLDER} is not the same on all processes (they find steps {', '.join(map(str, steps))}): "
                 "put log.dir on a disk that all share"
             )
         damaged.setdefault(step, _ELSEWHERE)

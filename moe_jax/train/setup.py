@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
+from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance, versions
@@ -178,6 +179,8 @@ def write_start(run: Run) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
         write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        if origin := origin_of(run.config):  # for exports, when that folder may be gone
+            write_atomically(run.folder / ORIGIN, origin.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 

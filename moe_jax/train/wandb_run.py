@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -35,6 +36,7 @@ class WandbRun:
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]):
         self._project, self._folder, self._config, self._warn = project, folder, config, warn
         self._run: Any = None
+        self._takes_more = True
 
     def __enter__(self) -> Self:
         import wandb
@@ -52,26 +54,35 @@ class WandbRun:
                 allow_val_change=True,
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except Exception as error:  # wandb's errors have no common type
-            told = " ".join(str(error).split())
+        except Exception as error:
             raise WandbError(
-                f"log.wandb_project={self._project} cannot begin ({type(error).__name__}: {told}): "
+                f"log.wandb_project={self._project} cannot begin ({_told(error)}): "
                 "run wandb login, or set WANDB_MODE=offline, or log.wandb_project=null"
             ) from None
         if known is None:
-            write_atomically(file, f"{self._run.id}\n")
+            with ExitStack() as on_error:
+                on_error.push(self.__exit__)
+                write_atomically(file, f"{self._run.id}\n")
+                on_error.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._run is not None:
+        try:
             self._run.finish(exit_code=1 if kind else 0)
+        except Exception as error:
+            self._warn(f"wandb may lack what came last ({_told(error)})")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add numbers of a step. A logger that fails ends no run: it is left out from then on."""
-        if self._run is None:
+        if not self._takes_more:
             return
         try:
             self._run.log(dict(scalars), step=step)
         except Exception as error:
-            self._run = None
-            self._warn(f"wandb takes nothing any more ({type(error).__name__}: {' '.join(str(error).split())})")
+            self._takes_more = False
+            self._warn(f"wandb takes nothing any more ({_told(error)})")
+
+
+def _told(error: Exception) -> str:
+    """In one line; wandb's errors have no common type."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

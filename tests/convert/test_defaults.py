@@ -63,7 +63,7 @@ def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path
 
     def longest(seq_len: int, begun: Path | None = None, **model: object) -> int:
         train = Train(init_from=None if begun is None else str(begun))
-        return longest_sequence(Config(model=Model(**model), data=Data(seq_len=seq_len), train=train))
+        return longest_sequence(Config(model=Model(**model), data=Data(seq_len=seq_len), train=train), tmp_path / "run")
 
     (tmp_path / ORIGIN).write_text((GOLDEN / "olmoe" / "config.json").read_text())
     for folder in (GOLDEN / "olmoe", tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Model, MoE
-from moe_jax.kernels import tokens_of_chunk
+from moe_jax.loss_chunks import tokens_of_chunk
 from moe_jax.models.head import cross_entropy
 from tests import references
 
@@ -38,9 +38,9 @@ def loss_of(model, loss_chunk):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("loss_chunk", [None, 7])
+@pytest.mark.parametrize("loss_chunk", [None, 7, 5])
 def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk):
-    """None: all 24 tokens at once; 7: four chunks of 6."""
+    """None: all 24 tokens at once; 7: four chunks of 6; 5: five of 5, one token of them filling."""
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
     params, x_BnD, target_Bn = example(model)
     expected = jax.value_and_grad(twin, argnums=(0, 1))(params, x_BnD, target_Bn, model)
@@ -83,13 +83,20 @@ def test_operands_of_half_precision_stay_so():
         step = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1)))
         text = step.lower(params, jnp.bfloat16(x_BnD), target_Bn).as_text()
         products = [line for line in text.splitlines() if "dot_general" in line]
-        assert len(products) == 3 if loss_chunk is None else 4
+        assert len(products) == 3
         assert all("algorithm" in line or line.count("bf16") == 3 for line in products)
 
 
 @pytest.mark.parametrize(
     ("tokens", "vocab_size", "most", "size"),
-    [(4096, 32000, None, 4096), (8192, 32000, None, 4096), (8192, 151936, None, 512), (60, 7, 25, 20), (7, 7, 5, 1)],
+    [
+        (4096, 32000, None, 4096),
+        (8192, 32000, None, 4096),
+        (8192, 151936, None, 512),
+        (60, 7, 25, 20),
+        (7, 7, 5, 4),
+        (2053, 128_256, None, 1027),
+    ],
 )
-def test_chunks_are_equal_and_as_large_as_they_may_be(tokens, vocab_size, most, size):
+def test_chunks_are_few_and_equal(tokens, vocab_size, most, size):
     assert tokens_of_chunk(tokens, vocab_size, most) == size

@@ -38,6 +38,6 @@ def test_processes_with_other_folders_are_told_so(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError) as refusal:
         agreed_newest(tmp_path, {})
     assert str(refusal.value) == (
-        f"{tmp_path}/checkpoints is not the same on all processes (they find steps [None, 7]): "
+        f"{tmp_path}/checkpoints is not the same on all processes (they find steps none, 7): "
         "put log.dir on a disk that all share"
     )

@@ -23,6 +23,12 @@ class Nvml(SimpleNamespace):
 
     def nvmlInit(self) -> None: ...
 
+    def nvmlDeviceGetCount(self) -> int:
+        return 4
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return self.__dict__.get("names", {}).get(handle, "H100")
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
         return f"index {index}"
 
@@ -46,6 +52,32 @@ def test_gpus_are_those_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None
     nvml.looked = ()
     assert energy_counter(GPUS) is not None
     assert nvml.looked == {"index 3", "uuid GPU-b"}
+
+
+def test_unlike_gpus_in_an_order_of_cuda_s_own_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(names={"index 2": "A100"}))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert energy_counter(GPUS) is None
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert energy_counter(GPUS) is not None
+
+
+def test_a_count_that_fails_later_ends_no_run(tmp_path, capsys) -> None:
+    readings = iter([1.0])
+
+    def lost() -> float:
+        for reading in readings:
+            return reading
+        raise RuntimeError("GPU is lost")
+
+    metrics = {"loss": np.float32(1), "grad_norm": np.float32(1), "bad_step": np.int32(0)}
+    with RunLog(tmp_path, 0, 4, tokens_per_step=8, tensorboard=False, quiet=False) as log:
+        meter = Meter(Config(train=Train(steps=4)), log, 1e9, lost)
+        for step in range(1, 5):
+            meter.add(step, metrics)
+        meter.finish(stopping=True)
+    assert capsys.readouterr().out.count("warning: energy is not counted any more (RuntimeError: GPU is lost)\n") == 1
+    assert "energy_j_per_step" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_run_goes_on_without_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,20 @@ def test_a_missing_package_is_told_before_anything_is_done(monkeypatch):
         "log.wandb_project=moe needs the package wandb, which is not installed: pip install 'moe_jax[wandb]', or "
         "log.wandb_project=null"
     )
+
+
+def test_an_end_that_fails_ends_no_run(wandb, tmp_path, monkeypatch, capsys):
+    def fail(exit_code: int) -> None:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(wandb, "finish", fail)
+    with log_in(tmp_path) as log:
+        log.write(RECORD)
+    assert "warning: wandb may lack what came last (TimeoutError: no answer)\n" in capsys.readouterr().out
+
+
+def test_it_ends_where_records_cannot_begin(wandb, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        log_in(tmp_path).__enter__()
+    assert wandb.ended == [1]

@@ -36,11 +36,11 @@ def heads(
     query = jnp.concatenate([plain, rotated], axis=-1)
     weights = {name: params[name] for name in ("key", "value")}
     scale, sink = logit_scale(model), params.get("sink")
-    if context_ranks() > 1:  # latents are short: they travel, not what is made of them
-        return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
-    key, value = _keys_and_values(weights, held)
-    seen = seen_before(position_BN[0], position_BN[0], view.window)
     with jax.named_scope("attention"):
+        if context_ranks() > 1:  # latents are short: they travel, not what is made of them
+            return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
+        key, value = _keys_and_values(weights, held)
+        seen = seen_before(position_BN[0], position_BN[0], view.window)
         return weighted_values(query, key, value, seen, scale, sink)
 
 

@@ -78,8 +78,14 @@ def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
     """Raise ConfigError unless rows arrive in the shape and type in which they are sent."""
     exchange, size = exchange_named(algorithm), math.prod(mesh.shape[axis] for axis in ranks.axes)
     rows, spec = jax.ShapeDtypeStruct((size**2, 3), jnp.bfloat16), PartitionSpec(ranks.axis)
-    sent = jax.shard_map(exchange.between(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    arrived = jax.eval_shape(sent, rows)
+    try:
+        sent = jax.shard_map(exchange.between(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        arrived = jax.eval_shape(sent, rows)
+    except Exception as error:  # of functions that are not the project's
+        told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ConfigError(
+            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({told}): mend it"
+        ) from error
     if (arrived.shape, arrived.dtype) != (rows.shape, rows.dtype):
         forms = [f"{x.dtype}[{x.shape[0] // size}, {', '.join(map(str, x.shape[1:]))}]" for x in (arrived, rows)]
         raise ConfigError(
