@@ -52,4 +52,4 @@ def test_the_page_of_pipelines_has_what_was_measured_in_a_box(name):
         "1" if name == "1f1b" else quartiles,
         *(percent(idle[what]) for what in ("measured", "formula", "own_slots", "own_slots_and_sends")),
     ]
-    assert 1 <= idle["measured"] / idle["own_slots_and_sends"] < 1.115
+    assert 0.9 < idle["measured"] / idle["own_slots_and_sends"] < 1.1

@@ -1,6 +1,7 @@
 """The planner: what it finds is possible, fits, and is the fastest of what it looked at; what is impossible it says."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -33,6 +34,12 @@ def draft_of(**settings) -> Draft:
     return open_draft(config_of(**settings))
 
 
+@functools.cache
+def planned(layers: int = 3, batch_size: int = 64, cluster: str = "h100x16") -> Plans:
+    """With all settings open; several tests look at the same plans."""
+    return plan(draft_of(layers=layers, batch_size=batch_size), find_cluster(cluster))
+
+
 def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
     config = dataclasses.replace(config_of(), train=Train(batch_size=8))
     found = list(on_meshes(open_draft(config), H100S))
@@ -45,7 +52,7 @@ def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
 
 
 def test_the_first_plan_is_the_fastest_and_all_plans_fit() -> None:
-    plans = plan(draft_of(), H100S)
+    plans = planned()
     assert plans.best.estimate.step_s == min(each.estimate.step_s for each in plans.ranked)
     assert plans.best.config.schedule.policy != "vanilla"
     limit = H100S.device.memory_bytes
@@ -58,8 +65,7 @@ def test_the_first_plan_is_the_fastest_and_all_plans_fit() -> None:
 
 @pytest.mark.parametrize("name", ["mesh.expert", "schedule.grad_reduce", "schedule.remat"])
 def test_giving_what_was_chosen_finds_nothing_better(name: str) -> None:
-    config = config_of(layers=8, batch_size=256)
-    best = plan(open_draft(config), H100S).best
+    best = planned(layers=8, batch_size=256).best
     again = plan(open_draft(best.config, but={name}), H100S).best
     assert again.estimate.step_s >= 0.98 * best.estimate.step_s
 
@@ -67,7 +73,7 @@ def test_giving_what_was_chosen_finds_nothing_better(name: str) -> None:
 def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
     config = config_of(layers=8, batch_size=256)
     small = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(6e9)))
-    roomy, tight = plan(open_draft(config), H100S).best, plan(open_draft(config), small).best
+    roomy, tight = planned(layers=8, batch_size=256).best, plan(open_draft(config), small).best
     assert not roomy.squeezed
     assert tight.squeezed
     assert tight.memory.total < 6e9
@@ -153,7 +159,7 @@ def test_faster_links_and_more_devices_make_no_step_slower() -> None:
     config = dataclasses.replace(config_of(), mesh=Mesh(data=1, expert=16))
     levels = tuple(dataclasses.replace(level, bytes_per_s=4 * level.bytes_per_s) for level in H100S.levels)
     assert estimate(config, dataclasses.replace(H100S, levels=levels)).step_s < estimate(config, H100S).step_s
-    steps = [plan(draft_of(), find_cluster(f"h100x{count}")).best.estimate.step_s for count in (8, 16, 32)]
+    steps = [planned(cluster=f"h100x{count}").best.estimate.step_s for count in (8, 16, 32)]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -311,7 +317,7 @@ def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() 
 
 
 def test_the_text_tells_all_of_it() -> None:
-    plans = plan(draft_of(), H100S)
+    plans = planned()
     lines = table(plans).splitlines()
     assert lines[0].split()[:3] == ["mesh", "step", "MFU"]
     assert lines[1].startswith(plans.best.mesh)
