@@ -14,7 +14,7 @@ check ruff check --quiet
 check ruff format --check --quiet
 check mypy --no-error-summary
 check lint-imports --no-logo
-check python -m pytest -n 2 "$@"
+check python -m pytest -n 2 --dist worksteal "$@"
 
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[@]}" >&2

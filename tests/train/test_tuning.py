@@ -4,18 +4,20 @@ import dataclasses
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_jax.config_files import load_config
-from moe_jax.train import loop, tuning
+from moe_jax.train import tuning
 from moe_jax.train.describe import describe
 from moe_jax.train.loop import train
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.setup import open_run
 from tests.train.test_resume import config_in, losses_of, started, wait_until
+from tests.train.whole_runs import compiled_once
 
 CHUNKED = ["schedule.policy=unified", "schedule.grad_reduce=chunked", "checkpoint.every=0", "train.eval_every=0"]
 CHUNKED += ["model.num_layers=1", "model.moe.every=1", "model.moe.capacity_factor=1.25", "model.vocab_size=256"]
@@ -23,9 +25,11 @@ EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "sched
 TUNED = ["tune.over=[chunk_mb]", "tune.samples=2", "tune.iterations=4", "tune.band=1e9", "train.steps=100000"]
 
 
-@pytest.fixture(autouse=True)
-def _rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "matrix_flops_per_s", lambda dtype: 1e12)
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """What a run begins with; what it tries is compiled anew."""
+    with compiled_once():
+        yield
 
 
 def records_of(folder: Path, prefix: str) -> list[dict[str, Any]]:
