@@ -57,8 +57,11 @@ def package_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Marked dirty if tracked files are other than committed; results, which commands write, do not count."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":(exclude)profiling/results"]).returncode
     except (OSError, subprocess.CalledProcessError):  # not a checkout
         return None
+    return f"{head}-dirty" if changed else head
