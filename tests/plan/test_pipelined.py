@@ -78,6 +78,13 @@ def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_says(name, chun
     assert busy.idle == pytest.approx((4 - 1) * busy.compute / 8 / chunks, rel=0.02)
 
 
+def test_plans_take_blocks_off_the_stage_of_a_large_head() -> None:
+    config = config_of(vocab=100_000)
+    best = plan(Draft(**sections_of(config), open=frozenset({"schedule.head_blocks"})), H100S).best
+    assert best.config.schedule.head_blocks > 0
+    assert best.estimate.step_s < 0.95 * estimate(config, H100S).step_s
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
     """Neighbours in a node share its links; on two nodes only stages' sends leave one."""

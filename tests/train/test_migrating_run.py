@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import chex
@@ -60,6 +61,27 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     plain = folder / "plain", train(config_in(folder / "plain"))
     return plain, (folder / "moved", train(config_in(folder / "moved", ON)))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[float]]:
+    """Seconds of each compilation."""
+    found: list[float] = []
+
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_moves_have_one_program_and_steps_the_one_they_had(runs, compiled, tmp_path):
+    """All others are those of the runs before."""
+    train(config_in(tmp_path, ON, "migration.every=1", "migration.patience=1", "migration.threshold=1.05"))
+    assert len([record for record in records(tmp_path) if "migrated_blocks" in record]) > 1
+    assert len(compiled) == 1
 
 
 def test_experts_move_and_the_run_is_the_same(runs):

@@ -143,6 +143,13 @@ def test_a_pipelined_step_is_the_mean_of_its_parts_on_one_device():
     chex.assert_trees_all_close(result.grads, mean, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize(("pipeline", "policy"), [("1f1b", "unified"), ("coscheduled", "vanilla")])
+def test_tensor_ranks_of_each_stage_share_its_widths(pipeline, policy):
+    settings = {2: PIPELINES[pipeline] | POLICIES[policy], 1: {}}
+    configs = (config_of((stages, 1, 2), "tied", 2, settings[stages]) for stages in (2, 1))
+    assert_same(*(result_of(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, tensor=2))) for c in configs))
+
+
 @pytest.mark.parametrize(
     ("pipeline", "mesh"),
     [("1f1b", (4, 1, 2)), ("coscheduled", (4, 1, 2)), ("coscheduled_split", (4, 1, 2)), ("interleaved", (2, 1, 4))],
