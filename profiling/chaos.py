@@ -9,7 +9,8 @@ Trains a small model under the launcher twice: while faults come over it, and un
     slow               ranks are stopped half of the time, for five seconds
 
 By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png. Cut links are tried by lost_peer.py.
+bit for bit, and writes results/chaos.json and .png. Exit code 1 if they differ, or more steps were lost than the
+newest checkpoints may cost. Cut links are tried by lost_peer.py.
 """
 
 import random
@@ -36,6 +37,8 @@ from moe_jax.train.metrics import read_metrics
 
 LONGEST_START_S = 8  # into which they come
 DISK_BYTES = 256 * 10**6
+# Checkpoints that a fault may cost: the next one, and one whose save is under way; and one that is damaged
+MOST_LOST = {"kill": 2, "stop": 2, "term": 0, "bit": 3, "cut": 3, "nan": 2, "full": 0, "slow": 0}
 TIMES = ("restart_s", "first_new_step_s", "exit_s")
 
 
@@ -75,6 +78,8 @@ def main() -> None:
     values = come_through(Chaos(drawn, arguments.processes, arguments.seed))
     path = write_result("chaos", values)
     write_picture(values, path.with_suffix(".png"))
+    if values["broken"]:
+        sys.exit(f"{len(values['broken'])} promises were broken: {values['broken'][0]}")
 
 
 def come_through(chaos: Chaos) -> dict[str, Any]:
@@ -98,7 +103,9 @@ def come_through(chaos: Chaos) -> dict[str, Any]:
         other.start()
         other.finish()
         judged = _judged(faults, disturbed, read_metrics(quiet))
-    return asdict(chaos) | {"kinds": sorted(set(kinds)), "disturbed_run_s": rounded(took_s)} | judged
+    broken = _broken(judged, chaos.checkpoint_every)
+    facts = {"kinds": sorted(set(kinds)), "disturbed_run_s": rounded(took_s), "broken": broken}
+    return asdict(chaos) | facts | judged
 
 
 def _settings(chaos: Chaos) -> list[str]:
@@ -162,6 +169,18 @@ def _judged(
         "faults": list(faults),
         "loss": [rounded(loss) for _, loss in losses],
     }
+
+
+def _broken(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
+    """What was promised and does not hold."""
+    broken = [] if judged["losses_equal_bit_for_bit"] else ["losses differ from those of the undisturbed run"]
+    for number, fault in enumerate(judged["faults"], 1):
+        kind, lost, code = fault["kind"], fault.get("steps_lost", 0), fault.get("exit_code", 0)
+        if lost > MOST_LOST[kind] * checkpoint_every:
+            broken.append(f"fault {number}, {kind}: {lost} steps lost")
+        if code and not fault["while_starting"]:  # before it can save, a run ends as it was told
+            broken.append(f"fault {number}, {kind}: exit code {code}")
+    return broken
 
 
 def _spread(faults: Sequence[dict[str, Any]], name: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A run of two processes comes through one fault of each kind: `profiling/chaos.py`, made small."""
+"""A run of two processes comes through ten faults of all kinds: `profiling/chaos.py`, made small."""
 
 import importlib
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 EVERY = 10  # steps between checkpoints
-ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "cut", "full")
+ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "nan", "cut", "full", "slow", "kill")
 
 
 def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of the faults make all processes start again."""
+    """Six of the faults make all processes start again. Without root no disk is full, and ten are left of eleven."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiling")
     module = importlib.import_module("chaos")
     chaos = module.Chaos(
@@ -18,13 +18,11 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: py
     )
     found = module.come_through(chaos)
     assert found["losses_equal_bit_for_bit"], "and each step is recorded once"
-    faults = {fault["kind"]: fault for fault in found["faults"]}
-    assert set(faults) >= set(ORDER) - {"full"}, "a disk needs root"
-    assert faults["term"]["exit_code"] == 0
-    assert faults["term"]["steps_lost"] == 0
-    assert "going back to the checkpoint" in faults["nan"]["told"]
-    for kind in ("kill", "stop", "nan"):  # one more save may be under way
-        assert faults[kind]["steps_lost"] <= 2 * EVERY
-    for kind in ("bit", "cut"):
-        assert faults[kind]["steps_lost"] <= 3 * EVERY
+    assert [fault["kind"] for fault in found["faults"]] in (list(ORDER), [kind for kind in ORDER if kind != "full"])
+    for fault in found["faults"]:
+        kind = fault["kind"]
+        assert fault.get("exit_code", 0) == 0
+        assert fault.get("steps_lost", 0) <= module.MOST_LOST[kind] * EVERY
+        assert kind != "nan" or "going back to the checkpoint" in fault["told"]
+    assert not found["broken"]
     assert found["checkpoints_put_aside"] >= 1

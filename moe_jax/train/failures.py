@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import jax
 
 from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError
-from moe_jax.train.progress import steps_done
+from moe_jax.train.progress import is_supervised, steps_done
 
 FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
 CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did ends after it
@@ -52,9 +52,10 @@ def ends_with_its_peers() -> Iterator[None]:
         yield
     except Exception as error:
         if jax.distributed.is_initialized() and is_of_a_peer(error):
-            time.sleep(CONSEQUENCE_DELAY_S)
             with suppress(OSError):
-                print(_peer_failure(error), file=sys.stderr)
+                print(_peer_failure(error), file=sys.stderr, flush=True)
+            if is_supervised():  # by one who blames the first that ends
+                time.sleep(CONSEQUENCE_DELAY_S)
             _exit_now(EXIT_TRY_AGAIN)
         raise
 

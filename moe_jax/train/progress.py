@@ -52,6 +52,11 @@ def _tell(text: str) -> None:
             os._exit(EXIT_TRY_AGAIN)
 
 
+def is_supervised() -> bool:
+    """Whether somebody hears of the progress, once some was told."""
+    return _pipe is not None
+
+
 def end_of_progress() -> None:
     """Tell that no step comes any more: what is left is not timed."""
     global _pipe
