@@ -49,6 +49,13 @@ def train_batches(
     return iter(batches.to_iter_dataset(options))
 
 
+def check_next(batches: Batches) -> None:
+    """Read the batch that comes next, and still does: damaged tokens are told before a step is compiled."""
+    here = batches.get_state()
+    next(batches)
+    batches.set_state(here)
+
+
 def sample_numbers(tokens: NDArray[np.integer], seq_len: int, batch_size: int, seed: int, batch: int) -> list[int]:
     """Which samples are the rows of a batch: number n has the tokens from n · seq_len on."""
     order = _order(tokens, seq_len, seed)

@@ -12,6 +12,7 @@ from moe_jax.train import faults
 from moe_jax.train.behind import Behind
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.data import check_next
 from moe_jax.train.describe import describe, table
 from moe_jax.train.diverged import GoBack, way_out
 from moe_jax.train.energy import energy_counter
@@ -57,6 +58,9 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     tell_progress(run.first_step)
     check_room(run)
     run, restored = restore_newest(config, run)
+    if restored:
+        run.batches.set_state(restored.record.data)
+    check_next(run.batches)
     _say(table(describe(run)))
     # of what all others would measure at the same time
     dtype = config.train.compute_dtype
@@ -74,7 +78,6 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     ):
         if restored:
             state = restored.state
-            run.batches.set_state(restored.record.data)
             _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
         else:
             state = first_state(run, programs.init.result())
