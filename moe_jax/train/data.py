@@ -49,7 +49,7 @@ def train_batches(
     return iter(batches.to_iter_dataset(options))
 
 
-def check_next(batches: Batches) -> None:
+def check_next(batches: grain.DatasetIterator[NDArray[np.int32]]) -> None:
     """Read the batch that comes next, and still does: damaged tokens are told before a step is compiled."""
     here = batches.get_state()
     next(batches)
