@@ -48,26 +48,29 @@ def other_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Non
 
 
 def test_processes_with_the_same_times_go_on(tmp_path: Path, other_process: Callable) -> None:
-    other_process(lambda own: own)
     config = timed(tmp_path / "times.json", 1)
-    assert make_plan(config, mesh_of(config)).schedule
+    mesh = mesh_of(config)
+    other_process(lambda own: own)
+    assert make_plan(config, mesh).schedule
 
 
 def test_processes_with_other_times_are_refused(tmp_path: Path, other_process: Callable) -> None:
-    other_process(lambda own: own + 2)
     config = timed(tmp_path / "times.json", 1)
+    mesh = mesh_of(config)
+    other_process(lambda own: own + 2)
     with pytest.raises(ConfigError, match="is not the same on all processes: give them copies of one file"):
-        make_plan(config, mesh_of(config))
+        make_plan(config, mesh)
 
 
 def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: Path, other_process: Callable) -> None:
     """Else these would wait for it."""
     told = []
-    other_process(lambda own: told.append(int(own)) or own + 2)
     config = timed(tmp_path / "times.json", 1)
+    mesh = mesh_of(config)
+    other_process(lambda own: told.append(int(own)) or own + 2)
     (tmp_path / "times.json").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        make_plan(config, mesh_of(config))
+        make_plan(config, mesh)
     assert told == [0]
 
 
