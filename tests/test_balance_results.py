@@ -56,6 +56,7 @@ def test_one_move_balances_ranks_and_changes_no_loss() -> None:
 
 def test_the_page_of_migration_has_what_was_measured() -> None:
     found, told = result("migration"), rows("migration")
+    ratio = found["step_on_over_off"]
     (move,) = found["moves"]
     worst = [max(loads) for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
     expected = {
@@ -67,8 +68,8 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
         ),
         "the same, found in the 150 steps behind it": f"{min(worst):.2f} to {max(worst):.2f}",
         "looks and the move, of the time of all steps": percent(found["overhead"]),
-        "a step with places of experts, of one without, in turn": "{median:.3f} ({first_quartile:.3f}–{third_quartile:.3f}) ×".format(
-            **found["step_on_over_off"]
+        "a step with places of experts, of one without, in turn": (
+            f"{ratio['median']:.3f} ({ratio['first_quartile']:.3f}–{ratio['third_quartile']:.3f}) ×"
         ),
         "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
     }
