@@ -9,8 +9,8 @@ Trains a small model under the launcher twice: while faults come over it, and un
     slow               ranks are stopped half of the time, for five seconds
 
 By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png. Exit code 1 if they differ, or more steps were lost than the
-newest checkpoints may cost. Cut links are tried by lost_peer.py.
+bit for bit, and writes results/chaos.json and .png. Exit code 1 if they differ, more steps were lost than the newest
+checkpoints may cost, or a SIGTERM did not end the run. Cut links are tried by lost_peer.py.
 """
 
 import random
@@ -37,7 +37,8 @@ from moe_jax.train.metrics import read_metrics
 
 LONGEST_START_S = 8  # into which they come
 DISK_BYTES = 256 * 10**6
-# Checkpoints that a fault may cost: the next one, and one whose save is under way; and one that is damaged
+# Checkpoints that a fault may cost: the next one, and one whose save is under way; one that is damaged; and any for
+# which there was no room
 MOST_LOST = {"kill": 2, "stop": 2, "term": 0, "bit": 3, "cut": 3, "nan": 2, "full": 0, "slow": 0}
 TIMES = ("restart_s", "first_new_step_s", "exit_s")
 
@@ -176,10 +177,12 @@ def _broken(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
     broken = [] if judged["losses_equal_bit_for_bit"] else ["losses differ from those of the undisturbed run"]
     for number, fault in enumerate(judged["faults"], 1):
         kind, lost, code = fault["kind"], fault.get("steps_lost", 0), fault.get("exit_code", 0)
-        if lost > MOST_LOST[kind] * checkpoint_every:
+        if lost > (MOST_LOST[kind] + len(fault.get("not_saved", []))) * checkpoint_every:
             broken.append(f"fault {number}, {kind}: {lost} steps lost")
         if code and not fault["while_starting"]:  # before it can save, a run ends as it was told
             broken.append(f"fault {number}, {kind}: exit code {code}")
+        if not fault.get("replaced", True):
+            broken.append(f"fault {number}, {kind}: the run goes on")
     return broken
 
 

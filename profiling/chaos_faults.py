@@ -36,11 +36,12 @@ def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: sig
 
 
 def _told_to_end(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """And started again."""
-    at = run.signal(signal.SIGTERM, ranks)
+    """And started again; unless what was told has been replaced before it could hear, as one that was stopped is."""
+    at, replaced = run.signal(signal.SIGTERM, ranks), len(run.stretches)
     code = run.wait(_TERM_S)
-    if code is not None:
-        run.start()
+    if code is None:
+        return {"replaced": len(run.stretches) > replaced}
+    run.start()
     return {"at": at, "exit_code": code, "exit_s": rounded(time.monotonic() - at)}
 
 

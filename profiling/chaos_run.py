@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _STEP = re.compile(r"step +(\d+)/")
 _GOING_ON = re.compile(r"(?:going on from|beginning at) step (\d+)(?:[:,] (.*))?")
 _AGAIN = re.compile(r"launch: (.*): all start again|warning: (.*: going back to the checkpoint of step \d+)")
 _DAMAGED = re.compile(r"warning: checkpoint \S+ is damaged \((.*)\): moved to ")
+_NOT_SAVED = re.compile(r"warning: the checkpoint of step (\d+) was not saved")
 _RANK = re.compile(r"--process-id (\d+)$")
 _LAST_LINES = 12  # of what a run said, in errors
 _LONGEST_WAIT_S = 600  # a busy machine takes minutes to compile
@@ -46,6 +47,7 @@ class Stretch:
     damaged: str | None = None  # why a newer checkpoint was put aside
     first_step_at: float | None = None
     furthest: int | None = None  # step
+    not_saved: list[int] = field(default_factory=list)  # steps
 
 
 class DisturbedRun:
@@ -169,6 +171,7 @@ class DisturbedRun:
             values["first_new_step_s"] = rounded(after.first_step_at - at)
         if hit.furthest is not None and after.furthest is not None:
             values |= {"step": hit.furthest, "steps_lost": hit.furthest - after.resumed}
+            values["not_saved"] = [step for step in hit.not_saved if step > after.resumed]
         return values
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -186,6 +189,8 @@ class DisturbedRun:
             stretch.resumed, stretch.told = int(found[1]), found[2] or ""
         elif found := _DAMAGED.match(line):
             stretch.damaged = found[1]
+        elif found := _NOT_SAVED.match(line):
+            stretch.not_saved.append(int(found[1]))
         elif found := _STEP.match(line):
             stretch.furthest = int(found[1])
             stretch.first_step_at = stretch.first_step_at or now

@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM: finish the step, save, exit 0. A second signal ends a process at once."""
 
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ from jax.experimental import multihost_utils
 
 from moe_jax.train.progress import SAME_SIGNAL_S
 
+_asked = itertools.count(1)  # how often this process has asked the others
+
 
 class StopRequest:
     """Whether a signal asked for the end of the run."""
@@ -22,11 +25,12 @@ class StopRequest:
     def __init__(self) -> None:
         self._signalled = False
 
-    def reached(self, step: int) -> bool:
-        """True on every process at one and the same step, soon after any of them got a signal."""
+    def reached(self) -> bool:
+        """Asked before every step: True on all processes before the same one, soon after any of them got a signal."""
         if jax.process_count() > 1:
-            # jax's own SIGTERM handler tells the other processes, and they agree on a step
-            return bool(multihost_utils.reached_preemption_sync_point(step))
+            # jax's own SIGTERM handler tells the other processes, and they agree on the number after the largest that
+            # any has passed. One that has passed none counts as at 0: the steps of a resumed run would not do
+            return bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
         return self._signalled
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

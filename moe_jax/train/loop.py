@@ -93,7 +93,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
             behind.validate_and_save(step, state, restored.is_validated)
-        while step < last and not stop.reached(step) and not bad_steps.too_many:
+        while step < last and not stop.reached() and not bad_steps.too_many:
             state = faults.struck_as_asked(state)
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1

@@ -1,5 +1,5 @@
 """What comes after the processes have joined: a failure of process 1, for which the others wait in a collective, or of
-all; or nothing more, in a context that handles signals.
+all; a signal to process 1 long before the first step; or nothing more, in a context that handles signals.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from moe_jax.train.interrupt import stop_on_signals
 from moe_jax.train.processes import add_arguments, initialize, options_from
 
 parser = argparse.ArgumentParser()
-parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed", "waits"))
+parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed", "signalled", "waits"))
 add_arguments(parser)
 arguments = parser.parse_args()
 
@@ -30,7 +30,15 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if arguments.how == "bug" and arguments.process_id == 1:
             raise ValueError("a bug")
-        with stop_on_signals():
+        if arguments.how == "signalled":
+            if arguments.process_id == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)  # enough to agree on when to stop
+        with stop_on_signals() as stop:
+            while arguments.how == "signalled":
+                multihost_utils.sync_global_devices("a step")
+                if stop.reached():
+                    return
             print("waits", flush=True)
             if arguments.process_id == 1:
                 time.sleep(60)

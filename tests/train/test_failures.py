@@ -73,3 +73,8 @@ def test_a_second_sigterm_ends_a_process_even_in_a_collective() -> None:
         assert first.poll() is None, "the first asks for the end of the run"
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_sigterm_to_one_process_before_its_first_step_ends_all_well() -> None:
+    with two("signalled") as (first, second):
+        assert (first.wait(timeout=60), second.wait(timeout=60)) == (0, 0)
