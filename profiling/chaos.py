@@ -9,7 +9,7 @@ Trains a small model under the launcher twice: while faults come over it, and un
     slow               ranks are stopped half of the time, for five seconds
 
 By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png. Exit code 1 if they differ, more steps were lost than the newest
+bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json. Exit code 1 if they differ, more steps were lost than the newest
 checkpoints may cost, or a SIGTERM did not end the run. Cut links are tried by lost_peer.py.
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
     weights = [KINDS[kind].weight for kind in kinds]
     drawn = random.Random(arguments.seed).choices(kinds, weights, k=arguments.faults)
     values = come_through(Chaos(drawn, arguments.processes, arguments.seed))
-    path = write_result("chaos", values)
+    path = write_result("chaos" if set(kinds) == KINDS.keys() else f"chaos_{'_'.join(kinds)}", values)
     write_picture(values, path.with_suffix(".png"))
     if values["broken"]:
         sys.exit(f"{len(values['broken'])} promises were broken: {values['broken'][0]}")
