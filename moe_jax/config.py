@@ -331,6 +331,9 @@ class Train:
     batch_size: int = 32  # sequences in one optimiser step, over all devices
     grad_accumulation: int = 1  # parts of a batch, one after another; each fills slots and is balanced by itself
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
+    # of attention, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits of
+    # all pairs of tokens in memory; auto: cudnn where it can
+    attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
     # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
     # them (512 MiB)
     loss_chunk: int | None = None

@@ -9,8 +9,9 @@ Trains a small model under the launcher twice: while faults come over it, and un
     slow               ranks are stopped half of the time, for five seconds
 
 By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json. Exit code 1 if they differ, more steps were lost than the newest
-checkpoints may cost, or a SIGTERM did not end the run. Cut links are tried by lost_peer.py.
+bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json. Exit code 1 if they
+differ, more steps were lost than the newest checkpoints may cost, or a SIGTERM did not end the run. Cut links are tried
+by lost_peer.py.
 """
 
 import random

@@ -69,6 +69,24 @@ REFUSED = {
         "set model.attention.window, or model.attention.full_every=null"
     ),
     "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
+    "train.compute_dtype=float32 train.attention_kernel=cudnn": (
+        "train.attention_kernel=cudnn computes in bfloat16, and train.compute_dtype=float32: "
+        "use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=cudnn model.attention.sinks=true": (
+        "train.attention_kernel=cudnn has no sinks, and model.attention.sinks=true: use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=cudnn mesh.data=1 mesh.context=2": (
+        "train.attention_kernel=cudnn sees the tokens of one rank, and mesh.context=2: use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=cudnn model.head_dim=36": (
+        "train.attention_kernel=cudnn has heads of up to 256 features, multiples of 8, and this model's have 36 and "
+        "36: use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=cudnn model.latent.kv_lora_rank=8 model.latent.v_head_dim=256": (
+        "train.attention_kernel=cudnn has values no wider than keys, and this model's have 256 and 192: "
+        "use train.attention_kernel=auto"
+    ),
     "train.init_from=": "train.init_from is empty: name a folder, or null",
     "train.upcycle=true": (
         "train.upcycle=true needs a dense model to begin with: set train.init_from, or train.upcycle=false"

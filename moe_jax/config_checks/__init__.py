@@ -5,6 +5,7 @@ Each refusal gives the setting, its value and the cure.
 
 from typing import TYPE_CHECKING
 
+from moe_jax.attention_kernels import check_attention_kernel
 from moe_jax.config_checks.mesh import (
     check_batch_split,
     check_context_split,
@@ -47,5 +48,6 @@ def check_config(config: "Config") -> None:
     check_schedule(config)
     check_exchange(config)
     check_training(config)
+    check_attention_kernel(config)
     check_tune(config)
     check_migration(config)

@@ -34,6 +34,7 @@ _FREE = {
 _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
+_FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
 
 
 def collective_of(instruction: Instruction, program: Program) -> Instruction | None:
@@ -127,17 +128,35 @@ def _group(collective: Instruction, num_devices: int) -> np.ndarray:
 def is_product(line: Instruction) -> bool:
     """Whether an instruction is a matrix product itself."""
     if line.opcode == "custom-call":
-        return bool(_GEMM.search(line.attributes)) or line.op_name.endswith(("ragged-dot", "ragged_dot_general"))
+        return (
+            bool(_GEMM.search(line.attributes))
+            or is_attention(line)
+            or line.op_name.endswith(("ragged-dot", "ragged_dot_general"))
+        )
     return line.opcode in ("dot", "convolution", "ragged-dot")
 
 
+def is_attention(line: Instruction) -> bool:
+    """Whether an instruction is flash attention, forward or backward."""
+    return line.opcode == "custom-call" and bool(_FLASH.search(line.attributes))
+
+
 def product_flops(line: Instruction, program: Program) -> float:
-    """Floating-point operations of an instruction that is a matrix product; of others 0."""
+    """Floating-point operations of an instruction that is a matrix product, or attention; of others 0."""
+    if is_attention(line):
+        return _attention_flops(line, program)
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]+)', line.attributes)
     if not contracted or not is_product(line):
         return 0.0
     (left, *_), (result, *_) = arrays(program.by_name[line.operands[0]].shape), arrays(line.shape)
     return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))
+
+
+def _attention_flops(line: Instruction, program: Program) -> float:
+    """Of causal flash attention: two products of half of all pairs forward, five backward (Dao 2023)."""
+    (query, *_), (key, *_) = (arrays(program.by_name[name].shape) for name in line.operands[:2])
+    sequences, tokens, heads, width = query.dims
+    return (5 if "Backward" in line.attributes else 2) * sequences * heads * tokens * key.dims[1] * width
 
 
 def _bytes_touched(instruction: Instruction, program: Program) -> float:

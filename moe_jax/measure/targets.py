@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_jax.attention_kernels import HOPPER
 from moe_jax.errors import UserError
 from moe_jax.plan.clusters import PRESETS
 from moe_jax.plan.task_times import Linear
@@ -149,6 +150,8 @@ def target_devices(target: Target) -> list[Any]:
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", int(target.layout))
         return jax.devices()
+    if target.platform == "gpu":
+        _tell_of_hopper()
     try:
         if target.platform == "tpu":
             chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}  # else it lists cores
@@ -165,6 +168,13 @@ def target_devices(target: Target) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise TargetError(f"--compile {target.name}: the compiler refuses it ({reason}): use another layout") from None
+
+
+def _tell_of_hopper() -> None:
+    """jax asks a GPU of this machine what cuDNN's attention can do; there is none, and the target is a Hopper."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    attention.check_compute_capability = lambda needed: tuple(map(int, needed.split("."))) <= HOPPER
 
 
 _GPU_BANDWIDTH = {"h100": 3352320000000, "h200": 4814208000000}  # not rounded as in data sheets

@@ -5,18 +5,21 @@ width, M blocks with experts, E experts.
 """
 
 import dataclasses
+import re
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.attention_kernels import Capability, kernel_of
 from moe_jax.config import Config, Exchange, Model, View
 from moe_jax.config_checks import check_context_split, check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
+from moe_jax.models.attention.core import Way
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.hooks import hooks_of
@@ -45,7 +48,7 @@ class Computation:
     buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
-    context_form: str = "ring"  # how attention of one context rank sees tokens of others
+    attention: Way = dataclasses.field(default_factory=Way)
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
     loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.loss_chunks
@@ -63,7 +66,7 @@ class Computation:
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
-        platform = mesh.devices.flat[0].platform
+        capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
             for part_of in (gate_of, order_of, hooks_of):
                 part_of(config.model.moe)  # refused now if it is none
@@ -89,7 +92,7 @@ class Computation:
             buffer_factor=config.exchange.buffer_factor,
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
-            context_form=config.exchange.context_form,
+            attention=Way(kernel_of(config, platform, capability), config.exchange.context_form),
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
@@ -113,6 +116,12 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     ragged = ragged and tensor_ranks == 1  # its lanes know no others
     moe = config.model.moe
     return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"
+
+
+def _capability(device: jax.Device) -> Capability | None:
+    """Of an NVIDIA GPU."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 class Routed(NamedTuple):
@@ -140,7 +149,7 @@ def attend_and_route(
     `ragged`: the rows are for an irregular exchange. `seen`: what the gate looks at beside features, in this block.
     `slot_E`: where its experts lie (None: in their order).
     """
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.context_form)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.attention)
     h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(
@@ -158,11 +167,9 @@ def rejoin(
     return x_BND + moe_layer.combine(returned, ticket, model.moe, ragged).reshape(x_BND.shape)
 
 
-def dense_block(
-    params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, context_form: str
-) -> Float[Array, "B N D"]:
+def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, way: Way) -> Float[Array, "B N D"]:
     """One block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, context_form)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, way)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
 
 
@@ -182,7 +189,7 @@ def block(
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
-        return dense_block(params, x_BND, model, view, how.context_form), None
+        return dense_block(params, x_BND, model, view, how.attention), None
     length, ranks = x_BND.shape[1], how.expert_ranks()
     room = whole_room(model.moe, x_BND.shape[0] * length)
     room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))

@@ -68,11 +68,12 @@ def order_times(
     expert, tensor, context = config.mesh.expert_ranks(mesh), mesh["tensor"], mesh["context"]
     rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * mesh["expert"] * tensor)
     tokens = sequences * config.data.seq_len // (tensor * context)
-    return task_times(config, tokens, expert, tensor, reduction_bytes, rates, measured)
+    return task_times(config, platform, tokens, expert, tensor, reduction_bytes, rates, measured)
 
 
 def task_times(
     config: Config,
+    platform: str,
     tokens: int,
     expert_ranks: int,
     tensor_ranks: int,
@@ -86,7 +87,7 @@ def task_times(
     attention and MLPs is not counted, nor what context ranks pass on.
     """
     matmul = Linear(0.0, 1 / rates.flops_per_s)
-    estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens).items()}
+    estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}
     own = exchange_bytes(config, tokens, expert_ranks)
     copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
     moved = own * copies * (expert_ranks - 1) / expert_ranks

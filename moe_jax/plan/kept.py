@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from moe_jax.attention_kernels import Kernel, kernel_of
 from moe_jax.config import Config, Model
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
@@ -45,6 +46,7 @@ class Sizes:
     length: int  # of this context rank's share of a sequence
     keys: int  # that its queries are computed with at once
     ring: bool  # of context ranks
+    kernel: Kernel  # of attention
     microbatches: int
     heads: float
     kv_heads: float
@@ -54,6 +56,8 @@ class Sizes:
     @property
     def pairs(self) -> float:
         """Of a query and a key that are in memory at once, masked ones included."""
+        if self.kernel == "cudnn":
+            return 0.0
         return self.sequences * self.heads * (self.keys**2 if self.ring else self.length * self.keys)
 
 
@@ -72,6 +76,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
         length=length,
         keys=ring_tile(config.data.seq_len, mesh["context"]) if ring else config.data.seq_len,
         ring=ring,
+        kernel=kernel_of(config, platform),
         microbatches=parts,
         heads=model.num_heads / tensor,
         kv_heads=model.kv_heads / tensor,
@@ -142,6 +147,11 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     keys = key * (1 if sizes.ring else sizes.keys / sizes.length)  # of other context ranks, too, if they are gathered
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
     squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
+    filled_up = 0.0
+    if sizes.kernel == "cudnn":  # one sum for each query; values, and what queries see of them, as wide as keys
+        statistics /= 2
+        extra = model.qk_width - model.v_width
+        filled_up = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
     matrices = 2 if model.is_gated else 1  # in front of the activation
@@ -162,6 +172,8 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
         total = stream  # a block's input, or what its MLP adds to that: a product
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
+    if mode in ("all", "least"):
+        total += filled_up
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and not scheduled):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from moe_jax.attention_kernels import kernel_of
 from moe_jax.config import Config, Model
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
@@ -144,14 +145,16 @@ class Step:
 
     @property
     def _pairs(self) -> float:
-        """Of own queries and keys, for each head."""
-        return self.tokens * computed_keys(self.config) * self.config.model.num_heads
+        """Of own queries and keys, for each head, that pass through memory."""
+        if kernel_of(self.config, self.device.platform) == "cudnn":
+            return 0.0
+        return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_heads
 
     def squares_s(self) -> float:
         """Seconds of attention's products of activations and what lies between them, forward, in one block."""
         flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
         moved_s = _PAIR_BYTES[0] * self._pairs / self.device.memory_bytes_per_s
-        return work_of(self.config, self.tokens)["attend"].rest / flops + moved_s
+        return work_of(self.config, self.tokens, self.device.platform)["attend"].rest / flops + moved_s
 
     def choice(self, num_bytes: float) -> Choice:
         """Of an all-to-all, as the config says or the fastest one."""
@@ -182,7 +185,7 @@ class Step:
     def compute(self) -> Mapping[str, Compute]:
         """Estimates of the stages of compute."""
         model, tokens = self.config.model, self.tokens
-        work, owned = work_of(self.config, tokens), owned_parameters(model)
+        work, owned = work_of(self.config, tokens, self.device.platform), owned_parameters(model)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
         passes = self._item * tokens * model.d_model
         hidden = expert_rows(model, tokens) * (model.d_model + 2 * model.moe.hidden_dim)

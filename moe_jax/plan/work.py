@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from moe_jax.attention_kernels import kernel_of
 from moe_jax.config import Config, Model
 from moe_jax.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
@@ -17,12 +18,12 @@ class Work(NamedTuple):
     rest: float = 0.0  # of products of activations, whose backward pass has twice as many
 
 
-def work_of(config: Config, tokens: float) -> dict[str, Work]:
+def work_of(config: Config, tokens: float, platform: str) -> dict[str, Work]:
     """Of each compute op, on a device that has `tokens` tokens."""
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
-    scores = 2 * tokens * computed_keys(config) * model.num_heads * (model.qk_width + model.v_width)
+    scores = 2 * tokens * computed_keys(config, platform) * model.num_heads * (model.qk_width + model.v_width)
     mixes = 2 * tokens * mixed_matrices(model)
     dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
     shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
@@ -36,9 +37,11 @@ def work_of(config: Config, tokens: float) -> dict[str, Work]:
     }
 
 
-def computed_keys(config: Config) -> float:
-    """Of a query, masked ones that are computed with included; all of a sequence, unless a ring leaves out tiles."""
+def computed_keys(config: Config, platform: str) -> float:
+    """Of a query, masked ones that are computed with included; all of a sequence, unless tiles are left out."""
     length, context = config.data.seq_len, config.mesh.context
+    if kernel_of(config, platform) == "cudnn":
+        return (length + 1) / 2
     return (length + ring_tile(length, context)) / 2 if has_ring(config) else length
 
 

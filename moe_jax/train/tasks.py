@@ -120,9 +120,7 @@ class Tasks:
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(
-                    partial(dense_block, model=model, view=view, context_form=facts.how.context_form)
-                )
+                function = self._remat(partial(dense_block, model=model, view=view, way=facts.how.attention))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue

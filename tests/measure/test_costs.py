@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from moe_jax.measure.costs import collective_seconds, compute_seconds, link_seconds, matrix_products, sent_bytes
+from moe_jax.measure.costs import (
+    collective_seconds,
+    compute_seconds,
+    link_seconds,
+    matrix_products,
+    product_flops,
+    sent_bytes,
+)
 from tests.measure.programs import LINK, TOY, program
 
 EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
@@ -105,6 +112,19 @@ def test_an_irregular_exchange_sends_no_more_rows_than_its_target_takes() -> Non
         %c = u8[40] ragged-all-to-all(%x, %out, %x, %x, %x, %x), replica_groups={{0,1}}"""
     )
     assert sent_bytes(toy.by_name["c"], toy, 2) == 20
+
+
+@pytest.mark.parametrize(("backward", "products"), [("", 2), ("Backward", 5)])
+def test_flash_attention_costs_the_products_of_half_of_all_pairs(backward: str, products: int) -> None:
+    toy = program(
+        f"""%q = bf16[3,64,8,16] parameter(0)
+        %k = bf16[3,64,2,16] parameter(1)
+        %y = bf16[3,64,8,16] custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax{backward}\""""
+    )
+    flops = 3 * 8 * (64 * 64 / 2) * 2 * products * 16
+    assert product_flops(toy.by_name["y"], toy) == flops
+    assert matrix_products(toy.by_name["y"], toy) == 1
+    assert compute_seconds(toy.by_name["y"], toy, dataclasses.replace(TOY, clock_hz=None)) == pytest.approx(flops / 1e6)
 
 
 def test_memory_that_nobody_fills_costs_nothing() -> None:

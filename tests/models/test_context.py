@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE
 from moe_jax.models.attention import attend
+from moe_jax.models.attention.core import Way
 from moe_jax.models.attention.over_context import ring, tiles
 from moe_jax.parallel.context import own_pieces
 from moe_jax.parallel.mesh import Axis, make_mesh
@@ -42,7 +43,7 @@ def attended(model: Model, context: int, form: str):
 
     def body(params, x, weight):
         def total(params, x):
-            y = attend(params, own_pieces(x), model, model.views[0], form)
+            y = attend(params, own_pieces(x), model, model.views[0], Way(context_form=form))
             return jnp.sum(y * own_pieces(weight)), y
 
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)

@@ -27,7 +27,7 @@ def test_tensor_ranks_gather_what_was_exchanged_and_replicated_rows_travel_from_
     def dispatch_s(form: str, tensor_ranks: int) -> float:
         config = Config(exchange=Exchange(tensor_form=form))  # type: ignore[arg-type]
         rates = rates_of(config, "gpu", 8, tensor_ranks, 64)
-        transfer = task_times(config, 2**20, 8, tensor_ranks, [[0.0]] * 6, rates, {}).transfer["dispatch"]
+        transfer = task_times(config, "gpu", 2**20, 8, tensor_ranks, [[0.0]] * 6, rates, {}).transfer["dispatch"]
         return transfer.link.seconds(transfer.num_bytes)
 
     config = Config()

@@ -54,7 +54,7 @@ def test_measured_ops_replace_estimated_ones(tmp_path: Path) -> None:
     config = Config(model=model)
     rates = rates_of(config, "cpu", 2, 1, 2)
     found = read_times(str(file), model.block_kinds).compute
-    estimated, measured = (task_times(config, 64, 2, 1, [[0.0]] * 5, rates, each) for each in ({}, found))
+    estimated, measured = (task_times(config, "cpu", 64, 2, 1, [[0.0]] * 5, rates, each) for each in ({}, found))
     assert measured.compute == estimated.compute | found
     assert measured.transfer == estimated.transfer
 

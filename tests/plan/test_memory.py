@@ -10,11 +10,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
 from moe_jax.config import Config, Latent, Mesh, Optimizer
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
+from moe_jax.models import transformer
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
 from moe_jax.train.facts import Facts
@@ -87,6 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
     "latents ring": {"model": _LATENT, "mesh": (1, 4, 1, 2)},
     "latents gathered": {"model": _LATENT, "mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
     "least latents": {"model": _LATENT, "schedule": SCHEDULED},
+    "flash": {"model": {"head_dim": 40}},
+    "flash scheduled": {"model": {"head_dim": 40}, "schedule": SCHEDULED},
+    "flash latents": {"model": _LATENT | {"latent": dataclasses.replace(_LATENT["latent"], v_head_dim=24)}},
 }
 
 
@@ -97,6 +102,10 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
     if name.startswith("least"):  # as on TPUs
         monkeypatch.setattr(Facts, "keeps_least", True)
         platform = "tpu"
+    if name.startswith("flash"):  # as on GPUs
+        monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+        monkeypatch.setattr(transformer, "kernel_of", lambda *_: "cudnn")
+        platform = "gpu"
     stacked = stacked_bytes(traced(config))
     memory = step_memory(config, platform)
     assert memory.moment != "update", "activations are counted"

@@ -14,6 +14,7 @@ from jax.extend.core import Var
 from moe_jax.config import Model
 from moe_jax.models import attention
 from moe_jax.models.attention import grouped
+from moe_jax.models.attention.core import Way
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.parallel import context
 from moe_jax.train.jaxprs import inlined
@@ -129,7 +130,7 @@ def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.M
     params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"norm": jnp.ones(WIDTH)}
     pairs = 2 * tokens * tokens
     x = jnp.ones((1, tokens, WIDTH), jnp.bfloat16)
-    attend = functools.partial(attention.attend, model=model, view=model.views[0], context_form="ring")
+    attend = functools.partial(attention.attend, model=model, view=model.views[0], way=Way())
     least, usual = (kept_bytes(attend, params, x, least=least) for least in (True, False))
     assert sum(size >= pairs for size in usual) > 3
     assert [size for size in least if size >= pairs] == [4 * pairs]

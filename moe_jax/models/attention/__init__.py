@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import Model, View
 from moe_jax.models.attention import grouped, latent
+from moe_jax.models.attention.core import Way
 from moe_jax.models.layers import rms_norm
 from moe_jax.parallel.tensor_axis import summed
 
@@ -20,7 +21,7 @@ from moe_jax.parallel.tensor_axis import summed
 class Form(NamedTuple):
     """A way to keys and values."""
 
-    # params, normed tokens [B, n, D], model, view, form over context ranks → values that each head saw [B, N, H, V]
+    # params, normed tokens [B, n, D], model, view, way → values that each head saw [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
     # params, one normed token [B, 1, D], cache, its position, model, view → the same for it, and the cache with it
@@ -36,12 +37,10 @@ def form_of(model: Model) -> Form:
     return _LATENT if model.has_latents else _GROUPED
 
 
-def attend(
-    params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
-) -> Float[Array, "B n D"]:
+def attend(params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B n D"]:
     """What attention adds to the residual stream, its pre-norm included; inside `shard_map`."""
     h_BnD = rms_norm(x_BnD, params["norm"], model.norm_eps)
-    y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, context_form)), 1)
+    y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, way)), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 
 

@@ -3,9 +3,18 @@
 B sequences, N queries, S keys, H heads of queries, G of keys and values, K width of queries and keys, V of values.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+
+class Way(NamedTuple):
+    """How attention is computed, as opposed to what."""
+
+    kernel: str = "xla"  # of tokens that one rank has, see `kernels`
+    context_form: str = "ring"  # over context ranks, see `over_context`
 
 
 def seen_before(query_N: Int[Array, " N"], key_S: Int[Array, " S"], window: int | None) -> Bool[Array, "N S"]:

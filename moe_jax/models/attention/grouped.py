@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import Model, View
-from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.attention.core import Way, seen_before, weighted_values
+from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm
 from moe_jax.models.rope import rotate
@@ -21,20 +22,19 @@ from moe_jax.parallel.tensor_axis import gathered
 Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
-def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
-) -> Float[Array, "B N H K"]:
+def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B N H K"]:
     """The values that each head saw."""
     h_BND = gathered(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
     with jax.named_scope("attention"):
+        scale = query.shape[-1] ** -0.5
         if context_ranks() > 1:
-            scale = query.shape[-1] ** -0.5
-            return FORMS[context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
-        if view.window is None and "sink" not in params:
-            return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        return _seen(params, query, key, value, seen_before(positions[0], positions[0], view.window))
+            return FORMS[way.context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
+        if "sink" in params:
+            seen = seen_before(positions[0], positions[0], view.window)
+            return weighted_values(query, key, value, seen, scale, params["sink"])
+        return KERNELS[way.kernel](query, key, value, view.window, scale)
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:

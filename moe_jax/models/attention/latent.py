@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model, View
-from moe_jax.models.attention.core import seen_before, weighted_values
+from moe_jax.models.attention.core import Way, seen_before, weighted_values
+from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
@@ -22,9 +23,7 @@ from moe_jax.parallel.tensor_axis import gathered
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 
 
-def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, context_form: str
-) -> Float[Array, "B N H V"]:
+def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B N H V"]:
     """The values that each head saw."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
@@ -38,10 +37,12 @@ def heads(
     scale, sink = logit_scale(model), params.get("sink")
     with jax.named_scope("attention"):
         if context_ranks() > 1:  # latents are short: they travel, not what is made of them
-            return FORMS[context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
+            return FORMS[way.context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
         key, value = _keys_and_values(weights, held)
-        seen = seen_before(position_BN[0], position_BN[0], view.window)
-        return weighted_values(query, key, value, seen, scale, sink)
+        if sink is not None:
+            seen = seen_before(position_BN[0], position_BN[0], view.window)
+            return weighted_values(query, key, value, seen, scale, sink)
+        return KERNELS[way.kernel](query, key, value, view.window, scale)
 
 
 def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:

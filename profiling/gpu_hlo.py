@@ -1,0 +1,113 @@
+"""What does XLA make of a training step for one GPU? python profiling/gpu_hlo.py TARGET [--layers N]
+
+Compiles the two models of bench_gpu.py, as many blocks as fill the device, for hardware that need not be there, and
+reads the scheduled programs: which matrix products have float32 operands; whether attention is cuDNN's flash
+attention; what memory the compiler allocates beside what was predicted. What cuDNN works on is not known without a GPU,
+and in neither number. Targets: h100:1x1x1, h200:1x1x1. A minute or two for each model.
+Writes results/gpu_hlo_TARGET.json; exit code 1 if a product beside the router's has float32 operands, attention is not
+cuDNN's, or the prediction is more than 5 % away.
+"""
+
+import dataclasses
+import re
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_models import MODELS, filling
+from real_compiler import read_command
+from results_file import rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.measure.costs import is_attention, is_product
+from moe_jax.measure.hlo import Instruction, Program, arrays, parse
+from moe_jax.measure.targets import Target, target_devices
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.clusters import PRESETS
+from moe_jax.plan.memory import step_memory
+from moe_jax.train.step import make_trainer
+
+_ROUTER = re.compile(r"\broute\b")  # its scope; parameters and router stay float32
+_FLOAT32 = 32
+_MOST_ERROR = 0.05
+
+
+def compiled(config: Config, target: Target) -> tuple[Program, int]:
+    """A step's scheduled program, and the bytes that it takes."""
+    trainer = make_trainer(config, make_mesh(config.mesh, target_devices(target)))
+    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), np.int32)
+    step = trainer.step.trace(trainer.state_shapes, tokens).lower(lowering_platforms=("cuda",)).compile()
+    memory = step.memory_analysis()
+    result = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return parse(step.as_text() or ""), memory.argument_size_in_bytes + memory.temp_size_in_bytes + result
+
+
+def read(program: Program) -> dict[str, Any]:
+    """Matrix products and attention in the program, and what has float32 operands beside the router."""
+    products = [line for line in program.by_name.values() if is_product(line)]
+    attention = [line for line in products if is_attention(line)]
+    backward = sum("Backward" in line.attributes for line in attention)
+    return {
+        "products": len(products) - len(attention),
+        "float32_products_of_router": sum(_is_float32(line, program) and _is_router(line) for line in products),
+        "other_float32_products": [
+            f"{line.shape} {line.op_name}" for line in products if _is_float32(line, program) and not _is_router(line)
+        ],
+        "flash_attention": {"forward": len(attention) - backward, "backward": backward},
+    }
+
+
+def _is_float32(line: Instruction, program: Program) -> bool:
+    """Of operands, not of the result: sums of bfloat16 products are float32."""
+    operands = [array for name in line.operands[:2] for array in arrays(program.by_name[name].shape)]
+    return not is_attention(line) and all(array.bits == _FLOAT32 for array in operands)
+
+
+def _is_router(line: Instruction) -> bool:
+    return bool(_ROUTER.search(line.op_name))
+
+
+def main() -> None:
+    """Compile both, write results/gpu_hlo_TARGET.json."""
+    parser = CommandParser(prog="python profiling/gpu_hlo.py", description=__doc__)
+    parser.add_argument("--layers", type=int, metavar="N", help="blocks of each model (default: as many as fit)")
+    arguments, target = read_command(parser, ("layers",))
+    if target.platform != "gpu" or target.layout != "1x1x1":
+        raise ConfigError(
+            f"{target.name} is not one GPU: use {target.kind if target.platform == 'gpu' else 'h200'}:1x1x1"
+        )
+    values: dict[str, Any] = {}
+    for name, model in MODELS.items():
+        config = filling(model, PRESETS[target.kind].device.memory_bytes)
+        assert config is not None, "a block of each fits"
+        if arguments.layers is not None:
+            cut = dataclasses.replace(model, num_layers=arguments.layers)
+            config = dataclasses.replace(config, model=cut)
+        program, allocated = compiled(config, target)
+        predicted = step_memory(config, target.platform).total
+        values[name] = {
+            "blocks": config.model.num_layers,
+            "sequences": config.train.batch_size,
+            **read(program),
+            "allocated_bytes": allocated,
+            "predicted_bytes": int(predicted),
+            "error": rounded(predicted / allocated - 1),
+        }
+    write_result(f"gpu_hlo_{target.name.replace(':', '_')}", values)
+    if broken := [text for name, each in values.items() for text in _broken(name, each)]:
+        sys.exit("; ".join(broken))
+
+
+def _broken(name: str, found: dict[str, Any]) -> list[str]:
+    claims = {
+        f"float32 products: {found['other_float32_products']}": not found["other_float32_products"],
+        "attention is not cuDNN's": all(found["flash_attention"].values()),
+        f"memory is {found['error']:+.1%} off": abs(found["error"]) <= _MOST_ERROR,
+    }
+    return [f"{name}: {what}" for what, holds in claims.items() if not holds]
+
+
+if __name__ == "__main__":
+    run_command(main)
