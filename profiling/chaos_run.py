@@ -183,7 +183,7 @@ class DisturbedRun:
 
     def _hear(self, line: str, now: float) -> None:
         stretch = self.stretches[-1]
-        if found := _AGAIN.match(line):
+        if found := _AGAIN.search(line):  # behind what a killed process left of a line
             self.stretches.append(Stretch(now, found[1] or found[2]))
         elif found := _GOING_ON.match(line):
             stretch.resumed, stretch.told = int(found[1]), found[2] or ""

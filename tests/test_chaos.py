@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.results import result
+
 EVERY = 10  # steps between checkpoints
 ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "nan", "cut", "full", "slow", "kill")
 
@@ -26,3 +28,19 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: py
         assert kind != "nan" or "going back to the checkpoint" in fault["told"]
     assert not found["broken"]
     assert found["checkpoints_put_aside"] >= 1
+
+
+@pytest.mark.parametrize("name", ["chaos", "chaos_kill_stop"])
+def test_a_hundred_faults_of_four_processes_were_come_through(name: str) -> None:
+    """What docs/recovery.md says of the committed results."""
+    found = result(name)
+    assert found["processes"] == 4
+    assert len(found["faults"]) == 100
+    assert found["losses_equal_bit_for_bit"]
+    assert not found["broken"]
+    signalled = [
+        fault["steps_lost"]
+        for fault in found["faults"]
+        if fault["kind"] in ("kill", "stop") and "told" in fault and "steps_lost" in fault
+    ]
+    assert max(signalled) <= found["checkpoint_every"]
