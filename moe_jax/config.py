@@ -334,6 +334,9 @@ class Train:
     # of attention, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits of
     # all pairs of tokens in memory; auto: cudnn where it can
     attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
+    # how rows of experts without a capacity are multiplied, see docs/measure.md: blocks, a tile of rows after another;
+    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs what is fastest here, else the platform's own
+    grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
     # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
     # them (512 MiB)
     loss_chunk: int | None = None

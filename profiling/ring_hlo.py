@@ -21,6 +21,7 @@ from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.hop_by_hop import through_experts
 from moe_jax.models.moe import exchange, run_experts
 from moe_jax.parallel.mesh import Axis, make_mesh
@@ -34,18 +35,19 @@ Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices and rows [
 
 def layers(ranks: Ranks, moe: config.MoE) -> dict[str, Layer]:
     """Dispatch, experts, combine, in each way."""
+    product = next(iter(GROUPED_PRODUCTS[ranks.platform].values()))
 
     def whole(algorithm: str) -> Layer:
         route = Route(algorithm, ranks, "o1", 1)
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
-            out = run_experts(params, exchange(rows, "dispatch", route, moe), moe, ranks.platform)
+            out = run_experts(params, exchange(rows, "dispatch", route, moe), moe, product)
             return exchange(out, "combine", route, moe)
 
         return layer
 
     def hop_by_hop(params: Any, rows: jax.Array) -> jax.Array:
-        return through_experts(params, rows, ranks, moe, ranks.platform)
+        return through_experts(params, rows, ranks, moe, product)
 
     return {"flat": whole("flat"), "ring": whole("ring"), "hop by hop": hop_by_hop}
 

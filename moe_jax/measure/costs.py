@@ -35,6 +35,7 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
+_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # of models/grouped_kernel.py
 
 
 def collective_of(instruction: Instruction, program: Program) -> Instruction | None:
@@ -128,11 +129,8 @@ def _group(collective: Instruction, num_devices: int) -> np.ndarray:
 def is_product(line: Instruction) -> bool:
     """Whether an instruction is a matrix product itself."""
     if line.opcode == "custom-call":
-        return (
-            bool(_GEMM.search(line.attributes))
-            or is_attention(line)
-            or line.op_name.endswith(("ragged-dot", "ragged_dot_general"))
-        )
+        named = line.op_name.endswith(("ragged-dot", "ragged_dot_general")) or _KERNEL.search(line.op_name)
+        return bool(_GEMM.search(line.attributes) or named) or is_attention(line)
     return line.opcode in ("dot", "convolution", "ragged-dot")
 
 

@@ -86,6 +86,6 @@ def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation, seen:
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)
     sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1, seen=seen)
-    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.platform)
+    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.product)
     y_BD = moe_layer.combine(returned, ticket, model.moe)
     return sum((mlp(beside, h_BD) for beside in moe_layer.beside_experts(p["moe"])), start=y_BD)

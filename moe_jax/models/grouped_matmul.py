@@ -6,7 +6,6 @@ many rows that is, and sizes are multiples of it. Rows beyond the groups may hol
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ def blocks(
 
 def group_of_tiles(size_L: Int[Array, " L"], tiles: int, tile: int) -> Int[Array, " tiles"]:
     """The group of each of so many tiles; L beyond the groups."""
-    return jnp.searchsorted(jnp.cumsum(size_L), jnp.arange(tiles) * tile, side="right")
+    return jnp.searchsorted(jnp.cumsum(size_L), jnp.arange(tiles) * tile, side="right", method="compare_all")
 
 
 def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int) -> jax.Array:
@@ -93,23 +92,3 @@ def _ragged_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Ar
 
 
 ragged.defvjp(functools.partial(_keep, product=ragged), _ragged_backward)
-
-
-class GroupedProduct(NamedTuple):
-    """A product (rows, matrices, sizes, tile) and the tiles that its platform likes: powers of 2."""
-
-    multiply: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
-    least: int
-    most: int
-
-    def tile(self, rows: int, groups: int) -> int:
-        """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
-        share = max(rows // groups, 1)
-        return min(max(1 << (share.bit_length() - 1), self.least), self.most)
-
-
-GROUPED_PRODUCTS = {
-    "cpu": GroupedProduct(blocks, least=8, most=64),
-    "gpu": GroupedProduct(blocks, least=64, most=512),
-    "tpu": GroupedProduct(ragged, least=128, most=512),
-}

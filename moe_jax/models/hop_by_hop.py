@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoE
+from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import run_experts, sent_by
 from moe_jax.parallel.all_to_all.ring import shift
@@ -18,7 +19,7 @@ from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.tensor_axis import gathered, summed
 
 
-def through_experts(params: Any, sent: Any, ranks: Ranks, moe: MoE, platform: str) -> jax.Array:
+def through_experts(params: Any, sent: Any, ranks: Ranks, moe: MoE, product: GroupedProduct) -> jax.Array:
     """What the experts made of all rows [P, …], back in their place."""
     count, rank = ranks.size(), jax.lax.axis_index(ranks.axis)
     received = []
@@ -27,7 +28,7 @@ def through_experts(params: Any, sent: Any, ranks: Ranks, moe: MoE, platform: st
         received.append(_hop(block, "dispatch", distance, ranks, moe))
     returned: jax.Array | None = None
     for distance, block in enumerate(received):
-        out = run_experts(params, jax.tree.map(lambda x: gathered(x, 0), block), moe, platform)
+        out = run_experts(params, jax.tree.map(lambda x: gathered(x, 0), block), moe, product)
         back = _hop(summed(out, 0), "combine", -distance, ranks, moe)
         if returned is None:
             returned = jax.lax.empty((count, *back.shape[1:]), back.dtype)

@@ -17,6 +17,7 @@ from moe_jax.config import MoE
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.choice import Choice, Decision, expert_counts
 from moe_jax.models.gates.seen import Seen
+from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Around
 from moe_jax.models.orders import order_of
@@ -116,9 +117,9 @@ def beside_experts(params: Any) -> list[Any]:
 
 
 @jax.named_scope("experts")
-def run_experts(params: Any, received: Any, moe: MoE, platform: str) -> jax.Array:
+def run_experts(params: Any, received: Any, moe: MoE, product: GroupedProduct) -> jax.Array:
     """This rank's experts on the rows they were sent."""
-    return order_of(moe).experts(params, received, moe, platform)
+    return order_of(moe).experts(params, received, moe, product)
 
 
 @jax.named_scope("unpermute")

@@ -22,6 +22,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import Way
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.seen import Seen
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats
@@ -52,12 +53,18 @@ class Computation:
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
     loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.loss_chunks
+    grouped_product: str = "blocks"  # of rows in groups of any size, never auto
 
     @property
     def route(self) -> Route:
         """How tokens travel."""
         ranks = Ranks(self.expert_axis, self.platform, self.ranks_per_node)
         return Route(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
+
+    @property
+    def product(self) -> GroupedProduct:
+        """Of rows in groups of any size."""
+        return GROUPED_PRODUCTS[self.platform][self.grouped_product]
 
     def expert_ranks(self) -> int:
         """That have experts of their own; inside `shard_map`."""
@@ -96,6 +103,7 @@ class Computation:
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
+            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR]),
         )
 
 
@@ -200,11 +208,11 @@ def block(
 def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> Any:
     """Dispatch, experts, combine."""
     if how.exchange == "ring" and how.tensor_form == "o1":
-        return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.platform)
+        return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.product)
     # an irregular exchange is for microbatches of a scheduled step: validation sends padded rows
     route = how.route._replace(algorithm="flat") if how.exchange == "ragged" else how.route
     received = moe_layer.exchange(sent, "dispatch", route, model.moe)
-    out = moe_layer.run_experts(params, received, model.moe, how.platform)
+    out = moe_layer.run_experts(params, received, model.moe, how.product)
     return moe_layer.exchange(out, "combine", route, model.moe)
 
 

@@ -21,7 +21,13 @@ from moe_jax.config import Config, Model
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]
-_TILES = {"gpu": (64, 512), "tpu": (128, 512), "cpu": (8, 64)}  # of grouped products, see models/grouped_matmul.py
+# Rows of the least and the largest tile of grouped products, see models/grouped_products.py. Where auto times them, the
+# first has the largest tiles, so no other keeps more.
+TILES = {
+    "cpu": {"blocks": (8, 64)},
+    "gpu": {"blocks": (64, 512), "ragged": (64, 512), "pallas": (64, 128)},
+    "tpu": {"ragged": (128, 512), "blocks": (128, 512)},
+}
 _LANE_TILE = 8  # rows, see models/orders/irregular.py
 
 
@@ -107,7 +113,8 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         if config.exchange.buffer_factor is not None:
             width = min(width, math.ceil(Fraction(str(config.exchange.buffer_factor)) * own * moe.top_k / ranks))
         received = tensor * ranks * width * (part // own)
-        least, most = _TILES[platform]
+        tiles = TILES[platform]
+        least, most = tiles.get(config.train.grouped_product, next(iter(tiles.values())))
         tile = min(max(1 << (max(received // held, 1).bit_length() - 1), least), most)
         padded = -(-(received + held * (tile - 1)) // tile) * tile
         return Rows(sent=parts * received / tensor, computed=parts * padded)

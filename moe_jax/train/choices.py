@@ -134,7 +134,8 @@ def _key(config: Config, mesh: Mesh) -> dict[str, Any]:
     plain = dataclasses.asdict(config)
     for name in config.tune.over:
         del plain[_SECTIONS[name]][name]
-    train = {name: plain["train"][name] for name in ("batch_size", "grad_accumulation", "compute_dtype")}
+    own = ("batch_size", "grad_accumulation", "compute_dtype", "grouped_product")
+    train = {name: plain["train"][name] for name in own}
     return {name: plain[name] for name in ("model", "schedule", "exchange")} | {
         "over": list(config.tune.over),
         "train": train | {"seq_len": config.data.seq_len, "zero": config.optimizer.zero},

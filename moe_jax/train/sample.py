@@ -1,5 +1,6 @@
 """Text from a trained model, on one device."""
 
+import dataclasses
 import functools
 import unicodedata
 from pathlib import Path
@@ -37,7 +38,9 @@ def sample_tokens(
     """
     mesh, length = one_device_mesh(), config.data.seq_len
     params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
-    body = functools.partial(sample, model=config.model, how=Computation.of(config, mesh))
+    # the run's own product may be none of this device
+    here = dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product="auto"))
+    body = functools.partial(sample, model=config.model, how=Computation.of(here, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)
     while len(text) < len(prompt) + count:

@@ -29,6 +29,7 @@ from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
+from moe_jax.train.grouped_product import with_fastest_product
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
@@ -89,6 +90,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
     check_wandb(config.log.wandb_project)
+    config = with_fastest_product(config, mesh)
     if choices := choices_of(config, mesh):
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)

@@ -153,7 +153,7 @@ class Tasks:
                 self.flow[p] = self._lanes(block, p, received)
             else:
                 weights = self.blocks[block]["moe"]["experts"]
-                function = partial(run_experts, moe=facts.config.model.moe, platform=facts.how.platform)
+                function = partial(run_experts, moe=facts.config.model.moe, product=facts.how.product)
                 self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
             self.ties.computed(floats_of(self.flow[p])[0])
 

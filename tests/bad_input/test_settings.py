@@ -54,6 +54,17 @@ CONFIG = [
     ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
     (
+        "an unknown product",
+        "train.grouped_product=palas",
+        "train.grouped_product=palas must be auto or blocks or ragged or pallas: did you mean pallas?",
+    ),
+    (
+        "a product of other devices",
+        "train.grouped_product=pallas",
+        "train.grouped_product=pallas is not for these devices, which are cpu: use train.grouped_product=auto, or "
+        "blocks",
+    ),
+    (
         "a choice that nothing makes",
         "train.steps=auto",
         "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.context_form, "

@@ -170,6 +170,17 @@ def test_library_products_count_as_products() -> None:
     assert matrix_products(toy.by_name["g"], toy) == 1
 
 
+def test_our_own_kernels_count_as_products() -> None:
+    toy = program(
+        """%a = f32[4,5] parameter(0)
+        %k = f32[4,6] custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", """
+        """metadata={op_name="jit(step)/jvp(experts)/grouped_rows/pallas_call"}
+        %o = f32[4,6] custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", """
+        """metadata={op_name="jit(step)/jvp(experts)/other/pallas_call"}"""
+    )
+    assert [matrix_products(toy.by_name[name], toy) for name in ("k", "o")] == [1, 0]
+
+
 def test_only_the_rows_of_a_gather_and_the_slice_of_an_update_are_moved() -> None:
     fused = """%rows () -> f32[1,10] {
       %table = f32[1000,10] parameter(0)

@@ -8,6 +8,7 @@ import pytest
 from jax.extend.core import Var
 
 from moe_jax.config import MoE
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.hop_by_hop import through_experts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
@@ -47,7 +48,7 @@ def test_no_product_waits_for_another_hop():
     params = {name: jnp.ones((1, *shape)) for name, shape in matrices.items()}
 
     def body(x):
-        return through_experts(params, x, ranks, moe, "cpu")
+        return through_experts(params, x, ranks, moe, GROUPED_PRODUCTS["cpu"]["blocks"])
 
     x = jnp.ones((64, 1, 2, width))
     (program,) = jax.make_jaxpr(on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=1, expert=8))(x).eqns

@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from moe_jax.config import MoE
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.orders import ORDERS
 from moe_jax.train.pullback import SplitPullback, differentiate
 
@@ -164,7 +165,7 @@ def test_experts_leave_all_their_weight_gradients_for_later(remat):
     rows = jax.random.normal(next(keys), (1, held, slots, WIDTH))
 
     def experts(params: Any, rows: jax.Array) -> jax.Array:
-        return ORDERS["slots"].experts(params, rows, MoE(num_experts=held), "cpu")
+        return ORDERS["slots"].experts(params, rows, MoE(num_experts=held), GROUPED_PRODUCTS["cpu"]["blocks"])
 
     result, pullback = differentiate(jax.checkpoint(experts) if remat else experts, params, rows)
     first, second = both_parts(pullback, [jax.random.normal(next(keys), result.shape)])

@@ -49,6 +49,14 @@ def test_windows_draw_from_keys_of_their_own(params):
     np.testing.assert_array_equal(new.ravel(), sample_tokens(config, flat, prompt, 64, temperature=1, seed=0))
 
 
+def test_a_model_of_other_devices_is_sampled_here(params):
+    """Its run's grouped product may be a kernel that this device does not have."""
+    prompt, train = np.array([3], np.int32), dataclasses.replace(CONFIG.train, grouped_product="pallas")
+    there = dataclasses.replace(CONFIG, train=train)
+    texts = [sample_tokens(config, params, prompt, 3, temperature=0, seed=0) for config in (there, CONFIG)]
+    np.testing.assert_array_equal(*texts)
+
+
 def test_control_characters_are_not_shown() -> None:
     """A terminal would obey them."""
     assert _shown("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"

@@ -5,7 +5,8 @@ its batch; D model width.
 
 - `order(x_TD, decision, moe, ranks, room)` → what is sent, a tree of arrays [P, …] of which block p goes to rank p,
   and a ticket that finds the way back;
-- `experts(params, received, moe, platform)` → outputs in the shape of the received rows [P, …];
+- `experts(params, received, moe, product)` → outputs in the shape of the received rows [P, …], `product` being that
+  of rows in groups of any size;
 - `inverse(returned, ticket)` → each token's weighted sum [T, D];
 - `cut(sent, pieces)` → the same in pieces along the slots, which exchange and experts may treat one by one.
 """

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice, expert_counts
-from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS, group_of_tiles
+from moe_jax.models.grouped_matmul import group_of_tiles
+from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Buffer, Room, Ticket, piece_bounds
 
@@ -70,11 +71,10 @@ def cut(sent: Sent, pieces: int) -> list[tuple[Float[Array, "P _ D"], Int[Array,
     return [piece(*bounds) for bounds in pairwise(piece_bounds(x_PWD.shape[1], pieces))]
 
 
-def experts(params: Any, received: Sent, moe: MoE, platform: str) -> Float[Array, "P W D"]:
+def experts(params: Any, received: Sent, moe: MoE, product: GroupedProduct) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
     x_PWD, count_PL = received
     ranks, width, features = x_PWD.shape
-    product = GROUPED_PRODUCTS[platform]
     tile = product.tile(ranks * width, count_PL.shape[1])
     sorting, size_L = _sort_by_expert(count_PL, width, tile)
     x_SD = routing.to_rows(x_PWD.reshape(ranks * width, features), sorting)

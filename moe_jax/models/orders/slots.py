@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Choice
+from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import batched_mlp
 from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds, whole_room
 
@@ -39,7 +40,9 @@ def cut(sent_PLCD: Float[Array, "P L C D"], pieces: int) -> list[jax.Array]:
     return jnp.split(sent_PLCD, piece_bounds(sent_PLCD.shape[2], pieces)[1:-1], axis=2)
 
 
-def experts(params: Any, received_PLCD: Float[Array, "P L C D"], moe: MoE, platform: str) -> Float[Array, "P L C D"]:
+def experts(
+    params: Any, received_PLCD: Float[Array, "P L C D"], moe: MoE, product: GroupedProduct
+) -> Float[Array, "P L C D"]:
     """Each expert on the slots of all sources, as one batched matrix product."""
     ranks, held, slots, width = received_PLCD.shape
     x_LRD = jnp.swapaxes(received_PLCD, 0, 1).reshape(held, ranks * slots, width)

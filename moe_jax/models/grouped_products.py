@@ -1,0 +1,65 @@
+"""The grouped products that there are on each platform, and which one a config asks for."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from moe_jax.config import Config
+from moe_jax.errors import ConfigError
+from moe_jax.models.grouped_kernel import LEAST_WIDTH, pallas
+from moe_jax.models.grouped_matmul import blocks, ragged
+
+
+class GroupedProduct(NamedTuple):
+    """A product (rows, matrices, sizes, tile) and the tiles that it likes on a platform: powers of 2."""
+
+    multiply: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
+    least: int
+    most: int
+    divides: int = 1  # widths have to be multiples of it
+
+    def tile(self, rows: int, groups: int) -> int:
+        """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
+        share = max(rows // groups, 1)
+        return min(max(1 << (share.bit_length() - 1), self.least), self.most)
+
+
+# By what train.grouped_product calls them. A platform's first is that of auto where nothing is timed.
+GROUPED_PRODUCTS = {
+    "cpu": {"blocks": GroupedProduct(blocks, least=8, most=64)},
+    "gpu": {
+        "blocks": GroupedProduct(blocks, least=64, most=512),
+        "ragged": GroupedProduct(ragged, least=64, most=512),
+        "pallas": GroupedProduct(pallas, least=64, most=128, divides=LEAST_WIDTH),
+    },
+    "tpu": {
+        "ragged": GroupedProduct(ragged, least=128, most=512),
+        "blocks": GroupedProduct(blocks, least=128, most=512),
+    },
+}
+
+
+def product_name(config: Config, platform: str, tensor_ranks: int) -> str:
+    """What `train.grouped_product` stands for, of `GROUPED_PRODUCTS`. Raises ConfigError."""
+    products, name = GROUPED_PRODUCTS[platform], config.train.grouped_product
+    if name == "auto":
+        return next(iter(products))
+    if name not in products:
+        raise ConfigError(
+            f"train.grouped_product={name} is not for these devices, which are {platform}: "
+            f"use train.grouped_product=auto, or {' or '.join(products)}"
+        )
+    if config.model.moe.num_experts and config.model.moe.sends_sized_rows:
+        _check_width("model.d_model", config.model.d_model, 1, name, products[name])
+        _check_width("model.moe.hidden_dim", config.model.moe.hidden_dim, tensor_ranks, name, products[name])
+    return name
+
+
+def _check_width(setting: str, width: int, tensor_ranks: int, name: str, product: GroupedProduct) -> None:
+    if width // tensor_ranks % product.divides:
+        cut = f" / mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
+        raise ConfigError(
+            f"train.grouped_product={name} cuts widths into multiples of {product.divides}, and {setting}={width}{cut} "
+            f"is none: use another width, or train.grouped_product=auto"
+        )
