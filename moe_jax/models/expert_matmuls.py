@@ -8,7 +8,7 @@
 A row has a scale of its own and so has an expert's matrix: what a row becomes depends on nothing that it shares a
 device or a microbatch with. A sum over rows cannot have the scale of each in front of it, so dw is no product of 8-bit
 numbers. Scales are powers of 2, so that nothing but the cast to 8 bits rounds: a result may be scaled in bfloat16, and
-where tensor ranks cut a row or a matrix, other scales change only numbers below 2⁻¹⁴ of its largest.
+where tensor ranks cut a row or a matrix, other scales change only numbers below 2⁻¹³ of its largest.
 
 The numbers are cast back in front of a product, which is exact. XLA:GPU makes a product of 8-bit operands of that
 (`GemmRewriter`: a cast, then a dot with one contracted dimension; on GPUs of compute capability 8.9 and above).

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.models.layers import Product
+
 _Saved = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -27,7 +29,7 @@ def blocks(
     return _tile_by_tile(x_SD, w_LDF, size_L, tile, 1)
 
 
-def group_of_tiles(size_L: Int[Array, " L"], tiles: int, tile: int) -> Int[Array, " tiles"]:
+def _group_of_tiles(size_L: jax.Array, tiles: int, tile: int) -> jax.Array:
     """The group of each of so many tiles; L beyond the groups."""
     return jnp.searchsorted(jnp.cumsum(size_L), jnp.arange(tiles) * tile, side="right")
 
@@ -35,7 +37,7 @@ def group_of_tiles(size_L: Int[Array, " L"], tiles: int, tile: int) -> Int[Array
 def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int) -> jax.Array:
     """Rows times their matrix, summed over its dimension 1 or 2."""
     end_L = jnp.cumsum(size_L)
-    group_of = group_of_tiles(size_L, len(x) // tile, tile)
+    group_of = _group_of_tiles(size_L, len(x) // tile, tile)
 
     def turn(i: jax.Array, y: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(x, i * tile, tile)
@@ -51,9 +53,7 @@ def _keep(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Cal
     return product(x, w, size_L, tile), (x, w, size_L)
 
 
-def weight_gradient(
-    x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int
-) -> Float[Array, "L D F"]:
+def _weight_gradient(x_SD: jax.Array, dy_SF: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
     """One group after another, each summed over its tiles in float32."""
 
     shape = x_SD.shape[1], dy_SF.shape[1]
@@ -73,7 +73,7 @@ def weight_gradient(
 
 def _blocks_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, size_L = saved
-    return _tile_by_tile(dy_SF, w, size_L, tile, 2), weight_gradient(x, dy_SF, size_L, tile), None
+    return _tile_by_tile(dy_SF, w, size_L, tile, 2), _weight_gradient(x, dy_SF, size_L, tile), None
 
 
 blocks.defvjp(functools.partial(_keep, product=blocks), _blocks_backward)
@@ -93,7 +93,7 @@ def ragged(
 def _ragged_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, size_L = saved
     dx_SD = jax.lax.ragged_dot(dy_SF, jnp.swapaxes(w, 1, 2), size_L)
-    return dx_SD, weight_gradient(x, dy_SF, size_L, tile), None
+    return dx_SD, _weight_gradient(x, dy_SF, size_L, tile), None
 
 
 ragged.defvjp(functools.partial(_keep, product=ragged), _ragged_backward)
@@ -110,6 +110,18 @@ class GroupedProduct(NamedTuple):
         """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
         share = max(rows // groups, 1)
         return min(max(1 << (share.bit_length() - 1), self.least), self.most)
+
+    def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
+        """As experts take it, for buffers of so many rows."""
+
+        def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
+            return self.multiply(x, w.astype(x.dtype), size_L, tile)
+
+        def of_rows(vector: jax.Array, size_L: jax.Array) -> jax.Array:
+            group = jnp.minimum(_group_of_tiles(size_L, rows // tile, tile), len(vector) - 1)
+            return jnp.repeat(vector[group], tile, axis=0)
+
+        return Product(multiply, of_rows, functools.partial(_weight_gradient, tile=tile), (size_L,))
 
 
 GROUPED_PRODUCTS = {

@@ -20,8 +20,8 @@ from moe_jax.config import MoE
 from moe_jax.models import routing
 from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import Choice, expert_counts
-from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS, group_of_tiles, weight_gradient
-from moe_jax.models.layers import Product, mlp
+from moe_jax.models.grouped_matmul import GROUPED_PRODUCTS
+from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Buffer, Room, Ticket, piece_bounds
 
 Sent = tuple[Float[Array, "P W D"], Int[Array, "P L"]]
@@ -79,19 +79,7 @@ def experts(params: Any, received: Sent, moe: MoE, platform: str) -> Float[Array
     tile = grouped.tile(ranks * width, count_PL.shape[1])
     sorting, size_L = _sort_by_expert(count_PL, width, tile)
     x_SD = routing.to_rows(x_PWD.reshape(ranks * width, features), sorting)
-    tiles = len(x_SD) // tile
-
-    def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
-        return grouped.multiply(x, w.astype(x.dtype), size_L, tile)
-
-    def of_rows(vector: jax.Array, size_L: jax.Array) -> jax.Array:
-        group = jnp.minimum(group_of_tiles(size_L, tiles, tile), len(vector) - 1)
-        return jnp.repeat(vector[group], tile, axis=0)
-
-    def of_weights(x: jax.Array, dy: jax.Array, size_L: jax.Array) -> jax.Array:
-        return weight_gradient(x, dy, size_L, tile)
-
-    y_SD = mlp(params, x_SD, as_experts_multiply(Product(multiply, of_rows, of_weights, (size_L,)), moe))
+    y_SD = mlp(params, x_SD, as_experts_multiply(grouped.of(size_L, len(x_SD), tile), moe))
     return routing.to_rows(y_SD, routing.inverse(sorting)).reshape(x_PWD.shape)
 
 
