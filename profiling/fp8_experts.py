@@ -11,7 +11,7 @@ from loss_curves import compare_losses
 from moe_jax.errors import run_command
 from moe_jax.train.processes import Processes, initialize
 
-RUNS = {
+RUNS: dict[str, list[str]] = {
     "float32": [],
     "fp8": ["model.moe.expert_matmuls=fp8"],
     "float32, another seed": ["train.seed=1"],

@@ -1,6 +1,6 @@
 """Trainings that differ in one thing: their validation losses as a result file and a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from results_file import write_result
 from training_run import losses_of
 
 
-def compare_losses(name: str, runs: dict[str, Sequence[str]], steps: int, facts: dict[str, Any] | None = None) -> None:
+def compare_losses(
+    name: str, runs: Mapping[str, Sequence[str]], steps: int, facts: Mapping[str, Any] | None = None
+) -> None:
     """Train each of `runs` by its settings and write results/NAME.json and .png; the first is what others differ from.
 
     `facts` stand in the result file, too.
