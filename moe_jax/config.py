@@ -40,6 +40,9 @@ class MoE:
     # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
     # computed in it, or as 8-bit floats), or package.module:name of Hooks
     hooks: str = "none"
+    # operands of routed experts' matrix products: as train.compute_dtype has them, or rounded to 8-bit floats, see
+    # docs/models.md
+    expert_matmuls: Literal["compute_dtype", "fp8"] = "compute_dtype"
     first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
     every: int = 1  # above those, every n-th block has experts
     load_balance_weight: float = 0.01

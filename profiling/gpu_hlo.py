@@ -78,9 +78,11 @@ def main() -> None:
         raise ConfigError(
             f"{target.name} is not one GPU: use {target.kind if target.platform == 'gpu' else 'h200'}:1x1x1"
         )
+    memory_bytes = PRESETS[target.kind].device.memory_bytes
+    assert memory_bytes is not None, "published"
     values: dict[str, Any] = {}
     for name, model in MODELS.items():
-        config = filling(model, PRESETS[target.kind].device.memory_bytes)
+        config = filling(model, memory_bytes)
         assert config is not None, "a block of each fits"
         if arguments.layers is not None:
             cut = dataclasses.replace(model, num_layers=arguments.layers)

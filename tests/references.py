@@ -114,9 +114,38 @@ def latent_heads(p, h, model: Model, block: int):
         yield q, k, c_kv @ p["value"][:, head]
 
 
-def mlp(p, x):
+def to_fp8(x, name, axis):
+    """The nearest 8-bit numbers, times their scale: of the largest along `axis` the nearest power of 2, / 2⁸ or 2¹⁵.
+
+    Halfway between two powers, the odd one.
+    """
+    dtype, highest = {"e4m3": (jnp.float8_e4m3fn, 8), "e5m2": (jnp.float8_e5m2, 15)}[name]
+    x = np.asarray(x, np.float64)
+    largest = np.abs(x).max(axis, keepdims=True)
+    largest = np.where(largest, largest, 1)
+    power = np.ceil(np.log2(largest / 1.5))
+    power += (largest == 1.5 * 2**power) & (power % 2 == 0)
+    scale = 2 ** (power - highest)
+    return jnp.asarray((x / scale).astype(dtype).astype(np.float64) * scale, jnp.float32)
+
+
+@jax.custom_vjp
+def fp8_product(x, w):
+    return to_fp8(x, "e4m3", -1) @ to_fp8(w, "e4m3", None)
+
+
+def _fp8_product_back(saved, dy):
+    x, w = saved
+    dy = to_fp8(dy, "e5m2", -1)
+    return dy @ to_fp8(w, "e4m3", None).T, to_fp8(x, "e4m3", -1).T @ dy
+
+
+fp8_product.defvjp(lambda x, w: (fp8_product(x, w), (x, w)), _fp8_product_back)
+
+
+def mlp(p, x, product=jnp.matmul):
     def linear(x, name):
-        return x @ p[name] + p.get(f"{name}_bias", 0.0)
+        return product(x, p[name]) + p.get(f"{name}_bias", 0.0)
 
     up = linear(x, "up")
     if "clipped_gate" in p:
@@ -185,7 +214,8 @@ def moe_layer(
     out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
 
     def run_expert(expert: int, x):
-        return mlp(jax.tree.map(lambda w: w[expert], p["experts"]), x)
+        product = fp8_product if moe.expert_matmuls == "fp8" else jnp.matmul
+        return mlp(jax.tree.map(lambda w: w[expert], p["experts"]), x, product)
 
     dropped = 0
     if moe.gate == "softmoe":

@@ -323,6 +323,10 @@ REFUSED = {
         "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: "
         "use model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2"
     ),
+    "model.moe.expert_matmuls=fp8 model.moe.num_experts=0": (
+        "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
+        "set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
+    ),
     "migration.enabled=true model.moe.num_experts=0": (
         "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "
         "set model.moe.num_experts, or migration.enabled=false"

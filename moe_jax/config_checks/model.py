@@ -95,6 +95,11 @@ def _check_rope(model: "Model") -> None:
 def _check_experts(model: "Model") -> None:
     moe = model.moe
     if moe.num_experts == 0:
+        if moe.expert_matmuls != "compute_dtype":
+            raise ConfigError(
+                f"model.moe.expert_matmuls={moe.expert_matmuls}, and with model.moe.num_experts=0 there are no "
+                "experts: set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
+            )
         return
     if moe.shared_gate and not moe.num_shared_experts:
         raise ConfigError(

@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for modul
 # of a MoE: how it is trained, and how many rows there is room for
 _TRAINING = {
     *("capacity_factor", "capacity_schedule", "order", "hooks", "load_balance_weight", "load_balance"),
-    *("bias_update_rate", "router_z_weight"),
+    *("expert_matmuls", "bias_update_rate", "router_z_weight"),
 }
 
 _UNUSED = "unused"

@@ -55,7 +55,7 @@ def _forward(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, interpret
 def _backward(tile: int, interpret: bool, saved: tuple, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, size_L = saved
     dx_SD = _rows(dy_SF, w, size_L, tile, 2, interpret)
-    return dx_SD, _weights(x, dy_SF, size_L, w, tile, interpret), None
+    return dx_SD, weight_gradient(x, dy_SF, size_L, tile, interpret), None
 
 
 pallas.defvjp(_forward, _backward)
@@ -92,14 +92,16 @@ def _rows_kernel(group_of: _Ref, x: _Ref, w: _Ref, y: _Ref, *, blocks: _Blocks, 
     y[rows, columns] = total.astype(y.dtype)
 
 
-def _weights(x: jax.Array, dy: jax.Array, size_L: jax.Array, like: jax.Array, tile: int, interpret: bool) -> jax.Array:
+def weight_gradient(
+    x: Float[Array, "S D"], dy: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int, interpret: bool = False
+) -> Float[Array, "L D F"]:
     """The gradient of each group's matrix, of its own rows; of an empty group 0."""
-    groups, width, hidden = like.shape
+    groups, width, hidden = len(size_L), x.shape[1], dy.shape[1]
     rows = min(tile, _SUMMED_BYTES // x.dtype.itemsize)
     blocks = _Blocks(_dividing(width, _MOST_WIDTH), _dividing(hidden, _MOST_WIDTH), rows)
     product = pl.pallas_call(
         functools.partial(_weights_kernel, blocks=blocks),
-        out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype),
+        out_shape=jax.ShapeDtypeStruct((groups, width, hidden), x.dtype),
         grid=(hidden // blocks.columns, width // blocks.rows, groups),
         compiler_params=blocks.parameters(),
         interpret=interpret,

@@ -50,25 +50,28 @@ def _keep(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Cal
     return product(x, w, size_L, tile), (x, w, size_L)
 
 
-def _weight_gradient(x: jax.Array, dy: jax.Array, size_L: jax.Array, like: jax.Array, tile: int) -> jax.Array:
+def weight_gradient(
+    x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int
+) -> Float[Array, "L D F"]:
     """One group after another, each summed over its tiles in float32."""
+    shape = x_SD.shape[1], dy_SF.shape[1]
 
     def group(first: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
         def turn(i: jax.Array, total_DF: jax.Array) -> jax.Array:
-            rows, d_rows = (jax.lax.dynamic_slice_in_dim(each, first + i * tile, tile) for each in (x, dy))
+            rows, d_rows = (jax.lax.dynamic_slice_in_dim(each, first + i * tile, tile) for each in (x_SD, dy_SF))
             return total_DF + jax.lax.dot_general(
                 rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
 
-        total_DF = jax.lax.fori_loop(0, size // tile, turn, jnp.zeros(like.shape[1:], jnp.float32))
-        return first + size, total_DF.astype(like.dtype)
+        total_DF = jax.lax.fori_loop(0, size // tile, turn, jnp.zeros(shape, jnp.float32))
+        return first + size, total_DF.astype(x_SD.dtype)
 
     return jax.lax.scan(group, jnp.int32(0), size_L)[1]
 
 
 def _blocks_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, size_L = saved
-    return _tile_by_tile(dy_SF, w, size_L, tile, 2), _weight_gradient(x, dy_SF, size_L, w, tile), None
+    return _tile_by_tile(dy_SF, w, size_L, tile, 2), weight_gradient(x, dy_SF, size_L, tile), None
 
 
 blocks.defvjp(functools.partial(_keep, product=blocks), _blocks_backward)
@@ -88,7 +91,7 @@ def ragged(
 def _ragged_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, size_L = saved
     dx_SD = jax.lax.ragged_dot(dy_SF, jnp.swapaxes(w, 1, 2), size_L)
-    return dx_SD, _weight_gradient(x, dy_SF, size_L, w, tile), None
+    return dx_SD, weight_gradient(x, dy_SF, size_L, tile), None
 
 
 ragged.defvjp(functools.partial(_keep, product=ragged), _ragged_backward)

@@ -1,14 +1,18 @@
 """The grouped products that there are on each platform, and which one a config asks for."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
-from moe_jax.models.grouped_kernel import LEAST_WIDTH, pallas
-from moe_jax.models.grouped_matmul import blocks, ragged
+from moe_jax.models import grouped_kernel
+from moe_jax.models.grouped_matmul import blocks, group_of_tiles, ragged, weight_gradient
+from moe_jax.models.layers import Product
 
 
 class GroupedProduct(NamedTuple):
@@ -18,11 +22,25 @@ class GroupedProduct(NamedTuple):
     least: int
     most: int
     divides: int = 1  # widths have to be multiples of it
+    # rows, cotangents, sizes, tile → a matrix of each group
+    weight_gradient: Callable[..., jax.Array] = weight_gradient
 
     def tile(self, rows: int, groups: int) -> int:
         """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
         share = max(rows // groups, 1)
         return min(max(1 << (share.bit_length() - 1), self.least), self.most)
+
+    def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
+        """As experts take it, for buffers of so many rows."""
+
+        def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
+            return self.multiply(x, w.astype(x.dtype), size_L, tile)
+
+        def of_rows(vector: jax.Array, size_L: jax.Array) -> jax.Array:
+            group = jnp.minimum(group_of_tiles(size_L, rows // tile, tile), len(vector) - 1)
+            return jnp.repeat(vector[group], tile, axis=0)
+
+        return Product(multiply, of_rows, partial(self.weight_gradient, tile=tile), (size_L,))
 
 
 # By what train.grouped_product calls them. A platform's first is that of auto where nothing is timed.
@@ -31,7 +49,13 @@ GROUPED_PRODUCTS = {
     "gpu": {
         "blocks": GroupedProduct(blocks, least=64, most=512),
         "ragged": GroupedProduct(ragged, least=64, most=512),
-        "pallas": GroupedProduct(pallas, least=64, most=128, divides=LEAST_WIDTH),
+        "pallas": GroupedProduct(
+            grouped_kernel.pallas,
+            least=64,
+            most=128,
+            divides=grouped_kernel.LEAST_WIDTH,
+            weight_gradient=grouped_kernel.weight_gradient,
+        ),
     },
     "tpu": {
         "ragged": GroupedProduct(ragged, least=128, most=512),

@@ -4,6 +4,7 @@ D model width, F hidden width, R rows.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,6 @@ from jaxtyping import Array, Float
 
 from moe_jax.parallel.tensor_axis import share_of_sum
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-OfRows = Callable[[jax.Array], jax.Array]
 _CLIP, _SLOPE = 7.0, 1.702  # of gpt-oss
 
 
@@ -35,21 +34,32 @@ def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def mlp(
-    params: Mapping[str, jax.Array], x: jax.Array, product: Product = matmul, of_rows: OfRows = lambda vector: vector
-) -> jax.Array:
+class Product(NamedTuple):
+    """How rows are multiplied by the matrices that they belong to, in the precision of the rows.
+
+    The functions hold no arrays, and take `groups` behind their arguments.
+    """
+
+    multiply: Callable[..., jax.Array]  # rows, matrices → rows
+    of_rows: Callable[..., jax.Array]  # a vector of each matrix → one of each row
+    weight_gradient: Callable[..., jax.Array]  # rows, cotangents → a matrix of each group of rows
+    groups: tuple[jax.Array, ...] = ()  # which rows belong to which matrix, if shapes do not tell
+
+
+ONE = Product(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # matrix for all rows
+
+
+def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = ONE) -> jax.Array:
     """SwiGLU where there is a gate matrix, clipped or not, else GELU; with a token gate, times its sigmoid.
 
     Of a part of the hidden width its part of the result.
-
-    `product(rows, matrix)` multiplies rows by their matrix, and `of_rows(vector)` is what a bias adds to each.
     """
 
     def linear(x: jax.Array, name: str) -> jax.Array:
-        y, bias = product(x, params[name]), params.get(f"{name}_bias")
+        y, bias = product.multiply(x, params[name], *product.groups), params.get(f"{name}_bias")
         if bias is None:
             return y
-        return y + of_rows(share_of_sum(bias) if name == "down" else bias).astype(y.dtype)
+        return y + product.of_rows(share_of_sum(bias) if name == "down" else bias, *product.groups).astype(y.dtype)
 
     up = linear(x, "up")
     if "gate" in params:
@@ -68,6 +78,12 @@ def _clipped_swiglu(gate: Float[Array, "*R F"], up: Float[Array, "*R F"]) -> Flo
     return gate * jax.nn.sigmoid(_SLOPE * gate) * (jnp.clip(up, -_CLIP, _CLIP) + 1)
 
 
-def batched_mlp(params: Mapping[str, jax.Array], x_LRD: Float[Array, "L R D"]) -> Float[Array, "L R D"]:
-    """Each of L MLPs on rows of its own."""
-    return mlp(params, x_LRD, lambda x, w: jnp.einsum("lrd,ldf->lrf", x, w.astype(x.dtype)), lambda bias: bias[:, None])
+def _batched(x_LRD: jax.Array, w_LDF: jax.Array) -> jax.Array:
+    return jnp.einsum("lrd,ldf->lrf", x_LRD, w_LDF.astype(x_LRD.dtype))
+
+
+def _batched_gradient(x_LRD: jax.Array, dy_LRF: jax.Array) -> jax.Array:
+    return jnp.einsum("lrd,lrf->ldf", x_LRD, dy_LRF)
+
+
+EACH = Product(_batched, lambda vector_LF: vector_LF[:, None], _batched_gradient)  # of L matrices for its own R rows

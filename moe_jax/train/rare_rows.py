@@ -30,7 +30,7 @@ class RareRows:
     """What lies between the tasks that such rows pass through, by block and piece."""
 
     def __init__(self, facts: Facts, weights: ExpertWeights):
-        self._facts, self._weights = facts, weights
+        self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
         self.overflows: dict[tuple[int, int], irregular.Overflow] = {}
         self._again: dict[int, irregular.Again] = {}  # of each piece under way
         self._rest: dict[tuple[int, int], irregular.Rest] = {}  # for the backward pass
@@ -46,7 +46,7 @@ class RareRows:
         rest = irregular.Rest(lanes.rest_R, lanes.main_LbD.shape[1])
         if block == self._facts.last_moe:  # its backward pass comes next
             self._rest[block, p] = rest
-        return overflow.forward(self._weights.stored(block), rest)
+        return overflow.forward(self._weights.stored(block), rest, self._moe)
 
     def send_again(self, block: int, p: int, in_order: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
         """Have the rows at their experts' rank once more; returns them if that took an exchange.
@@ -64,7 +64,8 @@ class RareRows:
     def backward(self, block: int, p: int, d_rest_R: jax.Array) -> jax.Array:
         """The rows' gradient."""
         self._d_rest[block, p] = d_rest_R
-        return self.overflows[block, p].backward(self._weights.stored(block), self._rest[block, p], d_rest_R)
+        weights, rest = self._weights.stored(block), self._rest[block, p]
+        return self.overflows[block, p].backward(weights, rest, d_rest_R, self._moe)
 
     def held(self) -> dict[tuple[int, int], Held]:
         """What `add_weights` reads of all pieces that have been backward, without what is no array."""
@@ -80,6 +81,6 @@ class RareRows:
         """The gradient of a block's experts, with these rows' part of all pieces that have been backward."""
         for key in [key for key in self._d_rest if key[0] == block]:
             gradient = self.overflows.pop(key).add_weights(
-                gradient, self._weights.stored(block), self._rest.pop(key), self._d_rest.pop(key)
+                gradient, self._weights.stored(block), self._rest.pop(key), self._d_rest.pop(key), self._moe
             )
         return gradient

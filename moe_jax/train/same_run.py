@@ -16,6 +16,7 @@ _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",
     "model.moe.hooks",
+    "model.moe.expert_matmuls",
     "model.moe.order",
     "model.moe.load_balance_weight",
     "model.moe.load_balance",

@@ -161,7 +161,7 @@ class Tasks:
         """Experts on their lanes, and on the rows that found no room there."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
         filled_L = ragged.filled(lanes.count_PE, self.facts.how.expert_axis)
-        function = self._remat(partial(irregular.experts, filled_L=filled_L))
+        function = self._remat(partial(irregular.experts, filled_L=filled_L, moe=self.facts.config.model.moe))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
 

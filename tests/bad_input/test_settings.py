@@ -230,6 +230,17 @@ SCHEDULE = [
         "use exchange.algorithm=flat, or model.moe.hooks=none",
     ),
     (
+        "products of another precision",
+        "model.moe.expert_matmuls=fp4",
+        "model.moe.expert_matmuls=fp4 must be compute_dtype or fp8: did you mean fp8?",
+    ),
+    (
+        "products of experts that there are not",
+        "model.moe.expert_matmuls=fp8 model.moe.num_experts=0",
+        "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
+        "set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype",
+    ),
+    (
         "unknown hooks",
         "model.moe.hooks=fp16",
         "model.moe.hooks=fp16 must be none or bf16 or fp8 or package.module:name: did you mean bf16?",

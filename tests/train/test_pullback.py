@@ -157,15 +157,17 @@ def test_products_for_weights_wait(function, layers, products_again):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_experts_leave_all_their_weight_gradients_for_later(remat):
+@pytest.mark.parametrize("matmuls", ["compute_dtype", "fp8"])
+def test_experts_leave_all_their_weight_gradients_for_later(matmuls, remat):
     held, slots, hidden = 2, 5, 3
     keys = iter(jax.random.split(jax.random.key(0), 5))
     shapes = {"gate": (held, WIDTH, hidden), "up": (held, WIDTH, hidden), "down": (held, hidden, WIDTH)}
     params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
     rows = jax.random.normal(next(keys), (1, held, slots, WIDTH))
+    moe = MoE(num_experts=held, expert_matmuls=matmuls)
 
     def experts(params: Any, rows: jax.Array) -> jax.Array:
-        return ORDERS["slots"].experts(params, rows, MoE(num_experts=held), GROUPED_PRODUCTS["cpu"]["blocks"])
+        return ORDERS["slots"].experts(params, rows, moe, GROUPED_PRODUCTS["cpu"]["blocks"])
 
     result, pullback = differentiate(jax.checkpoint(experts) if remat else experts, params, rows)
     first, second = both_parts(pullback, [jax.random.normal(next(keys), result.shape)])

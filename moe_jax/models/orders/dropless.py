@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
+from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import Choice, expert_counts
-from moe_jax.models.grouped_matmul import group_of_tiles
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import mlp
 from moe_jax.models.orders.protocol import Buffer, Room, Ticket, piece_bounds
@@ -78,15 +78,7 @@ def experts(params: Any, received: Sent, moe: MoE, product: GroupedProduct) -> F
     tile = product.tile(ranks * width, count_PL.shape[1])
     sorting, size_L = _sort_by_expert(count_PL, width, tile)
     x_SD = routing.to_rows(x_PWD.reshape(ranks * width, features), sorting)
-
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product.multiply(x, w.astype(x.dtype), size_L, tile)
-
-    def of_rows(bias: jax.Array) -> jax.Array:
-        group = jnp.minimum(group_of_tiles(size_L, len(x_SD) // tile, tile), len(bias) - 1)
-        return jnp.repeat(bias[group], tile, axis=0)
-
-    y_SD = mlp(params, x_SD, multiply, of_rows)
+    y_SD = mlp(params, x_SD, as_experts_multiply(product.of(size_L, len(x_SD), tile), moe))
     return routing.to_rows(y_SD, routing.inverse(sorting)).reshape(x_PWD.shape)
 
 

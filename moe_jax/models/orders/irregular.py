@@ -7,6 +7,7 @@ take a second, smaller product.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
+from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.layers import batched_mlp, mlp
+from moe_jax.models.layers import EACH, ONE, mlp
 from moe_jax.models.orders.protocol import Room, Ticket
 from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows, row_shape
 
@@ -68,9 +70,11 @@ def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
     return Widths(min(share, most), max(most - share, 0))
 
 
-def experts(params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"]) -> Float[Array, "L b D"]:
+def experts(
+    params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoE
+) -> Float[Array, "L b D"]:
     """Each expert on the rows that found room in its lane."""
-    return _real_back(batched_mlp(params, _real(main_LbD, filled_L)), filled_L)
+    return _real_back(mlp(params, _real(main_LbD, filled_L), as_experts_multiply(EACH, moe)), filled_L)
 
 
 class Stored(NamedTuple):
@@ -127,27 +131,28 @@ class Overflow(NamedTuple):
         with jax.named_scope("overflow"):
             return jax.lax.cond(self.happened, self.again.make, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
-    def forward(self, weights: Stored, rest: "Rest") -> jax.Array:
+    def forward(self, weights: Stored, rest: "Rest", moe: MoE) -> jax.Array:
         """What the experts make of these rows."""
 
         def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
-            return self._put(out_R, expert, mlp(weights.of(expert), self._lane(rest.rows_R, expert, rest.main)))
+            lane = self._lane(rest.rows_R, expert, rest.main)
+            return self._put(out_R, expert, _expert(weights.of(expert), lane, moe))
 
         return self._rows(turn, rest.rows_R)
 
-    def backward(self, weights: Stored, rest: "Rest", d_out: jax.Array) -> jax.Array:
+    def backward(self, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoE) -> jax.Array:
         """The rows' gradient."""
 
         def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
-            return self._put(d_rest_R, expert, self._pull(weights, expert, rest, d_out)[1])
+            return self._put(d_rest_R, expert, self._pull(weights, expert, rest, d_out, moe)[1])
 
         return self._rows(turn, rest.rows_R)
 
-    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array) -> Any:
+    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoE) -> Any:
         """Gradients of the experts' weights [L, …] with these rows' part."""
 
         def turn(expert: jax.Array, gradient: Any) -> Any:
-            new = self._pull(weights, expert, rest, d_out)[0]
+            new = self._pull(weights, expert, rest, d_out, moe)[0]
             return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
 
         # no branch: it would copy the gradients even if nothing overflows
@@ -177,9 +182,13 @@ class Overflow(NamedTuple):
         lane = lane.reshape(len(lane), *rows_R.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array) -> Any:
+    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array, moe: MoE) -> Any:
         rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
-        return jax.vjp(mlp, weights.of(expert), rows)[1](d_lane)
+        return jax.vjp(partial(_expert, moe=moe), weights.of(expert), rows)[1](d_lane)
+
+
+def _expert(params: Any, lane: jax.Array, moe: MoE) -> jax.Array:
+    return mlp(params, lane, as_experts_multiply(ONE, moe))
 
 
 class Rest(NamedTuple):

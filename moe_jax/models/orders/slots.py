@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
+from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.grouped_products import GroupedProduct
-from moe_jax.models.layers import batched_mlp
+from moe_jax.models.layers import EACH, mlp
 from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds, whole_room
 
 
@@ -46,7 +47,7 @@ def experts(
     """Each expert on the slots of all sources, as one batched matrix product."""
     ranks, held, slots, width = received_PLCD.shape
     x_LRD = jnp.swapaxes(received_PLCD, 0, 1).reshape(held, ranks * slots, width)
-    y_LRD = batched_mlp(params, x_LRD)
+    y_LRD = mlp(params, x_LRD, as_experts_multiply(EACH, moe))
     return jnp.swapaxes(y_LRD.reshape(held, ranks, slots, width), 0, 1)
 
 
