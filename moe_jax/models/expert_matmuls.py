@@ -11,7 +11,8 @@ numbers. Scales are powers of 2, so that nothing but the cast to 8 bits rounds: 
 where tensor ranks cut a row or a matrix, other scales change only numbers below 2⁻¹³ of its largest.
 
 The numbers are cast back in front of a product, which is exact. XLA:GPU makes a product of 8-bit operands of that
-(`GemmRewriter`: a cast, then a dot with one contracted dimension; on GPUs of compute capability 8.9 and above).
+(`GemmRewriter`: a cast, then a dot with one contracted dimension; on GPUs of compute capability 8.9 and above), where
+both are in one computation: dropless rows are multiplied in a loop, behind the cast.
 """
 
 from functools import partial
