@@ -86,7 +86,8 @@ def ranges_of(config: Config) -> Forward:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_ops_take_as_long_as_the_tasks_that_they_are_part_of(every: int) -> None:
-    found = ranges_of(config_of(layers=4, every=every))
+    config = replaced(config_of(layers=4, every=every), train={"attention_kernel": "xla"})  # or attention is too short
+    found = ranges_of(config)
     assert found.uncut_s == pytest.approx(found.scheduled_s), "a plain forward pass"
     between = [len(list(run)) for cut, run in itertools.groupby(found.groups, lambda g: g.part[0].exchange) if not cut]
     assert 4 <= max(between) <= 6, "about five groups between two MoE layers"
