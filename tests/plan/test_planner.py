@@ -218,8 +218,8 @@ def test_no_mesh_of_these_devices_is_told_with_the_nearest_one(settings: str, cu
 
 
 def test_context_ranks_are_planned_around() -> None:
-    """They cut what a device keeps; a ring's hops pass beside products."""
-    long = [*SMALL, "data.seq_len=4096"]
+    """They cut the squares that a device keeps, if it does; a ring's hops pass beside products."""
+    long = [*SMALL, "data.seq_len=4096", "train.attention_kernel=xla"]
     cut, whole = (
         plan(load_draft(None, [*long, "mesh.data=auto", f"mesh.context={context}"]), H100S).best for context in (2, 1)
     )
