@@ -38,8 +38,9 @@ def sample_tokens(
     """
     mesh, length = one_device_mesh(), config.data.seq_len
     params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
-    # the run's own product may be none of this device
-    here = dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product="auto"))
+    # the run's own kernels may be none of this device
+    train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
+    here = dataclasses.replace(config, train=train)
     body = functools.partial(sample, model=config.model, how=Computation.of(here, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)
