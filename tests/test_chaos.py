@@ -38,9 +38,8 @@ def test_a_hundred_faults_of_four_processes_were_come_through(name: str) -> None
     assert len(found["faults"]) == 100
     assert found["losses_equal_bit_for_bit"]
     assert not found["broken"]
-    signalled = [
-        fault["steps_lost"]
-        for fault in found["faults"]
-        if fault["kind"] in ("kill", "stop") and "told" in fault and "steps_lost" in fault
-    ]
-    assert max(signalled) <= found["checkpoint_every"]
+    every = found["checkpoint_every"]
+    for fault in found["faults"]:
+        if fault["kind"] in ("kill", "stop") and "steps_lost" in fault:
+            beyond = fault["steps_lost"] - every  # steps that ran while the newest checkpoint was being written
+            assert beyond <= 0 or fault["step"] % every == beyond <= 2
