@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model
@@ -18,6 +17,7 @@ from moe_jax.models.layers import rms_norm, wide_matmul
 _SCOPE = "cross_entropy"
 _NO_TOKEN = -1  # fills the last chunk
 _Gradients = tuple[jax.Array, jax.Array]
+_Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def unembed(params: Any, x_BnD: Float[Array, "B n D"], model: Model) -> Float[Array, "B n V"]:
@@ -29,22 +29,52 @@ def cross_entropy(
     params: Any, x_BnD: Float[Array, "B n D"], target_Bn: Int[Array, "B n"], model: Model, loss_chunk: int | None
 ) -> Float[Array, ""]:
     """Nats of all tokens, summed; `loss_chunk` is that of the config."""
+    h_TD = rms_norm(x_BnD, params["norm"], model.norm_eps).reshape(-1, model.d_model)
+    matrix = _matrix(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
     if chunk == target_Bn.size:
-        logit_BnV = unembed(params, x_BnD, model)
         with jax.named_scope(_SCOPE):
-            return optax.losses.softmax_cross_entropy_with_integer_labels(logit_BnV, target_Bn).sum()
-    h_TD = rms_norm(x_BnD, params["norm"], model.norm_eps).reshape(-1, model.d_model)
+            return _at_once(h_TD, matrix, target_Bn.ravel())
     filling = -target_Bn.size % chunk
     h_KcD = jnp.pad(h_TD, ((0, filling), (0, 0))).reshape(-1, chunk, model.d_model)
     target_Kc = jnp.pad(target_Bn.ravel(), (0, filling), constant_values=_NO_TOKEN).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
-        return _by_chunks(h_KcD, _matrix(params, model), target_Kc)
+        return _by_chunks(h_KcD, matrix, target_Kc)
 
 
 def _matrix(params: Any, model: Model) -> Float[Array, "D V"]:
     matrix: jax.Array = params["embedding"].T if model.tie_embeddings else params["head"]
     return matrix
+
+
+@jax.custom_vjp
+def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]) -> Float[Array, ""]:
+    """Differentiated, the logits' place is taken by their exponentials, and then by their gradient.
+
+    Autodiff would scatter the target's part into an array of the same size, and XLA:CPU copy all that transposed.
+    """
+    return _at_once_forward(h_TD, head_DV, target_T)[0]
+
+
+def _at_once_forward(h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array) -> tuple[jax.Array, _Kept]:
+    head = head_DV.astype(h_TD.dtype)
+    logit_TV = wide_matmul(h_TD, head)
+    most_T1 = logit_TV.max(axis=-1, keepdims=True)
+    own_T1 = jnp.take_along_axis(logit_TV, target_T[:, None], axis=-1)
+    exp_TV = jnp.exp(logit_TV - most_T1)
+    sum_T1 = exp_TV.sum(axis=-1, keepdims=True)
+    return (jnp.log(sum_T1) + most_T1 - own_T1).sum(), (h_TD, head_DV, target_T, exp_TV, sum_T1)
+
+
+def _at_once_backward(kept: _Kept, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    h_TD, head_DV, target_T, exp_TV, sum_T1 = kept
+    is_target_TV = jnp.arange(exp_TV.shape[1]) == target_T[:, None]
+    d_logit_TV = (exp_TV * (d_total / sum_T1) - jnp.where(is_target_TV, d_total, 0)).astype(h_TD.dtype)
+    d_head_DV = wide_matmul(h_TD.T, d_logit_TV).astype(head_DV.dtype)
+    return d_logit_TV @ head_DV.astype(h_TD.dtype).T, d_head_DV, None
+
+
+_at_once.defvjp(_at_once_forward, _at_once_backward)
 
 
 @jax.custom_vjp
