@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from moe_jax.config_checks import nearest_multiples
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.train.address import split_address
+from moe_jax.train.host_memory import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -227,6 +228,7 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManag
     share = cpu_devices // num_processes
     if share > 1:  # devices share XLA's pool, and each one's waits for exchanges in the background keep threads of it
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * share))
+    keep_freed_memory()
     try:
         jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
     except RuntimeError:  # jax has its devices already, as in a notebook that trains twice
