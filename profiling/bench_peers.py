@@ -4,7 +4,7 @@ Trains the model of `configs/bench/peers.yaml` on eight simulated devices, exper
 command and with MaxText's, in turn, each in a process of its own that is timed from outside by what it writes: seconds
 from the command to its first step, and tokens/s behind the first quarter of its steps. PYTHON is that of a virtual
 environment with MaxText (docs/measure.md); without it we run alone. A minute
-or two for a round of each. Writes results/bench_peers.json.
+or two for a round of each. Both compile their programs in each round anew. Writes results/bench_peers.json.
 """
 
 import os
@@ -81,6 +81,7 @@ def maxtext(python: Path, config: Config) -> Peer:
         "steps": config.train.steps,
         "dataset_type": "synthetic",
         "enable_checkpointing": False,
+        "jax_cache_dir": "run/programs",  # a new folder: it would keep programs of earlier rounds in the home folder
         "decoder_block": "mixtral",
         "attention": "dot_product",
         "dtype": config.train.compute_dtype,
@@ -102,7 +103,7 @@ def maxtext(python: Path, config: Config) -> Peer:
         "megablox": False,
         "load_balance_loss_weight": model.moe.load_balance_weight,
         "logits_via_embedding": False,
-        "remat_policy": "full" if config.schedule.remat == "full" else "minimal",
+        "remat_policy": _REMAT[config.schedule.remat],
         "ici_fsdp_parallelism": 1,
         "ici_expert_parallelism": devices,
         "opt_type": "adamw",
@@ -119,6 +120,8 @@ def maxtext(python: Path, config: Config) -> Peer:
         "completed step: ",
     )
 
+
+_REMAT = {"none": "minimal_with_context", "dots": "minimal", "full": "full"}  # it has none that recomputes nothing
 
 _FIND_MAXTEXT = """
 import importlib.util, pathlib
@@ -139,7 +142,7 @@ def _output(command: Sequence[str]) -> str:
             f"--maxtext {command[0]} does not run ({error}): name the python of an environment"
         ) from None
     if not text.strip():
-        raise StoppedError(f"--maxtext {command[0]} has no MaxText: {command[0]} -m pip install maxtext")
+        raise StoppedError(f"--maxtext {command[0]} has no MaxText: see docs/measure.md for how it is installed")
     return text
 
 
