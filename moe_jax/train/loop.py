@@ -104,6 +104,8 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
             meter.add(step, metrics, timed=step not in tracing.steps)
+            if step == run.first_step + 2:  # the first is recorded
+                programs.compile_others()
             tracing.end(step, tuning.step, meter)
             tell_progress(step - 1)
             tuning.step_started(step)

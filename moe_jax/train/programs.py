@@ -6,7 +6,9 @@ jax unpickles what it loads, and runs it, so the folder must be one that nobody 
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,32 @@ def compiled(lowered: Lowered) -> Compiled:
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
+
+
+class Later(Future[Compiled]):
+    """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
+
+    def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered]):
+        super().__init__()
+        self._pool, self._lower, self._lock, self._is_asked = pool, lower, threading.Lock(), False
+
+    def begin(self) -> None:
+        """Returns at once; called again, it does nothing."""
+        with self._lock:
+            if not self._is_asked:
+                self._pool.submit(self._compile)
+            self._is_asked = True
+
+    def result(self, timeout: float | None = None) -> Compiled:
+        """Waits for the compiler."""
+        self.begin()
+        return super().result(timeout)
+
+    def _compile(self) -> None:
+        try:
+            self.set_result(compiled(self._lower()))
+        except Exception as error:  # told to whoever waits
+            self.set_exception(error)
 
 
 def kept(name: str, measure: Callable[[], float]) -> float:

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from moe_jax.train.grouped_product import with_fastest_product
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
-from moe_jax.train.programs import compiled
+from moe_jax.train.programs import Later, compiled
 from moe_jax.train.run_folder import resume_step
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
@@ -74,9 +74,14 @@ class Programs:
     """Compiled for one run's shapes. Only `step` is certain to be ready."""
 
     step: Compiled
-    init: Future[Compiled]  # of nothing, or of the parameters of `train.init_from`
-    evaluate: Future[Compiled]
-    digests: Future[Compiled]  # of a state, see train/digest.py
+    init: Later  # of nothing, or of the parameters of `train.init_from`
+    evaluate: Later
+    digests: Later  # of a state, see train/digest.py
+
+    def compile_others(self) -> None:
+        """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
+        self.digests.begin()
+        self.evaluate.begin()
 
 
 def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step: int | None = None) -> Run:
@@ -134,24 +139,21 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
 
 
 def compile_programs(run: Run) -> Programs:
-    """Trace and compile the run's programs beside each other; returns when the step is ready."""
+    """Trace and compile what a run's first step needs; returns when the step is ready."""
     trainer, state = run.trainer, run.trainer.state_shapes
-    others: dict[str, Callable[[], Lowered]] = {
-        "init": functools.partial(lowered_init, run),
-        "digests": functools.partial(digest_program(state).lower, state),
-        "evaluate": functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state)),
-    }
-    if run.first_step:  # the state is restored
-        others["init"] = others.pop("init")
     pool = ThreadPoolExecutor(max_workers=2)
     step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
-    done = {name: pool.submit(_compiled, lower) for name, lower in others.items()}
-    pool.shutdown(wait=False)
-    return Programs(step=step.result(), **done)
-
-
-def _compiled(lower: Callable[[], Lowered]) -> Compiled:
-    return compiled(lower())
+    init = Later(pool, functools.partial(lowered_init, run))
+    if not run.first_step:  # else the state is restored
+        init.begin()
+    return Programs(
+        step=step.result(),
+        init=init,
+        evaluate=Later(
+            pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
+        ),
+        digests=Later(pool, functools.partial(digest_program(state).lower, state)),
+    )
 
 
 def lowered_init(run: Run) -> Lowered:

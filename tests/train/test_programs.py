@@ -1,5 +1,6 @@
 """Compiled programs are loaded by who starts again."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from moe_jax.errors import ConfigError
-from moe_jax.train.programs import compiled, kept
+from moe_jax.train.programs import Later, compiled, kept
 from moe_jax.train.progress import PROGRAMS
 
 ROWS = PartitionSpec("x")
@@ -59,3 +60,28 @@ def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, m
     assert kept("rate", lambda: next(numbers)) == 1.5
     monkeypatch.setenv(PROGRAMS, str(tmp_path))
     assert [kept("rate", lambda: next(numbers)) for _ in range(2)] == [2.5, 2.5]
+
+
+def test_a_later_program_is_compiled_once_begun_or_asked_for() -> None:
+    lowered: list[float] = []
+
+    def lower(x: float = 1.0) -> Lowered:
+        lowered.append(x)
+        return jax.jit(lambda x: 2 * x).lower(x)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        begun, asked, unused = (Later(pool, lower) for _ in range(3))
+        assert not lowered
+        begun.begin()
+        begun.begin()
+        assert begun.result(timeout=60)(1.0) == asked.result(timeout=60)(1.0) == 2
+        assert len(lowered) == 2
+        assert not unused.done()
+
+
+def test_what_stops_a_later_program_is_told_to_whoever_waits() -> None:
+    def lower() -> Lowered:
+        raise ConfigError("model.d_model=0")
+
+    with ThreadPoolExecutor(max_workers=1) as pool, pytest.raises(ConfigError, match="d_model=0"):
+        Later(pool, lower).result(timeout=60)
