@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
@@ -19,7 +18,7 @@ _LISTED = 8  # unused experts that are named
 
 
 class Alarms:
-    """Counts unused steps on the devices; reads them where a record is due.
+    """Counts unused steps on the host: a program on the devices would wait behind the step that was begun meanwhile.
 
     An alarm is told once, and again only after the block has recovered, which is told as well.
     """
@@ -27,14 +26,14 @@ class Alarms:
     def __init__(self, config: Config, log: RunLog):
         self._config, self._log = config, log
         self._blocks = [block for block, kind in enumerate(config.model.block_kinds) if kind == "moe"]
-        self._unused_ME: jax.Array | None = None  # steps since each expert was chosen
+        self._unused_ME: NDArray[np.int64] | None = None  # steps since each expert was chosen
         self._raised: set[tuple[str, int]] = set()  # which alarm, of which block
 
     def count(self, load_ME: Float[Array, "M E"]) -> None:
-        """Take in a step's shares of pairs; nothing is read."""
+        """Take in the shares of pairs of a step that is done."""
         if self._config.log.alarm_unused_steps is not None:
-            unused_ME = jnp.zeros(load_ME.shape, jnp.int32) if self._unused_ME is None else self._unused_ME
-            self._unused_ME = _longer_unused(unused_ME, load_ME)
+            unused_ME = 0 if self._unused_ME is None else self._unused_ME
+            self._unused_ME = np.where(jax.device_get(load_ME) > 0, 0, unused_ME + 1)
 
     def look(self, step: int, statistics: Mapping[str, Any]) -> None:
         """Tell and record what is wrong and was not, and the other way round."""
@@ -53,7 +52,7 @@ class Alarms:
         bound = self._config.log.alarm_unused_steps
         if bound is None or self._unused_ME is None:
             return
-        for block, unused_E in zip(self._blocks, jax.device_get(self._unused_ME) >= bound, strict=True):
+        for block, unused_E in zip(self._blocks, self._unused_ME >= bound, strict=True):
             if unused_E.any():
                 experts = np.flatnonzero(unused_E).tolist()
                 named = ", ".join(map(str, experts[:_LISTED])) + (", …" if len(experts) > _LISTED else "")
@@ -77,11 +76,6 @@ class Alarms:
 
 
 _RECOVERED = {"unused": "all of its experts are used", "uneven": "its load is more even"}
-
-
-@jax.jit
-def _longer_unused(unused_ME: Int[Array, "M E"], load_ME: Float[Array, "M E"]) -> Int[Array, "M E"]:
-    return jnp.where(load_ME > 0, 0, unused_ME + 1)
 
 
 def load_statistics(load_ME: NDArray[np.float32]) -> dict[str, float | list[float]]:

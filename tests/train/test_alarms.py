@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,6 +53,15 @@ def test_steps_between_records_count() -> None:
     used_between = [[THREE, EVEN], [EVEN, EVEN]] * 3
     assert not run(used_between[1:] + used_between[:1], every=2, alarm_unused_steps=3).warnings
     assert len(run([[THREE, EVEN]] * 6, every=2, alarm_unused_steps=3).warnings) == 1
+
+
+def test_counting_starts_no_program_on_the_devices() -> None:
+    """It would wait behind the step that was begun meanwhile, and the record with it."""
+    load_ME = jnp.asarray([EVEN, THREE], jnp.float32)
+    alarms = Alarms(Config(model=Model(num_layers=2, moe=MoE(num_experts=4))), Told())
+    with jax.transfer_guard_host_to_device("disallow"):
+        for _ in range(3):
+            alarms.count(load_ME)
 
 
 def test_an_uneven_load_is_told_once_until_it_is_even_enough() -> None:
