@@ -74,7 +74,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
     peak = matrix_flops_per_s(config.train.compute_dtype)
     start = time.perf_counter()
     programs = compile_programs(run)
-    init, _ = programs.init.result(), programs.evaluate.result()
+    init, _, step_program = programs.init.result(), programs.evaluate.result(), programs.step
     compile_s = time.perf_counter() - start
     state, batch = init(), run.on_mesh(next(run.batches))
     loop_s, bare_s = [], []
@@ -83,12 +83,12 @@ def inside_one_process(config: Config) -> dict[str, float]:
         for step in range(STEPS):
             start = time.perf_counter()
             for turn in range(_ROUND):
-                state, metrics = programs.step(state, run.on_mesh(next(run.batches)))
+                state, metrics = step_program(state, run.on_mesh(next(run.batches)))
                 meter.add(_ROUND * step + turn + 1, metrics)
             meter.finish()
             between = time.perf_counter()
             for _ in range(_ROUND):
-                state, metrics = programs.step(state, batch)
+                state, metrics = step_program(state, batch)
             jax.block_until_ready(metrics)
             loop_s.append(between - start)
             bare_s.append(time.perf_counter() - between)

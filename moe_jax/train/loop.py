@@ -1,6 +1,7 @@
 """A training run from its config to its last checkpoint, top to bottom."""
 
 import dataclasses
+import gc
 import math
 
 import jax
@@ -67,6 +68,8 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     peak = kept(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
     safety = Safety(run, restored)
     programs = compile_programs(run)
+    state = restored.state if restored else first_state(run, programs)
+    programs.wait()  # nothing is written of what does not compile
     write_start(run)
     last, step = config.train.steps, run.first_step
     with (
@@ -77,10 +80,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         ends_with_its_peers(),
     ):
         if restored:
-            state = restored.state
             _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
-        else:
-            state = first_state(run, programs.init.result())
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
@@ -106,6 +106,8 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             meter.add(step, metrics, timed=step not in tracing.steps)
             if step == run.first_step + 2:  # the first is recorded
                 programs.compile_others()
+                gc.freeze()
+                gc.enable()  # the command does without until here
             tracing.end(step, tuning.step, meter)
             tell_progress(step - 1)
             tuning.step_started(step)

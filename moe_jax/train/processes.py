@@ -27,9 +27,14 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 300  # until every process has come
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
-THREADS_PER_DEVICE = 8  # of simulated ones: more than pieces of exchanges that a step waits for at once
+THREADS_PER_DEVICE = 2  # of simulated ones
+BACKGROUND_THREADS_PER_DEVICE = 8  # more than pieces of exchanges in the background that a step waits for at once
 COLLECTIVE_TIMEOUT = "--xla_cpu_collective_timeout_seconds"
 COLLECTIVE_TIMEOUT_S = 600  # that a collective on CPUs waits for the others, instead of for ever
+# XLA:CPU compiles a step in a third of the time, and it runs as fast (docs/log.md)
+QUICK = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"} | (
+    {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}  # unknown later on
+)
 
 
 class ProcessError(UserError):
@@ -95,8 +100,15 @@ def options_from(arguments: argparse.Namespace) -> Processes:
     )
 
 
-def initialize(options: Processes, cpu_devices: int | None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+def initialize(
+    options: Processes,
+    cpu_devices: int | None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    in_background: bool = True,
+) -> None:
     """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, if given.
+
+    `in_background` says whether steps may wait for exchanges in the background, of `exchange.kind` or `.reduction`.
 
     Raises ProcessError for devices that do not divide over the processes or a coordinator that cannot be reached.
     """
@@ -112,7 +124,7 @@ def initialize(options: Processes, cpu_devices: int | None, connect_timeout_s: f
         )
     num_processes = cluster.num_processes if cluster else options.num_processes or 1
     if cpu_devices is not None:
-        _simulate(cpu_devices, num_processes, cluster)
+        _simulate(cpu_devices, num_processes, cluster, in_background)
     if options.coordinator is not None:
         _join_at(options.coordinator, options, connect_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
@@ -211,7 +223,7 @@ def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
     )
 
 
-def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManager | None) -> None:
+def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManager | None, in_background: bool) -> None:
     if num_processes is None:
         raise ProcessError(
             f"mesh.cpu_devices={cpu_devices} is to be divided over an unknown number of {cluster and cluster.name} "
@@ -222,12 +234,11 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManag
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
-    if num_processes > 1 and COLLECTIVE_TIMEOUT not in os.environ.get("XLA_FLAGS", ""):
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{COLLECTIVE_TIMEOUT}={COLLECTIVE_TIMEOUT_S}"])
+    _set_xla_flags(QUICK | ({COLLECTIVE_TIMEOUT: str(COLLECTIVE_TIMEOUT_S)} if num_processes > 1 else {}))
     share = cpu_devices // num_processes
-    if share > 1:  # devices share XLA's pool, and each one's waits for exchanges in the background keep threads of it
-        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * share))
+    if share > 1:  # devices share XLA's pool, where waits keep threads, and more threads than that take time
+        threads = BACKGROUND_THREADS_PER_DEVICE if in_background else THREADS_PER_DEVICE
+        os.environ.setdefault("PJRT_NPROC", str(threads * share))
     keep_freed_memory()
     try:
         jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
@@ -238,6 +249,13 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManag
                 f"mesh.cpu_devices={cpu_devices} comes too late, jax already runs with {len(devices)} "
                 f"{devices[0].platform} devices here: restart Python, or set mesh.cpu_devices=null"
             ) from None
+
+
+def _set_xla_flags(flags: Mapping[str, str]) -> None:
+    """But those that the environment sets already."""
+    given = os.environ.get("XLA_FLAGS", "")
+    own = [f"{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *own])
 
 
 def _address(text: str) -> tuple[str, int]:

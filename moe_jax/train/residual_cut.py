@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from moe_jax.train.jaxprs import evaluate, needed_for, value_of, variables
 
@@ -88,6 +86,9 @@ def cost(var: Var, makers: Makers, written: Sequence[Var]) -> int:
 
 def _side_of_sink(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> set[int]:
     """The nodes from which more could still flow to the sink when as much flows as can."""
+    from scipy.sparse import coo_array  # a tenth of a second, which most runs do not need
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     tails, heads, sizes = np.array(edges, np.int32).reshape(-1, 3).T
     graph = coo_array((sizes, (tails, heads)), shape=(sink + 1, sink + 1)).tocsr()
     left = (graph - maximum_flow(graph, source, sink).flow).T.tocsr()

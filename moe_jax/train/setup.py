@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,21 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Compiled for one run's shapes. Only `step` is certain to be ready."""
+    """For one run's shapes, compiled in the background."""
 
-    step: Compiled
+    compiling: Future[Compiled]  # the step
     init: Later  # of nothing, or of the parameters of `train.init_from`
     evaluate: Later
     digests: Later  # of a state, see train/digest.py
+
+    @property
+    def step(self) -> Compiled:
+        """Waits for the compiler."""
+        return self.compiling.result()
+
+    def wait(self) -> None:
+        """Until the step is compiled. Raises what stopped the compiler."""
+        self.compiling.result()
 
     def compile_others(self) -> None:
         """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
@@ -139,15 +148,14 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
 
 
 def compile_programs(run: Run) -> Programs:
-    """Trace and compile what a run's first step needs; returns when the step is ready."""
+    """Trace what a run's first step needs, and begin to compile it."""
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
-    step = pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape)))
     init = Later(pool, functools.partial(lowered_init, run))
     if not run.first_step:  # else the state is restored
         init.begin()
     return Programs(
-        step=step.result(),
+        compiling=pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape))),
         init=init,
         evaluate=Later(
             pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
@@ -162,9 +170,11 @@ def lowered_init(run: Run) -> Lowered:
     return trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes)
 
 
-def first_state(run: Run, init: Compiled) -> State:
-    """Of a new run. Raises UserError for parameters that cannot be read."""
-    config = run.config
+def first_state(run: Run, programs: Programs) -> State:
+    """Of a new run, made while the step compiles. Raises UserError for parameters that cannot be read."""
+    config, init = run.config, programs.init.result()
+    if jax.default_backend() == "gpu":  # whose compiler times kernels, which takes room
+        programs.wait()
     state: State = init() if config.train.init_from is None else init(source_params(config, run.trainer.param_shapes))
     return state
 

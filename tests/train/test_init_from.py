@@ -13,7 +13,7 @@ from moe_jax.config_files import load_config
 from moe_jax.convert import __main__ as convert
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.init_from import source_params
-from moe_jax.train.setup import first_state, lowered_init, open_run
+from moe_jax.train.setup import compile_programs, first_state, open_run
 from tests.convert.golden import GOLDEN, expected, model_of, read, shapes_on
 from tests.models.test_decode import logits_of
 
@@ -39,7 +39,7 @@ def test_a_run_begins_with_an_imported_model(imported, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 60)
     settings = "train.batch_size=8 data.seq_len=16 mesh.expert=2 mesh.tensor=2"
     run = open_run(load_config(imported, [*settings.split(), f"log.dir={tmp_path}", f"data.path={tmp_path}/text.txt"]))
-    state = first_state(run, lowered_init(run).compile())
+    state = first_state(run, compile_programs(run))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["params"]), read(GOLDEN / NAME))
     assert (int(state["step"]), run.first_step) == (0, 0)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, run.trainer.state_shapes)

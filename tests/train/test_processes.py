@@ -134,6 +134,7 @@ def test_simulated_devices_must_divide_over_the_processes(clear: pytest.MonkeyPa
 
 
 def test_simulated_devices_that_come_too_late_are_refused_unless_they_are_there(clear: pytest.MonkeyPatch) -> None:
+    clear.setenv("XLA_FLAGS", "")
     initialize(parse(), jax.device_count())
     with pytest.raises(ProcessError, match="cpu_devices=3 comes too late, jax already runs with 8 cpu devices"):
         initialize(parse(), 3)
@@ -143,6 +144,24 @@ def test_simulated_devices_win_over_xla_flags(clear: pytest.MonkeyPatch) -> None
     clear.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     code, out, err = run_python("initialize(Processes(), 4); print(jax.device_count())")
     assert (code, out) == (0, "4\n"), err
+
+
+def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environment_says_otherwise(
+    clear: pytest.MonkeyPatch,
+) -> None:
+    clear.delenv("PJRT_NPROC")
+    tell = "import os; print(os.environ['PJRT_NPROC'], os.environ['XLA_FLAGS'], float(jax.jit(lambda: 2.0)()))"
+    for in_background, threads in ((True, 32), (False, 8)):
+        clear.setenv("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_slp_vectorizer")
+        code, out, err = run_python(f"initialize(Processes(), 4, in_background={in_background}); {tell}")
+        assert code == 0, err
+        found, *flags, _ = out.split()
+        assert (int(found), flags[0]) == (threads, "--xla_backend_extra_options=xla_cpu_disable_slp_vectorizer")
+        assert len(flags) == len(processes.QUICK), "each is there once"
+    clear.setenv("PJRT_NPROC", "5")
+    clear.setenv("XLA_FLAGS", "")
+    code, out, err = run_python(f"initialize(Processes(), 4); {tell}")
+    assert (code, out.split()[:2]) == (0, ["5", "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"]), err
 
 
 def test_a_coordinator_that_does_not_answer_is_one_line(clear: pytest.MonkeyPatch) -> None:
