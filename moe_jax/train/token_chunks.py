@@ -53,13 +53,13 @@ class Chunks:
         found, wanted = zlib.crc32(self._bytes[first:last].data), int(self._sums[chunk])
         with self._lock:
             if not self._seen[chunk]:
-                self._seen[chunk] = 1 if found == wanted else 2
-                if found != wanted:
+                if found != wanted:  # one too many stays unseen: all threads that read it raise
                     self._tell(f"{self._file} is damaged in bytes {first} to {last - 1}", found, wanted)
+                self._seen[chunk] = 1 if found == wanted else 2
             return self._seen[chunk]
 
     def _tell(self, text: str, found: int, wanted: int) -> None:
-        damaged = self._seen.count(2)
+        damaged = self._seen.count(2) + 1
         if damaged > self._allowed:
             raise DataError(
                 f"{text}: their crc32 is {found}, and was {wanted}: {AGAIN}, "

@@ -67,6 +67,15 @@ def test_a_damaged_byte_stops_the_run_that_reads_it(damaged: Path, sound: Path) 
     assert end.endswith(f": {AGAIN}, or have them passed over with data.damaged_chunks=1")
 
 
+def test_each_thread_that_reads_one_damaged_chunk_too_many_is_stopped(damaged: Path) -> None:
+    """Another thread's batch may be the earlier one."""
+    chunks = open_tokens(Data(path=str(damaged), seq_len=SEQ_LEN), 256).train_chunks
+    assert chunks is not None
+    for _ in range(2):
+        with pytest.raises(DataError, match="is damaged in bytes"):
+            chunks.whole(DAMAGED, DAMAGED + SEQ_LEN)
+
+
 def test_as_many_chunks_as_allowed_are_passed_over_and_told(
     damaged: Path, sound: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
