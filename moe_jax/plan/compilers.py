@@ -7,7 +7,7 @@ class Compiler(NamedTuple):
     """What a platform's compiler does of its own accord, read off its programs."""
 
     pair_bytes: float  # for each query and key of a block that goes backward, beside two numbers of the compute type
-    logit_gradients: bool  # beside the logits; else in their place
+    logit_gradients: bool  # beside the logits, in the compute type; else in their place
     head_again: bool  # the head is cast twice, and its input in float32, unless activations leave no room
     turned_heads: bool  # all blocks' queries, keys and values are copied into another layout before the backward loop
     flat_copies: int  # of the head's gradient where a schedule sums it as a flat vector

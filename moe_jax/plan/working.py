@@ -87,9 +87,10 @@ def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> 
     chunk = logit_chunk(config, sizes.own_tokens)
     if chunk is not None:
         return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
-    logits = 4 * sizes.own_tokens * model.vocab_size  # of all microbatches; the gradient is that of one
+    values = sizes.own_tokens * model.vocab_size
+    logits = 4 * values  # of all microbatches; the gradient is that of one
     if compiler.logit_gradients:
-        logits *= 1 + 1 / sizes.microbatches
+        logits += sizes.item * values / sizes.microbatches
     head = logits + sizes.item * matrix
     if compiler.head_again and mode in ("dots", "full"):
         head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.d_model
