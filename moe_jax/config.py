@@ -343,6 +343,9 @@ class Train:
     # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
     # them (512 MiB)
     loss_chunk: int | None = None
+    # on CPUs, with jax below 0.11: XLA's older emitters, which compile a step in half the time. With other schedules or
+    # chunks of gradients losses are then the same but for their last bits, not bit for bit
+    quick_compile: bool = False
     # what a new run begins with: the folder of a Hugging Face model, or of a run; null: random numbers. See
     # docs/convert.md
     init_from: str | None = None

@@ -45,10 +45,13 @@ def main() -> None:
         draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
     tell_start()
-    in_background = (
-        "background" in (draft.exchange.reduction, draft.exchange.algorithm) or ":" in draft.exchange.algorithm
+    exchange = draft.exchange
+    processes.initialize(
+        processes.options_from(arguments),
+        draft.mesh.cpu_devices,
+        in_background="background" in (exchange.algorithm, exchange.reduction) or ":" in exchange.algorithm,
+        quick_compile=draft.train.quick_compile,
     )
-    processes.initialize(processes.options_from(arguments), draft.mesh.cpu_devices, in_background=in_background)
     with fail_fast():
         try:
             config, chosen = choose(draft)

@@ -31,10 +31,8 @@ THREADS_PER_DEVICE = 2  # of simulated ones
 BACKGROUND_THREADS_PER_DEVICE = 8  # more than pieces of exchanges in the background that a step waits for at once
 COLLECTIVE_TIMEOUT = "--xla_cpu_collective_timeout_seconds"
 COLLECTIVE_TIMEOUT_S = 600  # that a collective on CPUs waits for the others, instead of for ever
-# XLA:CPU compiles a step in a third of the time, and it runs as fast (docs/log.md)
-QUICK = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"} | (
-    {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}  # unknown later on
-)
+NO_UNROLLING = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"}  # as fast, and sooner compiled
+OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
 
 
 class ProcessError(UserError):
@@ -105,10 +103,12 @@ def initialize(
     cpu_devices: int | None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     in_background: bool = True,
+    quick_compile: bool = False,
 ) -> None:
     """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, if given.
 
-    `in_background` says whether steps may wait for exchanges in the background, of `exchange.kind` or `.reduction`.
+    `in_background` says whether steps may wait for exchanges in the background, of `exchange.algorithm` or
+    `.reduction`; `quick_compile` is that of the config.
 
     Raises ProcessError for devices that do not divide over the processes or a coordinator that cannot be reached.
     """
@@ -124,6 +124,7 @@ def initialize(
         )
     num_processes = cluster.num_processes if cluster else options.num_processes or 1
     if cpu_devices is not None:
+        _set_xla_flags(NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {}))
         _simulate(cpu_devices, num_processes, cluster, in_background)
     if options.coordinator is not None:
         _join_at(options.coordinator, options, connect_timeout_s)
@@ -234,7 +235,8 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManag
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
-    _set_xla_flags(QUICK | ({COLLECTIVE_TIMEOUT: str(COLLECTIVE_TIMEOUT_S)} if num_processes > 1 else {}))
+    if num_processes > 1:
+        _set_xla_flags({COLLECTIVE_TIMEOUT: str(COLLECTIVE_TIMEOUT_S)})
     share = cpu_devices // num_processes
     if share > 1:  # devices share XLA's pool, where waits keep threads, and more threads than that take time
         threads = BACKGROUND_THREADS_PER_DEVICE if in_background else THREADS_PER_DEVICE

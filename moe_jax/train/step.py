@@ -49,7 +49,7 @@ from moe_jax.train.pipeline.stage import Stage
 from moe_jax.train.placement import experts_here, first_placement, slots_of, with_copies_summed
 
 # Random numbers run once, and LLVM takes seconds to optimise them; the values are the same with little of that.
-_INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}
+INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}
 
 Metrics = dict[str, jax.Array]
 State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
@@ -134,7 +134,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         plan=own.plan,
         state_shapes=with_shardings(jax.eval_shape(init), placed),
         param_shapes=with_shardings(stored_shapes(stages), placed["params"]),
-        init=jax.jit(init, out_shardings=placed, compiler_options=_INIT_OPTIONS.get(how.platform)),
+        init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(how.platform)),
         begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
         step=jax.jit(
             step,

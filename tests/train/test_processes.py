@@ -157,11 +157,12 @@ def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environme
         assert code == 0, err
         found, *flags, _ = out.split()
         assert (int(found), flags[0]) == (threads, "--xla_backend_extra_options=xla_cpu_disable_slp_vectorizer")
-        assert len(flags) == len(processes.QUICK), "each is there once"
+        assert len(flags) == 1, "what the environment says stays"
     clear.setenv("PJRT_NPROC", "5")
     clear.setenv("XLA_FLAGS", "")
-    code, out, err = run_python(f"initialize(Processes(), 4); {tell}")
-    assert (code, out.split()[:2]) == (0, ["5", "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"]), err
+    code, out, err = run_python(f"initialize(Processes(), 4, quick_compile=True); {tell}")
+    flags = [f"{name}={value}" for name, value in (processes.NO_UNROLLING | processes.OLDER_EMITTERS).items()]
+    assert (code, out.split()) == (0, ["5", *flags, "2.0"]), err
 
 
 def test_a_coordinator_that_does_not_answer_is_one_line(clear: pytest.MonkeyPatch) -> None:
