@@ -49,7 +49,7 @@ def _matrix(params: Any, model: Model) -> Float[Array, "D V"]:
 
 @jax.custom_vjp
 def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]) -> Float[Array, ""]:
-    """Differentiated, the logits' place is taken by their exponentials, and then by their gradient.
+    """Differentiated, the logits' place is taken by their gradient.
 
     Autodiff would scatter the target's part into an array of the same size, and XLA:CPU copy all that transposed.
     """
@@ -57,19 +57,14 @@ def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: 
 
 
 def _at_once_forward(h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array) -> tuple[jax.Array, _Kept]:
-    head = head_DV.astype(h_TD.dtype)
-    logit_TV = wide_matmul(h_TD, head)
-    most_T1 = logit_TV.max(axis=-1, keepdims=True)
-    own_T1 = jnp.take_along_axis(logit_TV, target_T[:, None], axis=-1)
-    exp_TV = jnp.exp(logit_TV - most_T1)
-    sum_T1 = exp_TV.sum(axis=-1, keepdims=True)
-    return (jnp.log(sum_T1) + most_T1 - own_T1).sum(), (h_TD, head_DV, target_T, exp_TV, sum_T1)
+    logit_TV = wide_matmul(h_TD, head_DV)
+    loss_T, log_sum_T = _losses(logit_TV, target_T)
+    return loss_T.sum(), (h_TD, head_DV, target_T, logit_TV, log_sum_T)
 
 
 def _at_once_backward(kept: _Kept, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    h_TD, head_DV, target_T, exp_TV, sum_T1 = kept
-    is_target_TV = jnp.arange(exp_TV.shape[1]) == target_T[:, None]
-    d_logit_TV = (exp_TV * (d_total / sum_T1) - jnp.where(is_target_TV, d_total, 0)).astype(h_TD.dtype)
+    h_TD, head_DV, target_T, logit_TV, log_sum_T = kept
+    d_logit_TV = (_logit_gradients(logit_TV, log_sum_T, target_T) * d_total).astype(h_TD.dtype)
     d_head_DV = wide_matmul(h_TD.T, d_logit_TV).astype(head_DV.dtype)
     return d_logit_TV @ head_DV.astype(h_TD.dtype).T, d_head_DV, None
 
@@ -98,6 +93,14 @@ def _losses(logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"]) -> tuple[
     return jnp.where(target_c == _NO_TOKEN, 0, loss_c), log_sum_c
 
 
+def _logit_gradients(
+    logit_cV: Float[Array, "c V"], log_sum_c: Float[Array, " c"], target_c: Int[Array, " c"]
+) -> Float[Array, "c V"]:
+    """Of the sum of losses."""
+    share_cV = jnp.where(target_c[:, None] == _NO_TOKEN, 0, jnp.exp(logit_cV - log_sum_c[:, None]))
+    return share_cV - (jnp.arange(logit_cV.shape[1]) == target_c[:, None])
+
+
 def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[jax.Array, _Gradients]:
     head = head_DV.astype(h_KcD.dtype)
 
@@ -107,9 +110,7 @@ def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tupl
         (total, d_head_DV), (h_cD, target_c) = sums, chunk
         logit_cV = wide_matmul(h_cD, head)
         loss_c, log_sum_c = _losses(logit_cV, target_c)
-        is_target_cV = jnp.arange(head.shape[1]) == target_c[:, None]
-        share_cV = jnp.where(target_c[:, None] == _NO_TOKEN, 0, jnp.exp(logit_cV - log_sum_c[:, None]))
-        d_logit_cV = (share_cV - is_target_cV).astype(h_cD.dtype)
+        d_logit_cV = _logit_gradients(logit_cV, log_sum_c, target_c).astype(h_cD.dtype)
         return (total + loss_c.sum(), d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
 
     first = jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32)
