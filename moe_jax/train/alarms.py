@@ -26,14 +26,14 @@ class Alarms:
     def __init__(self, config: Config, log: RunLog):
         self._config, self._log = config, log
         self._blocks = [block for block, kind in enumerate(config.model.block_kinds) if kind == "moe"]
-        self._unused_ME: NDArray[np.int64] | None = None  # steps since each expert was chosen
+        shape = len(self._blocks), config.model.moe.num_experts
+        self._unused_ME = np.zeros(shape, np.int64)  # steps since each expert was chosen
         self._raised: set[tuple[str, int]] = set()  # which alarm, of which block
 
     def count(self, load_ME: Float[Array, "M E"]) -> None:
         """Take in the shares of pairs of a step that is done."""
         if self._config.log.alarm_unused_steps is not None:
-            unused_ME = 0 if self._unused_ME is None else self._unused_ME
-            self._unused_ME = np.where(jax.device_get(load_ME) > 0, 0, unused_ME + 1)
+            self._unused_ME = np.where(jax.device_get(load_ME) > 0, 0, self._unused_ME + 1)
 
     def look(self, step: int, statistics: Mapping[str, Any]) -> None:
         """Tell and record what is wrong and was not, and the other way round."""
@@ -50,7 +50,7 @@ class Alarms:
 
     def _unused(self) -> Iterator[tuple[tuple[str, int], str]]:
         bound = self._config.log.alarm_unused_steps
-        if bound is None or self._unused_ME is None:
+        if bound is None:
             return
         for block, unused_E in zip(self._blocks, self._unused_ME >= bound, strict=True):
             if unused_E.any():
