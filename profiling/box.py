@@ -37,9 +37,6 @@ LINK = "eth0"  # its name inside every namespace
 # Of a node's link. A burst that is sent for free would make short messages cheap and bend the line of their times.
 _NODE_BURST = "16kb"
 _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
-# What a step frees stays with its process, as it does with allocators of GPUs and TPUs; touched anew in every step, it
-# would take seconds of the longest ones.
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -219,7 +216,7 @@ def run_in_box(box: Box) -> Any:
 def _start(box: Box, rank: int, name: str, results: Path) -> subprocess.Popen[bytes]:
     chain = [*inside(name), "taskset", "--cpu-list", str(box.cores[rank % len(box.cores)]), sys.executable]
     variables = {_RANK: str(rank), _SIZE: str(box.processes), _RESULTS: str(results)}
-    variables |= {"PJRT_NPROC": str(box.threads), "JAX_PLATFORMS": "cpu"} | _KEEP_MEMORY
+    variables |= {"PJRT_NPROC": str(box.threads), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen([*chain, *sys.argv], env=os.environ | variables, start_new_session=True)
 
 
