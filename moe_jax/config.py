@@ -295,6 +295,11 @@ class Exchange:
         """Whether the algorithm is none of the project's own."""
         return ":" in self.algorithm
 
+    @property
+    def may_be_in_background(self) -> bool:
+        """Whether steps may wait in threads for what other devices send beside the program."""
+        return self.is_elsewhere or "background" in (self.algorithm, self.reduction)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:

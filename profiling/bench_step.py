@@ -74,7 +74,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
     peak = matrix_flops_per_s(config.train.compute_dtype)
     start = time.perf_counter()
     programs = compile_programs(run)
-    init, _, step_program = programs.init.result(), programs.evaluate.result(), programs.step
+    init, step_program, _ = (each.result() for each in (programs.init, programs.step, programs.evaluate))
     compile_s = time.perf_counter() - start
     state, batch = init(), run.on_mesh(next(run.batches))
     loop_s, bare_s = [], []

@@ -45,11 +45,10 @@ def main() -> None:
         draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
     tell_start()
-    exchange = draft.exchange
     processes.initialize(
         processes.options_from(arguments),
         draft.mesh.cpu_devices,
-        in_background="background" in (exchange.algorithm, exchange.reduction) or ":" in exchange.algorithm,
+        in_background=draft.exchange.may_be_in_background,
         quick_compile=draft.train.quick_compile,
     )
     with fail_fast():

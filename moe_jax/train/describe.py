@@ -47,7 +47,7 @@ def describe(run: Run) -> dict[str, str]:
 def dry_run(config: Config) -> dict[str, str]:
     """`describe`, and the memory and a yardstick for the time of a step, which is compiled for it. Raises UserError."""
     run = open_run(config)
-    memory = compile_programs(run).step.memory_analysis()
+    memory = compile_programs(run).step.result().memory_analysis()
     assert memory is not None, "every supported platform's compiler reports its memory"
     tokens = config.train.batch_size * config.data.seq_len
     flops = tokens * train_flops_per_token(config.model, config.data.seq_len)

@@ -69,7 +69,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     safety = Safety(run, restored)
     programs = compile_programs(run)
     state = restored.state if restored else first_state(run, programs)
-    programs.wait()  # nothing is written of what does not compile
+    program = programs.step.result()  # nothing is written of what does not compile
     write_start(run)
     last, step = config.train.steps, run.first_step
     with (
@@ -85,7 +85,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
         under_way = restored.record.tuner if restored else None
-        tuning, migration = Tuning(run, programs.step, meter, log, under_way), Migration(run, meter, log)
+        tuning, migration = Tuning(run, program, meter, log, under_way), Migration(run, meter, log)
         capacities = Capacities(run.changes, run.batch_shape, log)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())

@@ -29,8 +29,8 @@ HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
 THREADS_PER_DEVICE = 2  # of simulated ones
 BACKGROUND_THREADS_PER_DEVICE = 8  # more than pieces of exchanges in the background that a step waits for at once
-COLLECTIVE_TIMEOUT = "--xla_cpu_collective_timeout_seconds"
-COLLECTIVE_TIMEOUT_S = 600  # that a collective on CPUs waits for the others, instead of for ever
+# XLA's flags for simulated devices, unless the environment sets them
+COLLECTIVE_TIMEOUT = {"--xla_cpu_collective_timeout_seconds": "600"}  # of a wait for the others, instead of for ever
 NO_UNROLLING = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"}  # as fast, and sooner compiled
 OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
 
@@ -124,8 +124,7 @@ def initialize(
         )
     num_processes = cluster.num_processes if cluster else options.num_processes or 1
     if cpu_devices is not None:
-        _set_xla_flags(NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {}))
-        _simulate(cpu_devices, num_processes, cluster, in_background)
+        _simulate(cpu_devices, num_processes, cluster, in_background, quick_compile)
     if options.coordinator is not None:
         _join_at(options.coordinator, options, connect_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
@@ -224,7 +223,13 @@ def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
     )
 
 
-def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManager | None, in_background: bool) -> None:
+def _simulate(
+    cpu_devices: int,
+    num_processes: int | None,
+    cluster: ClusterManager | None,
+    in_background: bool,
+    quick_compile: bool,
+) -> None:
     if num_processes is None:
         raise ProcessError(
             f"mesh.cpu_devices={cpu_devices} is to be divided over an unknown number of {cluster and cluster.name} "
@@ -235,8 +240,8 @@ def _simulate(cpu_devices: int, num_processes: int | None, cluster: ClusterManag
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
-    if num_processes > 1:
-        _set_xla_flags({COLLECTIVE_TIMEOUT: str(COLLECTIVE_TIMEOUT_S)})
+    in_all = NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {})
+    _set_xla_flags(in_all | (COLLECTIVE_TIMEOUT if num_processes > 1 else {}))
     share = cpu_devices // num_processes
     if share > 1:  # devices share XLA's pool, where waits keep threads, and more threads than that take time
         threads = BACKGROUND_THREADS_PER_DEVICE if in_background else THREADS_PER_DEVICE

@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.stages import Compiled, Lowered
+from jax.stages import Lowered
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
@@ -33,7 +33,7 @@ from moe_jax.train.grouped_product import with_fastest_product
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
-from moe_jax.train.programs import Later, compiled
+from moe_jax.train.programs import Later
 from moe_jax.train.run_folder import resume_step
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
@@ -73,19 +73,10 @@ class Run:
 class Programs:
     """For one run's shapes, compiled in the background."""
 
-    compiling: Future[Compiled]  # the step
+    step: Later
     init: Later  # of nothing, or of the parameters of `train.init_from`
     evaluate: Later
     digests: Later  # of a state, see train/digest.py
-
-    @property
-    def step(self) -> Compiled:
-        """Waits for the compiler."""
-        return self.compiling.result()
-
-    def wait(self) -> None:
-        """Until the step is compiled. Raises what stopped the compiler."""
-        self.compiling.result()
 
     def compile_others(self) -> None:
         """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
@@ -154,8 +145,11 @@ def compile_programs(run: Run) -> Programs:
     init = Later(pool, functools.partial(lowered_init, run))
     if not run.first_step:  # else the state is restored
         init.begin()
+    lowered = trainer.step.lower(*trainer.step_shapes(run.batch_shape))
+    step = Later(pool, lambda: lowered)
+    step.begin()
     return Programs(
-        compiling=pool.submit(compiled, trainer.step.lower(*trainer.step_shapes(run.batch_shape))),
+        step=step,
         init=init,
         evaluate=Later(
             pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
@@ -174,7 +168,7 @@ def first_state(run: Run, programs: Programs) -> State:
     """Of a new run, made while the step compiles. Raises UserError for parameters that cannot be read."""
     config, init = run.config, programs.init.result()
     if jax.default_backend() == "gpu":  # whose compiler times kernels, which takes room
-        programs.wait()
+        programs.step.result()
     state: State = init() if config.train.init_from is None else init(source_params(config, run.trainer.param_shapes))
     return state
 
