@@ -49,7 +49,7 @@ def _matrix(params: Any, model: Model) -> Float[Array, "D V"]:
 
 @jax.custom_vjp
 def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]) -> Float[Array, ""]:
-    """Differentiated, the logits' place is taken by their gradient.
+    """Differentiated, the logits' place is taken by their exponentials, and then by their gradient.
 
     Autodiff would scatter the target's part into an array of the same size, and XLA:CPU copy all that transposed.
     """
@@ -57,14 +57,13 @@ def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: 
 
 
 def _at_once_forward(h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array) -> tuple[jax.Array, _Kept]:
-    logit_TV = wide_matmul(h_TD, head_DV)
-    loss_T, log_sum_T = _losses(logit_TV, target_T)
-    return loss_T.sum(), (h_TD, head_DV, target_T, logit_TV, log_sum_T)
+    loss_T, exp_TV, sum_T = _losses(wide_matmul(h_TD, head_DV), target_T)
+    return loss_T.sum(), (h_TD, head_DV, target_T, exp_TV, sum_T)
 
 
 def _at_once_backward(kept: _Kept, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    h_TD, head_DV, target_T, logit_TV, log_sum_T = kept
-    d_logit_TV = (_logit_gradients(logit_TV, log_sum_T, target_T) * d_total).astype(h_TD.dtype)
+    h_TD, head_DV, target_T, exp_TV, sum_T = kept
+    d_logit_TV = (_logit_gradients(exp_TV, sum_T, target_T) * d_total).astype(h_TD.dtype)
     d_head_DV = wide_matmul(h_TD.T, d_logit_TV).astype(head_DV.dtype)
     return d_logit_TV @ head_DV.astype(h_TD.dtype).T, d_head_DV, None
 
@@ -86,19 +85,23 @@ def _by_chunks(
     return jax.lax.scan(of_chunk, jnp.float32(0), (h_KcD, target_Kc))[0]
 
 
-def _losses(logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
-    """With the logarithm of the sum that the softmax divides by."""
-    log_sum_c = jax.nn.logsumexp(logit_cV, axis=-1)
-    loss_c = log_sum_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
-    return jnp.where(target_c == _NO_TOKEN, 0, loss_c), log_sum_c
+def _losses(
+    logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"]
+) -> tuple[Float[Array, " c"], Float[Array, "c V"], Float[Array, " c"]]:
+    """With the softmax: exponentials of what each logit is below the largest, and their sums."""
+    most_c = logit_cV.max(axis=-1)
+    exp_cV = jnp.exp(logit_cV - most_c[:, None])
+    sum_c = exp_cV.sum(axis=-1)
+    loss_c = jnp.log(sum_c) + most_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
+    return jnp.where(target_c == _NO_TOKEN, 0, loss_c), exp_cV, sum_c
 
 
 def _logit_gradients(
-    logit_cV: Float[Array, "c V"], log_sum_c: Float[Array, " c"], target_c: Int[Array, " c"]
+    exp_cV: Float[Array, "c V"], sum_c: Float[Array, " c"], target_c: Int[Array, " c"]
 ) -> Float[Array, "c V"]:
     """Of the sum of losses."""
-    share_cV = jnp.where(target_c[:, None] == _NO_TOKEN, 0, jnp.exp(logit_cV - log_sum_c[:, None]))
-    return share_cV - (jnp.arange(logit_cV.shape[1]) == target_c[:, None])
+    scale_c = jnp.where(target_c == _NO_TOKEN, 0, 1 / sum_c)
+    return exp_cV * scale_c[:, None] - (jnp.arange(exp_cV.shape[1]) == target_c[:, None])
 
 
 def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[jax.Array, _Gradients]:
@@ -108,9 +111,8 @@ def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tupl
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (total, d_head_DV), (h_cD, target_c) = sums, chunk
-        logit_cV = wide_matmul(h_cD, head)
-        loss_c, log_sum_c = _losses(logit_cV, target_c)
-        d_logit_cV = _logit_gradients(logit_cV, log_sum_c, target_c).astype(h_cD.dtype)
+        loss_c, exp_cV, sum_c = _losses(wide_matmul(h_cD, head), target_c)
+        d_logit_cV = _logit_gradients(exp_cV, sum_c, target_c).astype(h_cD.dtype)
         return (total + loss_c.sum(), d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
 
     first = jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32)
