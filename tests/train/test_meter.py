@@ -135,12 +135,12 @@ def test_each_step_is_timed_but_for_those_around_a_pause(clock):
 
 
 def test_speeds_follow_from_the_step_time(clock):
-    reader, records = metered(every=1)
+    reader, records = metered(every=1, num_experts=3)
     clock.now_s += 0.5
     reader.add(1, {"expert_load": jnp.full((4, 3), 1 / 3)})
     reader.finish()
     tokens_per_s = BATCH * LENGTH / 0.5
-    utilisation = tokens_per_s * train_flops_per_token(Config().model, LENGTH) / MATRIX_RATE
+    utilisation = tokens_per_s * train_flops_per_token(Model(moe=MoE(num_experts=3)), LENGTH) / MATRIX_RATE
     expected = {"step": 1, "step_s": 0.5, "tokens_per_s": tokens_per_s, "mfu": pytest.approx(utilisation)}
     balance = {"block_load_max_over_mean": [1.0] * 4, "block_load_entropy": [1.0] * 4, "load_entropy": 1.0}
     assert records == [{**expected, "bad_steps": 0, "expert_load": [[0.333333] * 3] * 4, **balance}]
