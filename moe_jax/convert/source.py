@@ -28,6 +28,12 @@ def origin_of(config: Config) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
+def is_imported(config: Config, run: Path) -> bool:
+    """Whether the run was made by an import, whose config names itself as what it begins with."""
+    begun = config.train.init_from
+    return begun is not None and (run / ORIGIN).exists() and Path(begun).resolve() == run.resolve()
+
+
 def longest_sequence(config: Config, run: Path) -> int:
     """`max_position_embeddings` of a run: as its model was imported, or is scaled to; no less than it trains with."""
     scaling = config.model.rope_scaling

@@ -25,7 +25,7 @@ MOST_BYTES = 5 * 10**9  # of a file
 def copy_beside(source: Path, target: Path) -> None:
     """What belongs to a model and is not converted: its tokenizer, if there is one."""
     for name in _BESIDE:
-        if (source / name).is_file():
+        if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
 
 

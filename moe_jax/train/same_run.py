@@ -11,7 +11,8 @@ from moe_jax.gate_table import gate_parameters
 from moe_jax.stages import Stages
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
-_FIXED = ("model.", "data.path", "data.seq_len", "train.seed", "train.batch_size")
+_MODEL = ("model.",)
+_FIXED = (*_MODEL, "data.path", "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",
@@ -25,15 +26,16 @@ _FREE = {
 }
 
 
-def check_same_run(config: Config, run: Path) -> None:
-    """Raise CheckpointError unless the run's saved config has this config's model and order of data."""
+def check_same_run(config: Config, run: Path, but_data: bool = False) -> None:
+    """Raise CheckpointError unless the run's saved config has this config's model and, but for who only reads it, its
+    order of data."""
     try:
         saved = load_config(run)
     except ConfigError as error:
         raise CheckpointError(
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
-    _check_same(config, saved, run, _FIXED)
+    _check_same(config, saved, run, _MODEL if but_data else _FIXED)
 
 
 def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: int) -> None:
@@ -45,7 +47,7 @@ def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: 
             f"the checkpoint of step {step} in log.dir={run} was made with settings of another version ({error}): "
             "use that version, or another log.dir"
         ) from None
-    _check_same(config, made_with, run, ("model.",))
+    _check_same(config, made_with, run, _MODEL)
 
 
 def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]) -> None:

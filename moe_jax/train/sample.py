@@ -19,7 +19,7 @@ from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
-from moe_jax.train.tokenizer import load_tokenizer
+from moe_jax.train.tokenizer import Tokenizer, load_tokenizer
 
 
 def one_device_mesh() -> jax.sharding.Mesh:
@@ -53,10 +53,12 @@ def sample_tokens(
     return np.array(text[len(prompt) : len(prompt) + count], np.int32)
 
 
-def sample_text(config: Config, params: Any, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """Prompt and continuation as text. Raises ConfigError for an empty prompt, DataError for a missing tokenizer."""
-    tokens = sample_tokens(config, params, encode_prompt(config, prompt), count, temperature, seed)
-    return prompt + _shown(load_tokenizer(Path(config.data.path)).decode(tokens.tolist()))
+def sample_text(
+    config: Config, params: Any, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int
+) -> str:
+    """Prompt and continuation as text. Raises ConfigError as `encode_prompt` does."""
+    tokens = sample_tokens(config, params, encode_prompt(config, tokenizer, prompt), count, temperature, seed)
+    return prompt + _shown(tokenizer.decode(tokens.tolist()))
 
 
 def _shown(text: str) -> str:
@@ -65,17 +67,22 @@ def _shown(text: str) -> str:
     return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in seen)
 
 
-def encode_prompt(config: Config, prompt: str) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError if there are none, DataError for a missing tokenizer."""
-    tokens = load_tokenizer(Path(config.data.path)).encode(prompt)
+def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[np.int32]:
+    """The prompt's tokens. Raises ConfigError if there are none, or such that the model does not know."""
+    tokens, known = tokenizer.encode(prompt), config.model.vocab_size
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character, e.g. a line break")
+    if max(tokens) >= known:
+        raise ConfigError(
+            f"the prompt has token {max(tokens)}, and the model knows model.vocab_size={known}: use the tokenizer that "
+            "it was trained with"
+        )
     return np.array(tokens, np.int32)
 
 
 def write_sample(config: Config, params: Any, run: Path) -> str:
     """Sample as `log` says, at temperature 0.8, into the run's sample.txt; returns the text."""
-    log = config.log
-    text = sample_text(config, params, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=config.train.seed)
+    log, tokenizer, seed = config.log, load_tokenizer(Path(config.data.path)), config.train.seed
+    text = sample_text(config, params, tokenizer, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=seed)
     write_atomically(run / "sample.txt", text)
     return text

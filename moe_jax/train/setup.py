@@ -18,6 +18,7 @@ from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
 from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.convert.write import copy_beside
 from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import provenance, versions
@@ -30,7 +31,7 @@ from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
 from moe_jax.train.grouped_product import with_fastest_product
-from moe_jax.train.init_from import check_source, source_params
+from moe_jax.train.init_from import check_source, check_text, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import Later
@@ -38,6 +39,7 @@ from moe_jax.train.run_folder import resume_step
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import State, Trainer, make_trainer
+from moe_jax.train.tokenizer import load_tokenizer
 from moe_jax.train.tokens import open_tokens
 from moe_jax.train.wandb_run import check_wandb
 
@@ -103,8 +105,9 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
         check_source(config)
+        check_text(config, tokens.path)
     if config.log.sample_tokens:
-        encode_prompt(config, config.log.sample_prompt)
+        encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
@@ -189,6 +192,7 @@ def write_start(run: Run) -> None:
         write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
         if origin := origin_of(run.config):  # for exports, when that folder may be gone
             write_atomically(run.folder / ORIGIN, origin.read_text(encoding="utf-8"))
+            copy_beside(origin.parent, run.folder)
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 

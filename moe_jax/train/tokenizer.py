@@ -53,19 +53,19 @@ class ByteTokenizer:
 class BpeTokenizer:
     """A byte-level BPE, or what else a tokenizer.json of Hugging Face's `tokenizers` holds.
 
-    `end_of_text` is the token behind each document, as its number or name.
+    `end_of_text` is the token behind each document, as its number or name; `cure` ends the message of a DataError.
     """
 
-    def __init__(self, file: Path, end_of_text: int | str = _END_OF_TEXT) -> None:
+    def __init__(self, file: Path, end_of_text: int | str = _END_OF_TEXT, cure: str = "make the folder again") -> None:
         tokenizers = optional_package("tokenizers")
         try:
             self._bpe = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{file} is no tokenizer ({error}): make the folder again") from None
+            raise DataError(f"{file} is no tokenizer ({error}): {cure}") from None
         self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
         self.end_of_text: int = end_of_text if isinstance(end_of_text, int) else self._bpe.token_to_id(end_of_text)
         if self.end_of_text is None:
-            raise DataError(f"{file} has no {end_of_text} token: make the folder again")
+            raise DataError(f"{file} has no {end_of_text} token: {cure}")
         self._bpe.encode_special_tokens = True  # a text that spells out the end of a text does not end there
 
     def encode(self, text: str) -> list[int]:
@@ -110,14 +110,18 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
     name = found.get("content") if isinstance(found, dict) else found
-    return file, BpeTokenizer(file, name if isinstance(name, str) else _END_OF_TEXT)
+    cure = f"fetch it again, with the {settings.name} that names the end of a text as eos_token"
+    return file, BpeTokenizer(file, name if isinstance(name, str) else _END_OF_TEXT, cure)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a data path: a .txt file or a prepared folder. Raises DataError."""
+def load_tokenizer(path: Path, run: Path | None = None) -> Tokenizer:
+    """The tokenizer of a data path, a .txt file or a prepared folder; that of a run's model if the path has none.
+
+    Raises DataError.
+    """
     path = find_data(path)
     if not path.is_dir():
-        return ByteTokenizer()
+        return ByteTokenizer() if run is None or not (run / BPE_FILE).exists() else of_model(run)[1]
     meta = read_meta(path)
     if meta.tokenizer == "bytes":
         return ByteTokenizer()

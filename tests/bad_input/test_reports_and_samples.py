@@ -1,10 +1,11 @@
 """Runs that cannot be reported on or sampled."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.bad_input.cases import Damage, Refusal, cases, remove, write
+from tests.bad_input.cases import COMMANDS, Damage, Refusal, cases, remove, write
 
 NO_RUNS = [
     (
@@ -164,6 +165,16 @@ def test_a_run_that_cannot_be_sampled(data: str, words: str, message: str, run: 
     saved = run / "config.yaml"
     saved.write_text(saved.read_text().replace("path: text.txt", f"path: {data}"))
     assert_refused(f"generate --run run {words}", message)
+
+
+@pytest.mark.parametrize("now", ["moved.txt", "tokens"])
+def test_a_run_is_sampled_though_its_text_has_moved(
+    now: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.txt").rename("moved.txt")
+    monkeypatch.setattr(sys, "argv", f"generate --run run --prompt Moved --tokens 8 data.path={now}".split())
+    COMMANDS["generate"]()
+    assert capsys.readouterr().out.startswith("Moved")
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_sample(run: Path, assert_refused: Refusal) -> None:
