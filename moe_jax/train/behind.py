@@ -1,7 +1,6 @@
 """What is due behind a step: copies that make it safe, a validation, a checkpoint."""
 
 import math
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from jax.stages import Compiled
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.meter import Meter
 from moe_jax.train.placement import slots_of
+from moe_jax.train.programs import Pending
 from moe_jax.train.safety import Safety
 from moe_jax.train.setup import Run
 from moe_jax.train.step import State
@@ -22,7 +22,7 @@ class Behind:
     def __init__(
         self,
         run: Run,
-        evaluate: Future[Compiled],
+        evaluate: Pending,
         meter: Meter,
         tuning: Tuning,
         checkpoints: Checkpoints,
@@ -30,7 +30,7 @@ class Behind:
     ):
         self._run, self._meter, self._tuning = run, meter, tuning
         self._checkpoints, self._safety = checkpoints, safety
-        self.evaluate = evaluate  # its program
+        self.evaluate: Pending = evaluate  # its program
 
     def keep_safe(self, step: int, state: State) -> None:
         """Make the copies that are due, before the step is recorded."""

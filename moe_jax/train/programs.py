@@ -42,30 +42,25 @@ def compiled(lowered: Lowered) -> Compiled:
     return program
 
 
-class Later(Future[Compiled]):
+class Later:
     """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
 
     def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered]):
-        super().__init__()
-        self._pool, self._lower, self._lock, self._is_asked = pool, lower, threading.Lock(), False
+        self._pool, self._lower, self._lock = pool, lower, threading.Lock()
+        self._begun: Future[Compiled] | None = None
 
-    def begin(self) -> None:
-        """Returns at once; called again, it does nothing."""
+    def begin(self) -> Future[Compiled]:
+        """Returns at once; called again, it does nothing more."""
         with self._lock:
-            if not self._is_asked:
-                self._pool.submit(self._compile)
-            self._is_asked = True
+            self._begun = self._begun or self._pool.submit(lambda: compiled(self._lower()))
+        return self._begun
 
     def result(self, timeout: float | None = None) -> Compiled:
-        """Waits for the compiler."""
-        self.begin()
-        return super().result(timeout)
+        """Waits for the compiler; raises what stopped it."""
+        return self.begin().result(timeout)
 
-    def _compile(self) -> None:
-        try:
-            self.set_result(compiled(self._lower()))
-        except Exception as error:  # told to whoever waits
-            self.set_exception(error)
+
+Pending = Later | Future[Compiled]  # whose `result` waits for the program
 
 
 def kept(name: str, measure: Callable[[], float]) -> float:

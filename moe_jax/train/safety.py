@@ -24,7 +24,7 @@ from moe_jax.train.checkpoint_record import Record
 from moe_jax.train.diverged import GoBack
 from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.processes import allgather, from_process, is_main_process
-from moe_jax.train.programs import compiled
+from moe_jax.train.programs import Later, compiled
 from moe_jax.train.restored import Restored
 from moe_jax.train.safety_files import SlotFiles
 from moe_jax.train.safety_layout import Kept
@@ -53,7 +53,7 @@ class Safety:
         self._programs = _programs(self._plan, run.trainer.state_shapes)
 
     @contextmanager
-    def begun(self, log: RunLog, digests: Future[Compiled]) -> Iterator[None]:
+    def begun(self, log: RunLog, digests: Later) -> Iterator[None]:
         """With copies while the run goes on. At its end nothing is left of them, nor if it has diverged."""
         self._log, self._digests = log, digests
         if self._plan is None:
