@@ -295,11 +295,6 @@ class Exchange:
         """Whether the algorithm is none of the project's own."""
         return ":" in self.algorithm
 
-    @property
-    def may_be_in_background(self) -> bool:
-        """Whether steps may wait in threads for what other devices send beside the program."""
-        return self.is_elsewhere or "background" in (self.algorithm, self.reduction)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -348,8 +343,8 @@ class Train:
     # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
     # them (512 MiB)
     loss_chunk: int | None = None
-    # on CPUs, with jax below 0.11: XLA's older emitters, which compile a step in half the time. With other schedules or
-    # chunks of gradients losses are then the same but for their last bits, not bit for bit
+    # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. With other
+    # schedules or chunks of gradients losses are then the same but for their last bits, not bit for bit
     quick_compile: bool = False
     # what a new run begins with: the folder of a Hugging Face model, or of a run; null: random numbers. See
     # docs/convert.md
@@ -447,6 +442,13 @@ class Sections:
     migration: Migration = field(default_factory=Migration)
     log: Log = field(default_factory=Log)
     plan: Plan = field(default_factory=Plan)
+
+    @property
+    def may_wait_in_threads(self) -> bool:
+        """Whether a step may wait in the host's threads for what other devices send beside the program."""
+        exchange = self.exchange
+        in_background = "background" in (exchange.algorithm, exchange.reduction)
+        return in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PJRT_NPROC"] = "64"  # threads, as `train.processes` asks for where a process simulates eight devices
+os.environ["PJRT_NPROC"] = "64"  # threads, as many as eight simulated devices get if they may wait in the background
 # Tests compile more than they compute; LLVM's optimisations would take most of their time.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 

@@ -48,7 +48,7 @@ def main() -> None:
     processes.initialize(
         processes.options_from(arguments),
         draft.mesh.cpu_devices,
-        in_background=draft.exchange.may_be_in_background,
+        in_background=draft.may_wait_in_threads,
         quick_compile=draft.train.quick_compile,
     )
     with fail_fast():

@@ -19,6 +19,21 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("override", "waits"),
+    [
+        ("exchange.algorithm=flat", False),
+        ("exchange.algorithm=background", True),
+        ("exchange.reduction=background", True),
+        ("exchange.algorithm=tests.somewhere:exchange", True),
+        ("tune.over=[algorithm]", True),
+        ("tune.over=[chunk_mb]", False),
+    ],
+)
+def test_what_may_wait_in_threads_of_the_host_is_known_before_anything_is_chosen(override: str, waits: bool) -> None:
+    assert load_draft(None, [override, "schedule.policy=auto"]).may_wait_in_threads == waits
+
+
 def draft_in(folder: Path, *overrides: str) -> Draft:
     return load_draft(None, [*SETTINGS, f"log.dir={folder}", *overrides])
 
