@@ -13,6 +13,7 @@ from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
 from moe_jax.stages import Stages
 from moe_jax.train.metrics import human_seconds
+from moe_jax.train.processes import OLDER_EMITTERS
 from moe_jax.train.profiled import steps_to_trace
 from moe_jax.train.room import predicted_memory
 from moe_jax.train.safety_plan import safety_text
@@ -73,6 +74,8 @@ def unused(config: Config) -> dict[str, str]:
     told, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
     if config.is_plain and config.schedule.task_times:
         told.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
+    if config.train.quick_compile and not (config.mesh.cpu_devices and OLDER_EMITTERS):
+        told.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")
     if warmup > steps:
         told.append(
             f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"

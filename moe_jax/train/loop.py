@@ -106,8 +106,9 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
             meter.add(step, metrics, timed=step not in tracing.steps)
             if step == run.first_step + 2:  # the first is recorded
                 programs.compile_others()
-                gc.freeze()
-                gc.enable()  # the command does without until here
+                if not gc.isenabled():  # the command does without until here
+                    gc.freeze()
+                    gc.enable()
             tracing.end(step, tuning.step, meter)
             tell_progress(step - 1)
             tuning.step_started(step)

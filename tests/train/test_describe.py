@@ -26,4 +26,6 @@ def test_settings_without_effect_are_told() -> None:
     assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
     short = dataclasses.replace(small_config(1, 1), train=Train(steps=20), optimizer=Optimizer(warmup_steps=21))
     assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
+    quick = dataclasses.replace(small_config(1, 1), train=Train(quick_compile=True))
+    assert unused(quick)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
     assert unused(small_config(1, 1)) == {}
