@@ -47,10 +47,10 @@ class MoE:
     every: int = 1  # above those, every n-th block has experts
     load_balance_weight: float = 0.01
     # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
-    # of all blocks pooled, or each block's of every sequence by itself, see docs/gates.md
+    # of all blocks pooled, or each block's of every sequence by itself, see docs/balance.md
     load_balance: Literal["batch", "pooled", "sequence"] = "batch"
     # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
-    # docs/gates.md; null: there is none, or it stays as it is
+    # docs/balance.md; null: there is none, or it stays as it is
     bias_update_rate: float | None = None
     router_z_weight: float = 0.001
 

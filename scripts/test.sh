@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks: style, types, layers, tests; some minutes, the first time more. Makes its own environment.
+# All checks: style, types, layers, tests; half an hour or more on two cores. Makes its own environment.
 #   scripts/test.sh [arguments for pytest, e.g. -k mesh]
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup_env.sh

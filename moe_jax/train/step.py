@@ -48,7 +48,7 @@ from moe_jax.train.pipeline.gradients import pipelined_loss
 from moe_jax.train.pipeline.stage import Stage
 from moe_jax.train.placement import experts_here, first_placement, slots_of, with_copies_summed
 
-# Random numbers run once, and LLVM takes seconds to optimise them; the values are the same with little of that.
+# Random numbers run once, and LLVM takes seconds to optimise them; the values are the same with its first level.
 INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}
 
 Metrics = dict[str, jax.Array]

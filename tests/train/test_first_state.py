@@ -24,3 +24,12 @@ def test_devices_that_draw_parts_get_the_same_numbers(data: int, expert: int) ->
 
     alone = jax.jit(draw, compiler_options=INIT_OPTIONS["cpu"])()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(alone))
+
+
+def test_numbers_are_the_same_with_all_optimisations() -> None:
+    model = small_config(1, 1).model
+    few, all_of_them = (
+        jax.jit(lambda: init_params(model, 0), compiler_options=options)()
+        for options in (INIT_OPTIONS["cpu"], {"xla_backend_optimization_level": 3})
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(few), jax.device_get(all_of_them))
