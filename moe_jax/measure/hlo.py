@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moe_jax.errors import UserError
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
-_LINE = re.compile(r" *(?:ROOT )?%?([\w.-]+) = (.*)")
+_LINE = re.compile(r" *(ROOT )?%?([\w.-]+) = (.*)")
 _NAME = re.compile(r"%([\w.-]+)")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _CALLED = re.compile(
@@ -38,6 +38,7 @@ class Instruction:
     shape: str  # as written: f32[8,2048]{1,0}, or a tuple of such
     operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
     attributes: str  # all that follows the operands
+    is_root: bool = False  # whether it is the result of its computation
 
     @property
     def op_name(self) -> str:
@@ -132,7 +133,7 @@ def parse(text: str) -> Program:
             computations[name] = tuple(lines)
         elif line.startswith(" "):
             if found := _LINE.match(line):
-                lines.append(_instruction(found[1], found[2]))
+                lines.append(_instruction(found[2], found[3], is_root=bool(found[1])))
         elif found := _HEADER.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
@@ -154,12 +155,12 @@ def num_bytes(shape: str) -> float:
     return sum(array.num_bytes for array in arrays(shape))
 
 
-def _instruction(name: str, text: str) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     shape, rest = _cut(text, " ")
     opcode, _, rest = rest.strip().partition("(")
     operands, attributes = _cut(rest, ")")
     names = (operands,) if opcode in ("constant", "parameter") else tuple(_NAME.findall(operands))
-    return Instruction(name, opcode, shape, names, attributes)
+    return Instruction(name, opcode, shape, names, attributes, is_root)
 
 
 def _cut(text: str, end: str) -> tuple[str, str]:

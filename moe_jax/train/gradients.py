@@ -17,6 +17,7 @@ from moe_jax.config import Config
 from moe_jax.models.gates.seen import When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sync_gradients
+from moe_jax.parallel.ordering import after
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.pipeline import plan as pipeline
@@ -87,7 +88,10 @@ def gradients_of(
         grads, parts = _total(own, part_AbN1)
         return sync_gradients(grads, specs, cuts, how.platform), parts
     earlier, parts_before = _total(own, part_AbN1[:-1])
-    grads, parts = scheduled(part_AbN1[-1], plan=plan, earlier=earlier, when=When(step, count - 1, count))
+    last_bN1 = part_AbN1[-1]
+    if how.platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
+        last_bN1 = after(last_bN1, parts_before.cross_entropy, how.platform)
+    grads, parts = scheduled(last_bN1, plan=plan, earlier=earlier, when=When(step, count - 1, count))
     return grads, _added(parts_before, parts)
 
 

@@ -1,6 +1,7 @@
 """The order of a schedule inside a program: compute tasks behind compute tasks, collectives behind collectives."""
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.parallel.ordering import after
 
@@ -34,6 +35,24 @@ class Ties:
         self._issued = result
         if only_starts:
             self._computed = result
+
+    def into_loop(self, number_n: jax.Array) -> jax.Array:
+        """The numbers of a loop's turns, so that it begins after the collective before it.
+
+        XLA:CPU orders collectives of one computation by itself, but those of a loop run concurrently with all that does
+        not wait for the loop (`measure/races.py`). Compilers for other platforms order all of them.
+        """
+        return self.in_order(number_n) if self._platform == "cpu" else number_n
+
+    def end_of_turn(self) -> jax.Array | None:
+        """What a turn of the loop hands out for `out_of_loop`: an element of its last collective's result."""
+        if self._platform != "cpu" or self._issued is None:
+            return None
+        return self._issued.ravel()[0].astype(jnp.float32)
+
+    def out_of_loop(self, end_n: jax.Array | None) -> None:
+        """Note that a loop has ended: the next collective begins after it."""
+        self._issued = self._issued if end_n is None else end_n
 
     def _behind(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
         return x if earlier is None or not x.size else after(x, earlier, self._platform)

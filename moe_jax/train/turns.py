@@ -81,17 +81,20 @@ class Loops:
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            return [tasks.x[r] for r in self.microbatches], stats, (tasks.pullbacks, tasks.rare.overflows)
+            results = stats, tasks.ties.end_of_turn()
+            return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.rare.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
         given = jax.eval_shape(lambda: self._given(0))
         self.turn = Turn(turn, jax.eval_shape(lambda: x), given)
 
         def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
-            x, stats, kept = self.turn(x, self._given(number))
-            return x, (stats, kept)
+            x, results, kept = self.turn(x, self._given(number))
+            return x, (results, kept)
 
-        x, (stats, self.kept) = jax.lax.scan(step, x, jnp.arange(self.turns.count))
+        numbers = self.tasks.ties.into_loop(jnp.arange(self.turns.count))
+        x, ((stats, ends), self.kept) = jax.lax.scan(step, x, numbers)
+        self.tasks.ties.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if self.moe:
             in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
@@ -118,7 +121,7 @@ class Loops:
         late = any(map(is_reduction, self.looped.down))
         share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
 
-        def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], None]:
+        def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
             dx, self.gradients.state = carry
             given = self._given(number)
             tasks = Tasks(self.tasks.facts, None, given.blocks, None)
@@ -135,11 +138,12 @@ class Loops:
                 self._put_totals(sums, number + 1, self.turns.size)
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
-            return ([tasks.dx[r] for r in self.microbatches], self.gradients.state), None
+            return ([tasks.dx[r] for r in self.microbatches], self.gradients.state), tasks.ties.end_of_turn()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
-        carry, _ = jax.lax.scan(step, (dx, self.gradients.state), jnp.arange(highest), reverse=True)
-        dx, self.gradients.state = carry
+        numbers = self.tasks.ties.into_loop(jnp.arange(highest))
+        (dx, self.gradients.state), ends = jax.lax.scan(step, (dx, self.gradients.state), numbers, reverse=True)
+        self.tasks.ties.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):
             self.tasks.settle_back(r, self.turns.first)
@@ -151,16 +155,17 @@ class Loops:
             self._put_totals(self.sums, 0)
             return
 
-        def step(state: Tree, number: jax.Array) -> tuple[Tree, None]:
+        def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state
             sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, {}, None), None)
             self._take(sums, number)
             run(self.looped.sums, sums.tasks, sums)
             self._put_totals(sums, number)
-            return self.gradients.state, None
+            return self.gradients.state, sums.tasks.ties.end_of_turn()
 
-        state, _ = jax.lax.scan(step, self.gradients.state, jnp.arange(self.turns.count), reverse=True)
-        self.gradients.state = state
+        numbers = self.tasks.ties.into_loop(jnp.arange(self.turns.count))
+        self.gradients.state, ends = jax.lax.scan(step, self.gradients.state, numbers, reverse=True)
+        self.tasks.ties.out_of_loop(ends)
 
     def _take(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
         """Hand gradients of a turn to the sums."""
