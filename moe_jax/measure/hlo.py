@@ -6,7 +6,7 @@ Instructions stand in the order in which the compiler schedules them; operands a
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -79,7 +79,7 @@ class Program:
     """All computations of a module, by name."""
 
     name: str
-    computations: dict[str, tuple[Instruction, ...]]
+    computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
 
     @cached_property
@@ -120,26 +120,44 @@ class Program:
         return [num_bytes(self.by_name[name].shape) for name in instruction.operands]
 
 
+class _Computations(Mapping[str, tuple[Instruction, ...]]):
+    """Read from their lines when they are first looked at: most of a program is never asked for."""
+
+    def __init__(self, lines: dict[str, list[str]]):
+        self._lines, self._read = lines, dict[str, tuple[Instruction, ...]]()
+
+    def __getitem__(self, name: str) -> tuple[Instruction, ...]:
+        if name not in self._read:
+            found = (_LINE.match(line) for line in self._lines[name])
+            self._read[name] = tuple(_instruction(each[2], each[3], bool(each[1])) for each in found if each)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
 def parse(text: str) -> Program:
     """Read a module. Raises HloError if it is not the scheduled text of one."""
     module = re.match(r"HloModule ([\w.-]+),.*is_scheduled=true", text)
     if module is None:
         raise HloError("the text is not scheduled HLO: take it from `compiled.as_text()`")
-    computations: dict[str, tuple[Instruction, ...]] = {}
-    lines: list[Instruction] = []
+    computations: dict[str, list[str]] = {}
+    lines: list[str] = []
     name = entry = ""
     for line in text.splitlines():
         if line.startswith("}"):
-            computations[name] = tuple(lines)
+            computations[name] = lines
         elif line.startswith(" "):
-            if found := _LINE.match(line):
-                lines.append(_instruction(found[2], found[3], is_root=bool(found[1])))
+            lines.append(line)
         elif found := _HEADER.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
     if entry not in computations:
         raise HloError("the text of the program ends too early: take it from `compiled.as_text()` again")
-    return Program(module[1], computations, entry)
+    return Program(module[1], _Computations(computations), entry)
 
 
 def arrays(shape: str) -> list[Array]:

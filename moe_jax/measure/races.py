@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.errors import UserError
+from moe_jax.measure.hlo import Instruction, Program, parse
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _CONDITION = re.compile(r"condition=%([\w.-]+)")
@@ -31,21 +32,31 @@ class Race(NamedTuple):
         return f"{one} (in {self.first.opcode} {self.first.name}) and {other} (in {self.second.name})"
 
 
+class RaceError(UserError):
+    """A program that may mix up its collectives."""
+
+
+def check_races(text: str) -> None:
+    """Raise RaceError for the scheduled HLO of a program that has a race."""
+    if found := races(parse(text)):
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise RaceError(
+            f"XLA:CPU may run two collectives of this program at the same time and mix up what they bring: {found[0]}"
+            f"{more}: use schedule.grad_reduce=block or another schedule.policy, and report it"
+        )
+
+
 def races(program: Program) -> list[Race]:
     """All pairs of instructions that may have collectives under way at the same time."""
-    bodies = {name: _Body(lines) for name, lines in program.computations.items()}
-    return [race for body in bodies.values() for race in _races(body, bodies, program)]
+    return _Walk(program).races(program.entry)
 
 
 class _Body:
-    """A computation: which elements of the tuple that it takes it reads, and which of its result it makes anew."""
+    """A computation: which elements of the tuple that it takes it reads, and which it changes."""
 
     def __init__(self, lines: Sequence[Instruction]):
         self.lines = lines
-
-    @cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        return {line.name: line for line in self.lines}
+        self.by_name = {line.name: line for line in lines}
 
     @cached_property
     def written(self) -> set[int] | None:
@@ -53,7 +64,7 @@ class _Body:
         root = next(line for line in self.lines if line.is_root)
         if root.opcode != "tuple":
             return None
-        return {place for place, name in enumerate(root.operands) if self.place_of(name) != place}
+        return {place for place, name in enumerate(root.operands) if self._place_of(name) != place}
 
     @cached_property
     def read(self) -> set[int]:
@@ -61,12 +72,12 @@ class _Body:
         places: set[int] = set()
         for line in self.lines:
             for number, name in enumerate(line.operands):
-                place = self.place_of(name)
+                place = self._place_of(name)
                 if place is not None and not (line.is_root and line.opcode == "tuple" and place == number):
                     places.add(place)
         return places
 
-    def place_of(self, name: str) -> int | None:
+    def _place_of(self, name: str) -> int | None:
         """The element of the parameter that an instruction is, or None."""
         line = self.by_name.get(name)
         if line is None or line.opcode != "get-tuple-element":
@@ -74,55 +85,86 @@ class _Body:
         return _index(line) if self.by_name[line.operands[0]].opcode == "parameter" else None
 
 
-def _races(body: _Body, bodies: dict[str, _Body], program: Program) -> Iterator[Race]:
-    talking = [(line, found) for line in body.lines if (found := _collectives(line, program))]
-    for number, (first, earlier) in enumerate(talking[:-1]):
-        if first.is_control:
-            waiting = _waiting(first, body, bodies)
-            for second, later in talking[number + 1 :]:
-                if second.name not in waiting:
-                    yield Race(first, second, _alike(earlier, later))
+class _Walk:
+    """Through the computations of a program, from its entry, as control flows."""
 
+    def __init__(self, program: Program):
+        self._program = program
+        self._bodies: dict[str, _Body] = {}
+        self._found: dict[str, list[Instruction]] = {}
 
-def _collectives(line: Instruction, program: Program) -> list[Instruction]:
-    """Those that an instruction is or runs."""
-    inside = program.inside(line) if line.is_control else [line]
-    return [inner for inner in inside if inner.opcode.removesuffix("-start") in _KINDS]
+    def races(self, name: str) -> list[Race]:
+        """Those of a computation and of all that it runs."""
+        found: list[Race] = []
+        for each in self._reached(name):
+            found += self._own_races(self._body(each))
+        return found
 
+    def _reached(self, name: str) -> list[str]:
+        reached = {name: None}  # in order
+        waiting = [name]
+        while waiting:
+            for line in self._body(waiting.pop()).lines:
+                new = [each for each in line.called if line.is_control and each not in reached]
+                reached |= dict.fromkeys(new)
+                waiting += new
+        return list(reached)
 
-def _waiting(first: Instruction, body: _Body, bodies: dict[str, _Body]) -> set[str]:
-    """Instructions that cannot start before `first` has ended."""
-    waiting = {first.name}
-    for line in body.lines[body.lines.index(first) + 1 :]:
-        if not waiting.isdisjoint(_awaited(line, body, bodies)):
-            waiting.add(line.name)
-    return waiting
+    def _body(self, name: str) -> _Body:
+        if name not in self._bodies:
+            self._bodies[name] = _Body(self._program.computations[name])
+        return self._bodies[name]
 
+    def _collectives(self, line: Instruction) -> list[Instruction]:
+        """Those that an instruction is or runs."""
+        if not line.is_control:
+            return [line] if line.opcode.removesuffix("-start") in _KINDS else []
+        return [found for name in line.called for found in self._collectives_of(name)]
 
-def _awaited(line: Instruction, body: _Body, bodies: dict[str, _Body]) -> list[str]:
-    """Instructions that one waits for: a loop only for what it reads or writes, an element only for itself."""
-    if line.opcode == "get-tuple-element":
-        return _element(line.operands[0], _index(line), body, bodies)
-    if line.opcode != "while":
-        return list(line.operands)
-    loop = bodies[line.called[0]]
-    condition = _CONDITION.search(line.attributes)
-    places = loop.read | (bodies[condition[1]].read if condition else set())
-    if loop.written is None:
-        return list(line.operands)
-    return [name for place in sorted(places | loop.written) for name in _element(line.operands[0], place, body, bodies)]
+    def _collectives_of(self, name: str) -> list[Instruction]:
+        if name not in self._found:
+            self._found[name] = [found for line in self._body(name).lines for found in self._collectives(line)]
+        return self._found[name]
 
+    def _own_races(self, body: _Body) -> Iterator[Race]:
+        talking = [(line, found) for line in body.lines if (found := self._collectives(line))]
+        for number, (first, earlier) in enumerate(talking[:-1]):
+            if first.is_control:
+                waiting = self._waiting(first, body)
+                for second, later in talking[number + 1 :]:
+                    if second.name not in waiting:
+                        yield Race(first, second, _alike(earlier, later))
 
-def _element(name: str, place: int, body: _Body, bodies: dict[str, _Body]) -> list[str]:
-    """What an element of a tuple waits for."""
-    source = body.by_name[name]
-    if source.opcode == "tuple":
-        return [source.operands[place]]
-    if source.opcode == "while":
-        written = bodies[source.called[0]].written
-        if written is not None and place not in written:  # handed on as it came, perhaps before the loop has ended
-            return _element(source.operands[0], place, body, bodies)
-    return [name]
+    def _waiting(self, first: Instruction, body: _Body) -> set[str]:
+        """Instructions that cannot start before `first` has ended."""
+        waiting = {first.name}
+        for line in body.lines[body.lines.index(first) + 1 :]:
+            if not waiting.isdisjoint(self._awaited(line, body)):
+                waiting.add(line.name)
+        return waiting
+
+    def _awaited(self, line: Instruction, body: _Body) -> list[str]:
+        """Instructions that one waits for: a loop only for what it reads or writes, an element only for itself."""
+        if line.opcode == "get-tuple-element":
+            return self._element(line.operands[0], _index(line), body)
+        if line.opcode != "while":
+            return list(line.operands)
+        loop, condition = self._body(line.called[0]), _CONDITION.search(line.attributes)
+        if loop.written is None:
+            return list(line.operands)
+        places = loop.written | loop.read | (self._body(condition[1]).read if condition else set())
+        return [name for place in sorted(places) for name in self._element(line.operands[0], place, body)]
+
+    def _element(self, name: str, place: int, body: _Body) -> list[str]:
+        """What an element of a tuple waits for."""
+        source = body.by_name[name]
+        if source.opcode == "tuple":
+            return [source.operands[place]]
+        if source.opcode == "while":
+            written = self._body(source.called[0]).written
+            if written is not None and place not in written:  # as it came, perhaps before the loop has ended
+                return self._element(source.operands[0], place, body)
+        return [name]
 
 
 def _index(line: Instruction) -> int:

@@ -19,6 +19,7 @@ from jax.stages import Compiled, Lowered
 
 from moe_jax.errors import ConfigError
 from moe_jax.files import is_own, write_atomically, write_together
+from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train.progress import PROGRAMS
 
@@ -26,19 +27,28 @@ _SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_PGLE")  # to compile, i
 
 
 def compiled(lowered: Lowered) -> Compiled:
-    """Compile, unless this process of the same run has done so before. Raises ConfigError for a folder of others."""
+    """Compile, unless this process of the same run has done so before.
+
+    Raises ConfigError for a folder of others, and RaceError for a program that devices of this CPU would mix up.
+    """
     if PROGRAMS not in os.environ:
-        return lowered.compile()
+        return _checked(lowered.compile())
     path = _path(lowered.as_text(), jax.process_index(), compiler_options(jax.default_backend()))
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
         except Exception:  # a damaged file ends in any way
             path.unlink(missing_ok=True)
-    program = lowered.compile()
+    program = _checked(lowered.compile())
     # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
+    return program
+
+
+def _checked(program: Compiled) -> Compiled:
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        check_races(program.as_text() or "")
     return program
 
 
