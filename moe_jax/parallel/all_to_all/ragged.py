@@ -175,11 +175,11 @@ def _rarely(happened: jax.Array, move: Callable[[], jax.Array], platform: str) -
     """What `move` brings if it has anything to do; else anything.
 
     A collective that moves no rows still costs its start-up. On TPU a branch around it costs more: nothing hides the
-    collective before.
+    collective before. XLA:CPU would run a collective in a branch concurrently with those that follow.
     """
     shape = jax.eval_shape(move)
     overflow = functools.partial(_in_scope, "overflow", move)
-    if platform == "tpu":
+    if platform != "gpu":
         return overflow()
     with jax.named_scope("rows"):
         return jax.lax.cond(happened, overflow, lambda: jax.lax.empty(shape.shape, shape.dtype))
