@@ -23,6 +23,7 @@ from moe_jax.parallel.zero import no_cuts
 from moe_jax.train.emit import make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from tests import references
+from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
 
 
@@ -64,7 +65,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     everywhere = PartitionSpec()
     out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
-    return jax.device_get(run(params, token_BN1))
+    return run_checked(run, params, token_BN1)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from moe_jax.train.same_run import check_same_run
 from moe_jax.train.sample import sample_tokens
 from moe_jax.train.step import make_trainer
 from tests import references
+from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import mesh_of
 from tests.train.test_step import run_steps
@@ -109,7 +110,7 @@ def result_of(config: Config) -> Result:
     on_mesh = jax.shard_map(
         body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, REPLICATED), check_vma=False
     )
-    grads, parts = jax.device_get(jax.jit(on_mesh)(stored_params(config), tokens_of(config)))
+    grads, parts = run_checked(jax.jit(on_mesh), stored_params(config), tokens_of(config))
     return Result(parts, jax.device_get(jax.jit(functools.partial(in_order, stages=stages))(grads)))
 
 

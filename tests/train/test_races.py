@@ -1,0 +1,116 @@
+"""No two collectives of a step, compiled for CPUs, can run into each other: every two settings meet in some step."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.measure.races import RaceError, check_races
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.train.step import make_trainer
+from moe_jax.train.ties import Ties
+from tests.pairwise import Case, all_pairs
+
+# The model of the config, a loop over its blocks included; narrower, which changes no collective.
+NARROW = ["model.d_model=32", "model.moe.hidden_dim=32", "data.seq_len=32", "train.batch_size=32"]
+PLACES = [
+    {"mesh": "mesh.data=2 mesh.expert=2", "exchange": exchange}
+    for exchange in ("flat", "ring", "hier_1d", "hier_2d", "halo", "ragged")
+] + [
+    {"mesh": "mesh.data=1 mesh.context=2 mesh.expert=2", "exchange": "flat"},
+    {"mesh": "mesh.data=1 mesh.expert=2 mesh.tensor=2", "exchange": "ring"},
+]
+FACTORS = {
+    "cut": [
+        "schedule.weight_grad=greedy",
+        "schedule.policy=expert_pipeline schedule.microbatches=2",
+        "schedule.policy=unified schedule.microbatches=2",
+        "schedule.policy=unified schedule.microbatches=4 schedule.weight_grad=greedy",
+    ],
+    "when": ["end", "block", "chunked"],
+    "reduction": ["all_reduce", "scatter_gather", "ring"],
+    "parts": [1, 2],
+    "zero": [0, 1],
+    "capacity": [1.25, None],
+}
+CASES = all_pairs(PLACES, FACTORS)
+PIPELINED = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4"
+OTHERS = {
+    "plain": "mesh.data=2 mesh.expert=2",
+    "plain, context, parts": "mesh.data=1 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",
+    "pipeline": f"{PIPELINED} schedule.pipeline=1f1b",
+    "zero bubble": f"{PIPELINED} schedule.pipeline=zero_bubble schedule.policy=unified schedule.microbatches=2",
+    "co-scheduled": f"{PIPELINED} schedule.pipeline=coscheduled_split",
+    "replicas": "mesh.data=1 mesh.expert=4 migration.enabled=true migration.payback_steps=null",
+}
+
+
+def config_of(settings: str) -> Config:
+    return load_config("configs/shakespeare_cpu.yaml", [*NARROW, "mesh.cpu_devices=4", *settings.split()])
+
+
+def settings_of(case: Case) -> str:
+    capacity = "null" if case["capacity"] is None else case["capacity"]
+    nodes = " exchange.ranks_per_node=1" if case["exchange"].startswith(("hier", "halo")) else ""
+    return (
+        f"{case['mesh']} exchange.algorithm={case['exchange']}{nodes} {case['cut']} "
+        f"schedule.grad_reduce={case['when']} exchange.reduction={case['reduction']} optimizer.zero={case['zero']} "
+        f"train.grad_accumulation={case['parts']} model.moe.capacity_factor={capacity}"
+    )
+
+
+def step_text(config: Config) -> str:
+    """The step as a run compiles it."""
+    mesh = make_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
+    trainer = make_trainer(config, mesh)
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    return trainer.step.lower(*trainer.step_shapes(batch)).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: settings_of(case).replace(" ", "-"))
+def test_no_step_has_collectives_that_run_into_each_other(case):
+    check_races(step_text(config_of(settings_of(case))))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nor_have_plain_and_pipelined_ones(name):
+    check_races(step_text(config_of(OTHERS[name])))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "mesh.data=2 mesh.expert=2 schedule.policy=unified schedule.microbatches=2",
+        "mesh.data=1 mesh.context=2 schedule.weight_grad=greedy",
+    ],
+    ids=["sums of blocks and embedding", "sums of a context mesh"],
+)
+def test_loops_that_wait_for_nothing_are_seen(settings, monkeypatch):
+    """As steps were once: sums of the embedding's gradients crashed into those of the blocks."""
+    nothing: dict[str, Any] = {
+        "into_loop": lambda _, number_n: number_n,
+        "end_of_turn": lambda _: None,
+        "out_of_loop": lambda *_: None,
+    }
+    for name, function in nothing.items():
+        monkeypatch.setattr(Ties, name, function)
+    with pytest.raises(RaceError, match=r"G\.embed"):
+        check_races(step_text(config_of(settings)))
+
+
+def test_a_whole_batch_is_what_its_parts_wait_for(monkeypatch):
+    """Ring attention of the last part took the keys of the parts before."""
+    settings = "mesh.data=1 mesh.context=2 train.grad_accumulation=2 schedule.weight_grad=greedy"
+    config = config_of(settings)
+    check_races(step_text(config))
+    monkeypatch.setattr("moe_jax.train.gradients.after", lambda x, *_: x)
+    with pytest.raises(RaceError, match="ppermute"):
+        check_races(step_text(dataclasses.replace(config)))
