@@ -32,6 +32,7 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.migration import Plan, plan
 from moe_jax.plan.moves import Move
@@ -134,7 +135,7 @@ def experts_alone(config: Config) -> Callable[[], float]:
 def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
     """Seconds in which each process sends so much to the other one, as profiles of clusters measure it."""
     spec = PartitionSpec("expert")
-    body = functools.partial(jax.lax.ppermute, axis_name="expert", perm=[(0, 1), (1, 0)])
+    body = functools.partial(permuted, axes="expert", pairs=[(0, 1), (1, 0)])
     shape = jax.ShapeDtypeStruct((RANKS, num_bytes // 4), np.float32, sharding=NamedSharding(mesh, spec))
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)).lower(shape).compile()
     x = jax.make_array_from_callback(shape.shape, shape.sharding, lambda _: np.ones((1, num_bytes // 4), np.float32))

@@ -13,6 +13,7 @@ import pytest
 from moe_jax.measure.trace import Operation
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.curves import curve
@@ -72,7 +73,7 @@ def body(x):
     x = EXCHANGES["background"](x, Ranks(Axis.EXPERT, "cpu"))
     total, count = jax.lax.psum((x, jnp.int32(1)), BATCH_AXES)
     part = jax.lax.psum_scatter(total, Axis.EXPERT, tiled=True)
-    return jax.lax.ppermute(jax.lax.all_gather(part, Axis.EXPERT, tiled=True), Axis.DATA, [(0, 1), (1, 0)]) * count
+    return permuted(jax.lax.all_gather(part, Axis.EXPERT, tiled=True), Axis.DATA, [(0, 1), (1, 0)]) * count
 
 
 def program():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 
 KINDS = ("collectives", "matmul", "attention", "copy")
@@ -131,7 +132,7 @@ def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype
     whole = {
         "reduce_scatter": lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
         "all_reduce": lambda x: jax.lax.psum(x, axis),
-        "permute": lambda x: jax.lax.ppermute(x, axis, to_next),
+        "permute": lambda x: permuted(x, axis, to_next),
     }
     for name, collective in whole.items():
         yield make(name, shape=(elements,), run=_in_turn(collective))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.permute import permuted
 
 
 def context_ranks() -> int:
@@ -56,4 +57,4 @@ def passed_on(x: Shaped[Array, "..."], distance: int) -> Shaped[Array, "..."]:
         return x
     with jax.named_scope("context_ring"):
         to = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
-        return jax.lax.ppermute(x, Axis.CONTEXT, to)
+        return permuted(x, Axis.CONTEXT, to)

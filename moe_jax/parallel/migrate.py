@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.parallel.mesh import Axes, Axis
+from moe_jax.parallel.permute import permuted
 
 Leaves = list[jax.Array]  # [R, L, …]
 Index = jax.Array | np.ndarray
@@ -94,11 +95,11 @@ def _send(
     """What is to lie where the experts lay that went up and down, which may be the `same` one; down is put last."""
     ranks = jax.lax.axis_size(axis)
     up = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
-    from_below = jax.lax.ppermute(own_up, axis, up)
+    from_below = permuted(own_up, axis, up)
     if 2 * distance == ranks:
         new = jnp.where(up_gets, from_below, own_up)
         return new, new
-    from_above = jax.lax.ppermute(own_down, axis, [(there, rank) for rank, there in up])
+    from_above = permuted(own_down, axis, [(there, rank) for rank, there in up])
     new_up = jnp.where(up_gets, from_above, own_up)
     return new_up, jnp.where(down_gets, from_below, jnp.where(same, new_up, own_down))
 

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.sharding import REPLICATED
 
 Pairs = Sequence[tuple[int, int]]
@@ -23,7 +24,7 @@ def send_pieces(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> W
 
     def send(arrays: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("send_pieces"):
-            return [jax.lax.ppermute(x, mesh.axis_names, of_x) for x, of_x in zip(arrays, pairs, strict=True)]
+            return [permuted(x, mesh.axis_names, of_x) for x, of_x in zip(arrays, pairs, strict=True)]
 
     mesh = shardings[0].mesh
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
+from moe_jax.parallel.permute import permuted
 
 Arriving = Callable[[jax.Array], jax.Array]  # gives what came, once its argument is computed
 
@@ -68,4 +69,4 @@ def _moved(x: jax.Array, distance: int) -> jax.Array:
     stages = jax.lax.axis_size(Axis.PIPELINE)
     if stages == 1:
         return x
-    return jax.lax.ppermute(x, Axis.PIPELINE, [(s, (s + distance) % stages) for s in range(stages)])
+    return permuted(x, Axis.PIPELINE, [(s, (s + distance) % stages) for s in range(stages)])

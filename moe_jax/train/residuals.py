@@ -105,5 +105,7 @@ def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
             continue
         body = call.jaxpr
         inside = _depend([var for var, moves in zip(body.invars, from_moving, strict=True) if moves], body.eqns)
-        moving.update(out for out, var in zip(eqn.outvars, body.outvars, strict=True) if var in inside)
+        moving.update(
+            out for out, var in zip(eqn.outvars, body.outvars, strict=True) if isinstance(var, Var) and var in inside
+        )
     return moving

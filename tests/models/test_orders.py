@@ -230,3 +230,45 @@ def test_a_buffer_takes_no_more_memory_than_it_has_rows(factor):
     room = Room(TOKENS, jnp.zeros(EXPERTS, jnp.int32), buffer=buffer_of(moe, factor, LENGTH, 4))
     (rows_PWD, _), _ = ORDERS["dropless"].order(jnp.array(PAYLOAD), choice, moe, 4, room)
     assert rows_PWD.shape[1] == factor * TOKENS * 2 / 4
+
+
+def sparse_choice(tokens: int, choices: int) -> Choice:
+    """Random distinct experts for each token, a third of them left out, first choices too; one token has none."""
+    rng = np.random.default_rng(tokens)
+    expert_Tk = np.array([rng.permutation(EXPERTS)[:choices] for _ in range(tokens)], np.int32).reshape(-1, choices)
+    expert_Tk[rng.random(expert_Tk.shape) < 1 / 3] = EXPERTS
+    expert_Tk[1:2] = EXPERTS
+    weight_Tk = rng.uniform(0.1, 1, expert_Tk.shape).astype(np.float32)
+    return Choice(jnp.array(expert_Tk), jnp.array(weight_Tk), jnp.full((tokens, EXPERTS), 1 / EXPERTS))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "choices", "ranks"),
+    [
+        *((12, 2, 1, 4), (8, 3, 1, 8), (12, 2, 2, 8), (24, 1, 3, 4)),  # fewer choices in a sequence than ranks
+        *((3, 1, 3, 4), (1, 2, 1, 4), (4, 6, 2, 2), (0, 2, 1, 4)),
+    ],
+)
+@pytest.mark.parametrize("name", [*ORDERS, "buffer"])
+def test_choices_that_tokens_do_without_take_nobodys_room(name, sequences, length, choices, ranks):
+    tokens, order = sequences * length, name if name != "buffer" else "dropless"
+    moe, choice = moe_of(order, choices), sparse_choice(tokens, choices)
+    buffer = buffer_of(moe, 1.0, length, ranks) if name == "buffer" else None
+    room = {"slots": routing.capacity(moe, tokens), "parts": 1, "buffer": buffer}
+    sent, num_dropped, returned_TD = jax.device_get(
+        send_and_return(PAYLOAD[:tokens], choice, np.zeros(EXPERTS, np.int32), name=order, moe=moe, ranks=ranks, **room)
+    )
+    expert_Tk = np.asarray(choice.expert_Tk)
+    chosen_TE = (expert_Tk[..., None] == np.arange(EXPERTS)).any(1)
+    kept_TE = references.keep(chosen_TE, moe)
+    if name == "buffer":
+        assert buffer is not None, "there is room for all"
+        own = np.split(expert_Tk, sequences) if sequences else []
+        kept = [references.keep_in_buffer(each, moe, (1.0, ranks)) for each in own]
+        kept_TE = np.concatenate([kept_TE[:0], *kept])
+    pairs = [(expert, token) for expert, _, token in places_in(ROWS_OF[order](sent, ranks), np.zeros(EXPERTS, int))]
+    assert sorted(pairs) == [tuple(pair) for pair in np.argwhere(kept_TE.T).tolist()]
+    assert num_dropped == (chosen_TE & ~kept_TE).sum()
+    kept_Tk = np.take_along_axis(np.pad(kept_TE, ((0, 0), (0, 1))), expert_Tk, axis=1)
+    total_T1 = np.where(kept_Tk, choice.weight_Tk, 0).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(returned_TD, total_T1 * PAYLOAD[:tokens], rtol=1e-6)

@@ -41,8 +41,9 @@ def test_loss_and_gradients_equal_the_reference(context, expert, data, settings)
         (4, 2, UNIFIED | {"remat": "full"}, {"every": 1}),
         (8, 1, UNIFIED | {"grad_reduce": "block", "chunk_mb": None}, {"exchange": {"reduction": "background"}}),
         (4, 2, {"policy": "expert_pipeline", "microbatches": 2, "grad_reduce": "end"}, {"capacity_factor": None}),
+        (2, 2, {"grad_reduce": "end"}, {"exchange": {"reduction": "ring"}, "model": {"num_layers": 1}, "every": 1}),
     ],
-    ids=["tensor", "remat", "many", "pipeline"],
+    ids=["tensor", "remat", "many", "pipeline", "ring"],
 )
 def test_scheduled_steps_equal_the_reference(context, expert, schedule, settings):
     assert_equals_reference(context_config(context, expert, schedule=schedule, **settings))

@@ -160,6 +160,15 @@ def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
     assert_same(result, without_stages(*mesh[1:], "tied", 4))
 
 
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "coscheduled_split"])
+def test_pieces_of_the_slots_may_be_empty(pipeline):
+    """Three slots of an expert in eight pieces."""
+    schedule = PIPELINES[pipeline] | {"policy": "expert_pipeline", "microbatches": 8}
+    small = {"batch_size": 8, "seq_len": 6, "every": 1, "grad_accumulation": 2, "model": {"num_layers": 2}}
+    config, plain = small_config(1, 2, pipeline=2, schedule=schedule, **small), small_config(1, 2, **small)
+    assert_same(result_of(config), result_of(plain))
+
+
 def test_a_last_stage_with_fewer_blocks_computes_the_same():
     config = config_of((2, 1, 2), "even", 2, {"head_blocks": 1})
     assert list(map(len, Stages.of(config).groups)) == [3, 1]

@@ -85,3 +85,10 @@ def test_guests_share_a_host_without_meeting() -> None:
 )
 def test_there_is_no_room_for_what_does_not_fit(host, guest) -> None:
     assert find_rooms({0: guest}, {0: host}) == {}
+
+
+def test_values_without_elements_are_neither_hosts_nor_in_the_way() -> None:
+    """A piece of the slots may be empty."""
+    hosts = {0: shape_of("f32", 2, 0, 4), 1: shape_of("f32", 0), 2: shape_of("f32", 8, 4)}
+    guests = {5: shape_of("f32", 6, 4), 6: shape_of("f32", 0, 4), 7: shape_of("f32", 2, 0, 4)}
+    assert find_rooms(guests, hosts) == {5: Room(2, guests[5])}

@@ -111,3 +111,21 @@ def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_t
     again, _, *rest = traced.rebuild(w, stacked)
     chex.assert_trees_all_equal(rest, others)
     chex.assert_trees_all_close(again(jnp.ones((2, 5))), first(jnp.ones((2, 5))), rtol=1e-2)
+
+
+def test_a_call_inside_a_turn_may_return_a_constant():
+    """As the attention kernels of GPUs do."""
+
+    @jax.jit
+    def call(x: jax.Array) -> tuple[jax.Array, float]:
+        return 2 * x, 3.0
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None, tuple]:
+        doubled, three = call(x)
+        return doubled + w, None, (doubled, three)
+
+    x, w = jnp.arange(4.0), jnp.ones(4)
+    traced = Turn(turn, x, w)
+    _, _, stacked = traced(x, w)
+    chex.assert_trees_all_equal(stacked, [2 * x])
+    chex.assert_trees_all_equal(traced.rebuild(w, stacked), (2 * x, jnp.float32(3)))

@@ -47,15 +47,16 @@ def order(
     start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)  # of an expert's rows in its rank's block
     row_Tk = expert_Tk // held * width + start_E[expert_Tk] + rank_Tk
     rows = routing.assign_rows(row_Tk, kept_Tk, ranks * width)
-    sent = routing.to_rows(x_TD, rows).reshape(ranks, width, -1)
+    sent = routing.to_rows(x_TD, rows).reshape(ranks, width, x_TD.shape[1])
     return (sent, count_PL), Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=jnp.sum(wanted_Tk & ~kept_Tk))
 
 
 def _finds_room(rank_Tk: Int[Array, "T k"], buffer: Buffer, ranks: int) -> Bool[Array, "T k"]:
     """Whether each pair is among the first of its sequence that go to its rank; rank P is nobody."""
     sequence_T1 = jnp.arange(len(rank_Tk), dtype=jnp.int32)[:, None] // buffer.tokens
-    group_Tk = jnp.where(rank_Tk < ranks, sequence_T1 * ranks + rank_Tk, rank_Tk.size)
-    count = expert_counts(group_Tk, len(rank_Tk) // buffer.tokens * ranks)
+    groups = len(rank_Tk) // buffer.tokens * ranks
+    group_Tk = jnp.where(rank_Tk < ranks, sequence_T1 * ranks + rank_Tk, groups)
+    count = expert_counts(group_Tk, groups)
     return routing.rank_in_expert(group_Tk, count) < buffer.rows
 
 

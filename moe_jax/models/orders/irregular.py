@@ -41,7 +41,7 @@ class Again(NamedTuple):
 
     def make(self) -> Float[Array, "S ..."]:
         """The rows."""
-        return routing.to_rows(self.x_TD.reshape(-1, *row_shape(self.x_TD.shape[1])), self.rows)
+        return routing.to_rows(self.x_TD.reshape(len(self.x_TD), *row_shape(self.x_TD.shape[1])), self.rows)
 
 
 def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room) -> tuple[Sent, Ticket]:
@@ -60,7 +60,7 @@ def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room:
 def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
     """Weighted sums of each token's rows."""
     y_T = routing.from_rows(returned_S, ticket.weight_Tk, ticket.rows)
-    return y_T.reshape(len(y_T), -1)
+    return y_T.reshape(len(y_T), math.prod(y_T.shape[1:]))
 
 
 def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:

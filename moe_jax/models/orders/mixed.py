@@ -27,7 +27,7 @@ def order(
     """The mixes. All slots are for these tokens, so `room` does not matter."""
     _, experts, slots = mixed.dispatch_TEC.shape
     sent_ECD = jnp.einsum("tec,td->ecd", mixed.dispatch_TEC.astype(x_TD.dtype), x_TD)
-    sent = sent_ECD.reshape(ranks, experts // ranks, slots, -1)
+    sent = sent_ECD.reshape(ranks, experts // ranks, slots, x_TD.shape[1])
     return sent, MixedTicket(mixed.combine_TEC, jnp.int32(0))
 
 

@@ -37,10 +37,13 @@ def order(
     combine_TEC = jnp.einsum("tk,tkec->tec", choice.weight_Tk, place_TkEC)
     sent = jnp.einsum("tkec,td->ecd", place_TkEC.astype(x_TD.dtype), x_TD)
     dropped = pairs.sum() - place_TkEC.sum().astype(jnp.int32)
-    return sent.reshape(ranks, -1, width, x_TD.shape[1]), OneHotTicket(combine_TEC=combine_TEC, num_dropped=dropped)
+    return sent.reshape(ranks, moe.num_experts // ranks, width, x_TD.shape[1]), OneHotTicket(
+        combine_TEC=combine_TEC, num_dropped=dropped
+    )
 
 
 def inverse(returned_PLCD: Float[Array, "P L C D"], ticket: OneHotTicket) -> Float[Array, "T D"]:
     """Weighted sums of the slots."""
-    y_ECD = returned_PLCD.reshape(-1, *returned_PLCD.shape[2:])
+    ranks, held, *shape = returned_PLCD.shape
+    y_ECD = returned_PLCD.reshape(ranks * held, *shape)
     return jnp.einsum("tec,ecd->td", ticket.combine_TEC, y_ECD.astype(jnp.float32)).astype(y_ECD.dtype)

@@ -28,7 +28,7 @@ def order(
     """The picked tokens. All slots are for these tokens, so `room` does not matter."""
     experts, slots = picked.token_EC.shape
     picks_T = jnp.zeros(len(x_TD), jnp.int32).at[picked.token_EC.ravel()].add(1)
-    sent = x_TD[picked.token_EC.ravel()].reshape(ranks, experts // ranks, slots, -1)
+    sent = x_TD[picked.token_EC.ravel()].reshape(ranks, experts // ranks, slots, x_TD.shape[1])
     return sent, PickedTicket(picked.token_EC, picked.weight_EC, picks_T, jnp.int32(0))
 
 

@@ -32,7 +32,7 @@ def order(
     rank_Tk = routing.ranks(choice, count_E)
     kept_Tk = room.used_E[choice.expert_Tk] + rank_Tk < room.slots
     rows = routing.assign_rows(choice.expert_Tk * width + rank_Tk, kept_Tk, moe.num_experts * width)
-    sent = routing.to_rows(x_TD, rows).reshape(ranks, moe.num_experts // ranks, width, -1)
+    sent = routing.to_rows(x_TD, rows).reshape(ranks, moe.num_experts // ranks, width, x_TD.shape[1])
     return sent, Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=count_E.sum() - kept_Tk.sum())
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 
 
@@ -55,7 +56,7 @@ def _hop_by_hop(own: Shaped[Array, "1 L ..."], ranks: Ranks) -> Shaped[Array, "1
     received = own
     for distance in range(1, local):
         sent = jax.lax.dynamic_index_in_dim(own, (member + distance) % local, axis=1)
-        block = jax.lax.ppermute(sent, ranks.axis, ranks.shifts_inside(distance))
+        block = permuted(sent, ranks.axis, ranks.shifts_inside(distance))
         received = jax.lax.dynamic_update_slice_in_dim(received, block, (member - distance) % local, axis=1)
     return received
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 
 _LEADER = 0
@@ -19,12 +20,12 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
     members = range(1, local)
     rows = x.reshape(nodes, local, *x.shape[1:])  # [to node, to member]
     with jax.named_scope("gather"):
-        gathered = [jax.lax.ppermute(rows, ranks.axis, ranks.inside(m, _LEADER)) for m in members]
+        gathered = [permuted(rows, ranks.axis, ranks.inside(m, _LEADER)) for m in members]
     blocks = jnp.stack([rows, *gathered], axis=1)  # at leaders, as all below: [to node, from member, to member]
     with jax.named_scope("between"):
         blocks = _between_leaders(blocks, ranks)
     with jax.named_scope("scatter"):  # [from node, from member]
-        scattered = [jax.lax.ppermute(blocks[:, :, m], ranks.axis, ranks.inside(_LEADER, m)) for m in members]
+        scattered = [permuted(blocks[:, :, m], ranks.axis, ranks.inside(_LEADER, m)) for m in members]
     member = jax.lax.axis_index(ranks.axis) % local
     return (jax.lax.select_n(member, blocks[:, :, _LEADER], *scattered),)
 
@@ -41,6 +42,6 @@ def _between_leaders(blocks: Shaped[Array, "N ..."], ranks: Ranks) -> Shaped[Arr
     received = blocks
     for distance in range(1, nodes):
         sent = jax.lax.dynamic_index_in_dim(blocks, (node + distance) % nodes)
-        arrived = jax.lax.ppermute(sent, ranks.axis, ranks.between(distance, _LEADER))
+        arrived = permuted(sent, ranks.axis, ranks.between(distance, _LEADER))
         received = jax.lax.dynamic_update_index_in_dim(received, arrived, (node - distance) % nodes, axis=0)
     return received

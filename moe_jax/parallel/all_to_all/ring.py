@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Shaped
 
+from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 
 
@@ -11,7 +12,7 @@ def shift(x: Shaped[Array, "..."], distance: int, ranks: Ranks) -> Shaped[Array,
     count = ranks.size()
     if distance % count == 0:
         return x
-    return jax.lax.ppermute(x, ranks.axis, [(source, (source + distance) % count) for source in range(count)])
+    return permuted(x, ranks.axis, [(source, (source + distance) % count) for source in range(count)])
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:

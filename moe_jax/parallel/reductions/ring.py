@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.permute import permuted
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
@@ -46,4 +47,4 @@ def _ranks(axes: tuple[Axis, ...]) -> int:
 
 def _passed_on(x_m: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
     ranks = _ranks(axes)
-    return jax.lax.ppermute(x_m, axes, [(source, (source + 1) % ranks) for source in range(ranks)])
+    return permuted(x_m, axes, [(source, (source + 1) % ranks) for source in range(ranks)])

@@ -51,7 +51,7 @@ def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[
     Hosts of a guest's own shape first; then the largest guests in the host that has least left.
     """
     found: dict[int, Room] = {}
-    empty = {place: host for place, host in hosts.items() if host.shape}
+    empty = {place: host for place, host in hosts.items() if host.shape and math.prod(host.shape)}
     for number, guest in guests.items():
         alike = [place for place, host in empty.items() if (host.shape, host.dtype) == (guest.shape, guest.dtype)]
         if alike:
