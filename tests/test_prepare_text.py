@@ -226,7 +226,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path / source, tmp_path / "out", tokenizer="bpe")
-    assert str(error.value) == f"{package} is not installed: pip install 'moe_jax[text]'"
+    assert str(error.value) == f"{package} is not installed: pip install -e '.[text]'"
 
 
 def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

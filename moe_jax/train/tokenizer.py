@@ -145,4 +145,4 @@ def optional_package(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise DataError(f"{module.partition('.')[0]} is not installed: pip install 'moe_jax[text]'") from None
+        raise DataError(f"{module.partition('.')[0]} is not installed: pip install -e '.[text]'") from None

@@ -98,7 +98,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError) as error:
         load_tokenizer(bpe_folder)
-    assert str(error.value) == "tokenizers is not installed: pip install 'moe_jax[text]'"
+    assert str(error.value) == "tokenizers is not installed: pip install -e '.[text]'"
 
 
 @pytest.mark.parametrize(
