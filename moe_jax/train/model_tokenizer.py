@@ -33,7 +33,7 @@ def check_tokens(config: Config, data: Path, new: bool) -> None:
     if found is _BYTES and file is not _BYTES:
         raise ConfigError(
             f"data.path={data} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
-            f"prepare the text by scripts/prepare_text.py TEXT FOLDER --tokenizer bytes"
+            "prepare the text by scripts/prepare_text.py TEXT FOLDER --tokenizer bytes"
         )
     if found is _BYTES:
         return
@@ -84,6 +84,8 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
         if not (origin.parent / BPE_FILE).is_file():
             raise ConfigError(f"it has no {BPE_FILE}")
         return origin.parent / BPE_FILE
+    if (begun / BPE_FILE).is_file():
+        return begun / BPE_FILE
     path = load_config(begun).data.path
     try:
         return _file_of(find_data(path))
