@@ -8,8 +8,8 @@ from moe_jax.config_files import load_config
 from moe_jax.convert.source import is_imported, origin_of
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.train.processes import is_main_process
-from moe_jax.train.tokenizer import BPE_FILE, ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
-from moe_jax.train.tokens import META_FILE, find_data, read_meta
+from moe_jax.train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.train.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
 
 _BYTES = None  # in place of a tokenizer's file
 
@@ -73,9 +73,12 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
 
 
 def _file_of(data: Path) -> Path | None:
-    """The tokenizer.json of a data path; None: it has bytes."""
-    bytes_only = not data.is_dir() or read_meta(data).tokenizer == "bytes"
-    return _BYTES if bytes_only else data / BPE_FILE
+    """The tokenizer.json of a data path; None: it has bytes. Raises DataError if it is another one now."""
+    if not data.is_dir():
+        return _BYTES
+    meta = read_meta(data)
+    check_tokenizer_file(data, meta)
+    return _BYTES if meta.tokenizer == "bytes" else data / BPE_FILE
 
 
 def _file_of_model(config: Config, begun: Path) -> Path | None:

@@ -19,15 +19,15 @@ from moe_jax.errors import DataError
 from moe_jax.train.text_files import Piece, find_files, read_file
 from moe_jax.train.token_chunks import CHUNK_BYTES, write_checksums
 from moe_jax.train.tokenizer import (
-    BPE_FILE,
     MIN_BPE_VOCAB_SIZE,
+    BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     of_model,
     optional_package,
     train_bpe,
 )
-from moe_jax.train.tokens import FORMAT, META_FILE, Meta, Split
+from moe_jax.train.tokens import BPE_FILE, FORMAT, META_FILE, Meta, Split
 
 MAX_BPE_VOCAB_SIZE = 2**20
 
@@ -152,12 +152,15 @@ def _write(
 ) -> Meta:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     sizes: dict[str, int] = {}
+    unknown = tokenizer.unknown() if isinstance(tokenizer, BpeTokenizer) else None
+    unknowns = 0
     for split, group in itertools.groupby(pieces, key=itemgetter(0)):
         count = crc32 = 0
         with (folder / f"{split}.bin").open("wb") as out:
             for tokens in _encode((piece for _, piece in group), tokenizer):
                 data = np.asarray(tokens, dtype.newbyteorder("<")).tobytes()
                 out.write(data)
+                unknowns += 0 if unknown is None else tokens.count(unknown)
                 count, crc32 = count + len(tokens), zlib.crc32(data, crc32)
         write_checksums(folder / f"{split}.bin")
         sizes |= {f"{split}_tokens": count, f"{split}_crc32": crc32}
@@ -169,9 +172,15 @@ def _write(
         dtype=dtype.name,
         sources=sources,
         skipped=skipped,
+        tokenizer_crc32=zlib.crc32((folder / BPE_FILE).read_bytes()) if kind == "bpe" else None,
         chunk_bytes=CHUNK_BYTES,
         **sizes,
     )
+    if isinstance(tokenizer, BpeTokenizer) and unknowns and unknown is not None:
+        share = f"{unknowns:,} of {meta.train_tokens + meta.validation_tokens:,} tokens"
+        print(f"warning: {share} are {tokenizer.name_of(unknown)}, for what the tokenizer does not know", flush=True)
+    elif unknown == -1:
+        print("warning: the tokenizer leaves out characters that it does not know", flush=True)
     (folder / META_FILE).write_text(json.dumps({"format": FORMAT} | asdict(meta), indent=1) + "\n")
     return meta
 

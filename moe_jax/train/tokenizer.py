@@ -11,12 +11,12 @@ import numpy as np
 
 from moe_jax.errors import DataError
 from moe_jax.train.long_text import Encoded, encode_long
-from moe_jax.train.tokens import BYTES_VOCAB_SIZE, META_FILE, find_data, read_meta
+from moe_jax.train.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
 
-BPE_FILE = "tokenizer.json"
 MIN_BPE_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # every byte, and the end of a text
 
 _END_OF_TEXT = "<|endoftext|>"
+_RARE = ("\U00012000", "\U00012001")  # letters of cuneiform, which few vocabularies have
 
 
 class Tokenizer(Protocol):
@@ -107,6 +107,17 @@ class BpeTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bpe.decode(list(tokens), skip_special_tokens=False)
 
+    def unknown(self) -> int | None:
+        """The token of all characters that the tokenizer does not know; -1: it leaves them out, None: it knows all."""
+        none, one, other = self.encode_batch(["a ", *(f"a {letter}" for letter in _RARE)])
+        if one != other:
+            return None
+        return one[-1] if one != none else -1
+
+    def name_of(self, token: int) -> str:
+        """As the file writes it."""
+        return str(self._bpe.id_to_token(token))
+
     def number_of(self, name: str) -> int | None:
         """The token of this name."""
         return self._bpe.token_to_id(name)
@@ -183,6 +194,7 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
         raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
     if file.with_name(META_FILE).exists():
         meta = read_meta(file.parent)
+        check_tokenizer_file(file.parent, meta)
         return file, BpeTokenizer(file, meta.end_of_text, meta.begin_of_text)
     settings = file.with_name("tokenizer_config.json")
     try:
@@ -223,6 +235,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path / BPE_FILE} has {tokenizer.vocab_size} tokens, and meta.json says {meta.vocab_size}: "
             "make the folder again"
         )
+    check_tokenizer_file(path, meta)
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from moe_jax.train.token_chunks import AGAIN, CHUNK_BYTES, Chunks
 
 FORMAT = 1  # of a folder; raised when an older reader would misread it
 META_FILE = "meta.json"
+BPE_FILE = "tokenizer.json"
 BYTES_VOCAB_SIZE = 256
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -51,6 +52,7 @@ class Meta:
     begin_of_text: list[int] | None = (
         None  # tokens before each document; None: folders made before documents were whole
     )
+    tokenizer_crc32: int | None = None  # of tokenizer.json; None: there is none, or older folders
     chunk_bytes: int | None = None  # of which there are checksums (train/token_chunks.py); None: older folders
 
     def count(self, split: Split) -> int:
@@ -156,9 +158,24 @@ def read_meta(folder: Path) -> Meta:
     return Meta(**{key: values[key] for key in kinds if key in values})
 
 
+def check_tokenizer_file(folder: Path, meta: Meta) -> None:
+    """Raise DataError if the tokenizer.json of a prepared folder is not the one that its tokens were made with."""
+    file = folder / BPE_FILE
+    try:
+        found = None if meta.tokenizer_crc32 is None else zlib.crc32(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+    if found != meta.tokenizer_crc32:
+        raise DataError(
+            f"{file} is not the tokenizer of these tokens: its crc32 is {found}, and {META_FILE} says "
+            f"{meta.tokenizer_crc32}: {AGAIN}"
+        )
+
+
 def verify_tokens(folder: Path) -> Meta:
     """Read all of a prepared folder, compare sizes and checksums, and return its meta. Raises DataError."""
     meta = read_meta(folder)
+    check_tokenizer_file(folder, meta)
     for split in SPLITS:
         tokens = _open_split(folder, meta, split)
         _check_whole(folder, meta, split, tokens)

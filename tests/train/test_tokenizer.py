@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from moe_jax.errors import DataError
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.train.tokens import verify_tokens
 from tests.train.tokenizer_kinds import KINDS, save
 
 TEXT = "O, what a rogue and peasant slave am I!\nIs it not monstrous that this player here\n" * 40
@@ -222,3 +224,42 @@ def test_a_folder_of_an_older_version_has_nothing_before_its_documents(tmp_path:
     (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DataError, match=r"meta.json has no usable begin_of_text: make the folder again"):
         load_tokenizer(tmp_path / "tokens")
+
+
+def test_a_folder_whose_tokenizer_was_replaced_is_refused(bpe_folder: Path, tmp_path: Path) -> None:
+    """By one that makes as many tokens."""
+    folder = tmp_path / "tokens"
+    shutil.copytree(bpe_folder, folder)
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"a": ', '"a ": ').replace('"b": ', '"a": '))
+    for read in (load_tokenizer, of_model, verify_tokens):
+        with pytest.raises(
+            DataError, match=r"tokenizer.json is not the tokenizer of these tokens: its crc32 is \d+, and"
+        ):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warns"),
+    [
+        ("unigram", "warning: 2 of {count} tokens are <unk>, for what the tokenizer does not know\n"),
+        ("metaspace_first", "warning: 2 of {count} tokens are <unk>, for what the tokenizer does not know\n"),
+        *(("llama", ""), ("byte_level", "")),
+    ],
+)
+def test_characters_that_a_tokenizer_does_not_know_are_counted(
+    kind: str, warns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the fox \u8a00 and \u8a00 the dog, " + "the quick brown fox " * 9)
+    meta = prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=save(KINDS[kind](), tmp_path / "model"))
+    assert capsys.readouterr().out == warns.format(count=meta.train_tokens + meta.validation_tokens)
+
+
+def test_a_tokenizer_that_leaves_out_characters_is_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = KINDS["metaspace_first"]()
+    made.model.unk_token = None
+    (tmp_path / "text.txt").write_text(TEXT)
+    prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=save(made, tmp_path / "model"))
+    assert capsys.readouterr().out == "warning: the tokenizer leaves out characters that it does not know\n"
