@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 2**17  # characters that each window adds
+WINDOW = 2**15  # characters that each window adds
 OVERLAP = 2**12  # characters that two windows share
 _TOGETHER = 8  # windows encoded in one call
 
