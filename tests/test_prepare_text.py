@@ -283,6 +283,12 @@ def test_the_same_text_gives_the_same_files(tmp_path: Path) -> None:
     [
         ("in.txt", "", {}, "{in} holds 0 characters, too few to train and validate: give more text"),
         ("in.txt", "a", {}, "{in} holds 1 characters, too few to train and validate: give more text"),
+        (
+            "in.txt",
+            b"\0" * 5000 + b"text",
+            {},
+            "{in} begins with 4096 bytes of zero, which are no text: make or copy it again",
+        ),
         ("in.md", "a", {}, "{in} holds no .txt, .jsonl, .json or .parquet file: convert the text to one of them"),
         (
             "in.txt",

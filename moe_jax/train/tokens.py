@@ -110,7 +110,10 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
 
 
 def check_utf8(file: Path, head: bytes) -> None:
-    """Raise DataError if the first ENCODING_BYTES of a text are UTF-16 or UTF-32, by their mark or their zeros."""
+    """Raise DataError if the first ENCODING_BYTES of a text are UTF-16 or UTF-32, by their mark or their zeros, or
+    nothing but zeros."""
+    if len(head) > 3 and not any(head):
+        raise DataError(f"{file} begins with {len(head)} bytes of zero, which are no text: make or copy it again")
     encoding = next((name for mark, name in _MARKS if head.startswith(mark)), None)
     zeros = [head[place::4].count(0) * 8 > len(head) for place in range(4)]  # in more than half of these places
     encoding = encoding or _ZEROS.get("".join("0" if zero else "." for zero in zeros))
