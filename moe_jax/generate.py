@@ -5,15 +5,14 @@ from pathlib import Path
 import jax
 
 from moe_jax.config_files import load_config
-from moe_jax.convert.source import is_imported
-from moe_jax.errors import CommandParser, ConfigError, DataError, run_command
+from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
 from moe_jax.train.load import load_params
+from moe_jax.train.model_tokenizer import tokenizer_of_run
 from moe_jax.train.same_run import check_same_run
 from moe_jax.train.sample import one_device_mesh, sample_text
-from moe_jax.train.tokenizer import BPE_FILE, ByteTokenizer, load_tokenizer
 
 
 def main() -> None:
@@ -34,12 +33,7 @@ def main() -> None:
         raise ConfigError(f"--temperature={arguments.temperature} must be 0 or more")
     config = load_config(arguments.run, arguments.overrides)
     check_same_run(config, arguments.run, but_data=True)
-    tokenizer = load_tokenizer(Path(config.data.path), arguments.run)
-    if isinstance(tokenizer, ByteTokenizer) and is_imported(config, arguments.run):
-        raise DataError(
-            f"{arguments.run} has no {BPE_FILE}, and its model was not trained here: put the model's there, or name a "
-            "folder that was prepared with it by data.path"
-        )
+    tokenizer = tokenizer_of_run(config, arguments.run)
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))

@@ -20,10 +20,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", type=Path, help="a .txt, .jsonl or .parquet file, or a folder of them at any depth")
+    parser.add_argument(
+        "input",
+        type=Path,
+        help="a .txt, .jsonl, .json (each also as .gz) or .parquet file, or a folder of them at any depth",
+    )
     parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
     parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes, bpe (a new one), or a model's folder with a tokenizer.json"
+        "--tokenizer", default="bytes", help="bytes, bpe (a new one), or a folder with a tokenizer.json"
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="of the BPE at most (default 8192)")
     parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the text: its end")

@@ -37,7 +37,7 @@ activate_env() {
             return
         fi
     done
-    echo "installing moe_jax[$extras] into $venv …" >&2
+    echo "installing this folder with its extras $extras into $venv …" >&2
     python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" || return
     echo "$stamp" >"$venv/.moe_jax-$extras"
 }

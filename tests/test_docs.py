@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIG = "configs/shakespeare_cpu.yaml"  # where a page leaves open which, or names a run that has yet to be
 FOLDERS = "configs|docs|moe_jax|profiling|scripts|tests"
+_TEXTS = {".md", ".py", ".yaml", ".sh", ".ipynb", ".txt"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -170,6 +171,15 @@ def test_messages_are_those_of_the_program() -> None:
     assert len(rows) > 30
     pieces = [piece.strip() for row in rows for piece in row.split("…")]
     assert not [piece for piece in pieces if piece not in code]
+
+
+def test_nothing_is_installed_by_a_name_that_others_could_register() -> None:
+    """The project is published nowhere: pip installs it from its folder alone."""
+    folders = [path for name in FOLDERS.split("|") for path in (ROOT / name).rglob("*")]
+    files = [path for path in (*ROOT.glob("*"), *folders) if path.suffix in _TEXTS or path.name == "Dockerfile"]
+    assert len(files) > 300
+    named = re.compile(r"install\b[^\n]*[\s'\"]moe[_-]jax\b(?![./])|\bmoe[_-]jax\\*\[(text|plots|wandb|nvml|tpu|cuda)")
+    assert not [(path.name, found[0]) for path in files if (found := named.search(path.read_text("utf-8")))]
 
 
 def test_plans_are_those_of_the_results() -> None:

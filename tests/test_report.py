@@ -214,7 +214,7 @@ def test_missing_matplotlib_is_answered_with_a_cure(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError) as error:
         write_report(make_run(tmp_path))
-    assert str(error.value) == "plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'"
+    assert str(error.value) == "plots need matplotlib, which is not installed: pip install -e '.[plots]'"
     assert not (tmp_path / "report.html").exists()
 
 

@@ -130,9 +130,7 @@ def check_compiler(target: Target) -> None:
         return
     modules, name, extra = _COMPILERS[target.platform]
     if not any(map(_is_installed, modules)):
-        raise TargetError(
-            f"--compile {target.name} needs {name}, which is not installed: pip install 'moe_jax[{extra}]'"
-        )
+        raise TargetError(f"--compile {target.name} needs {name}, which is not installed: pip install -e '.[{extra}]'")
 
 
 def _is_installed(module: str) -> bool:

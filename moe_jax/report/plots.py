@@ -95,7 +95,7 @@ def style(**changes: object) -> AbstractContextManager[None]:
     try:
         import matplotlib
     except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'") from None
+        raise PlotError("plots need matplotlib, which is not installed: pip install -e '.[plots]'") from None
     return matplotlib.rc_context(_STYLE | changes)
 
 

@@ -35,7 +35,7 @@ def draw_profile(profile: ClusterProfile, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'") from None
+        raise PlotError("plots need matplotlib, which is not installed: pip install -e '.[plots]'") from None
     columns = _columns(profile.curves)
     figure = Figure(figsize=(5.5 * len(columns), 8), dpi=120, layout="constrained")
     axes = figure.subplots(2, len(columns), sharex="col", squeeze=False)

@@ -138,7 +138,7 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install 'moe_jax[plots]'") from None
+        raise PlotError("plots need matplotlib, which is not installed: pip install -e '.[plots]'") from None
     rows = [(name, stream) for name, bars in timelines.items() for stream in dict.fromkeys(bar.stream for bar in bars)]
     figure = Figure(figsize=(14, 0.8 + 0.5 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot(xlabel="ms")

@@ -11,7 +11,7 @@ from moe_jax.config_files import load_config
 from moe_jax.convert import hf_config
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.read import read_params
-from moe_jax.convert.source import check_same, opened, origin_of
+from moe_jax.convert.source import check_same, opened
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.models.parameters import init_params
 from moe_jax.models.stages import stored
@@ -19,7 +19,6 @@ from moe_jax.stages import Stages
 from moe_jax.train.digest import names_of
 from moe_jax.train.load import load_params
 from moe_jax.train.processes import allgather
-from moe_jax.train.tokenizer import BPE_FILE
 
 
 def check_source(config: Config) -> None:
@@ -34,16 +33,6 @@ def check_source(config: Config) -> None:
         _check_run(config, Path(folder))
     except UserError as error:
         raise ConfigError(f"train.init_from={folder}: {error}") from None
-
-
-def check_text(config: Config, text: Path) -> None:
-    """Raise ConfigError for a text that would be read as bytes by a model with a tokenizer of its own."""
-    origin = origin_of(config)
-    if origin is not None and not text.is_dir() and origin.with_name(BPE_FILE).exists():
-        raise ConfigError(
-            f"data.path={text} is read as bytes, and train.init_from={config.train.init_from} has a {BPE_FILE}: "
-            f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {origin.parent}"
-        )
 
 
 def source_params(config: Config, shapes: Any) -> Any:

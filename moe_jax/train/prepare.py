@@ -1,4 +1,4 @@
-"""Text files → a folder of tokens, read as a stream: memory holds one document or piece, never the corpus."""
+"""Text files → a folder of tokens, read as a stream: memory holds one document or a part of it, never the corpus."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ import math
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -16,24 +16,23 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.errors import DataError
+from moe_jax.train.text_files import Piece, find_files, read_file
 from moe_jax.train.token_chunks import CHUNK_BYTES, write_checksums
 from moe_jax.train.tokenizer import (
-    BPE_FILE,
     MIN_BPE_VOCAB_SIZE,
+    BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     of_model,
     optional_package,
     train_bpe,
 )
-from moe_jax.train.tokens import FORMAT, META_FILE, Meta, Split
-
-Piece = str | None  # of a document; None ends the document
+from moe_jax.train.tokens import BPE_FILE, FORMAT, META_FILE, Meta, Split
 
 MAX_BPE_VOCAB_SIZE = 2**20
 
-_PIECE = 2**16  # characters of a .txt file read at once
-_BATCH = 2**20  # characters encoded at once
+_BATCH = 2**20  # characters encoded at once, and no more in a document that is encoded in one go
+_MOST_TOLD = 20  # names that are printed
 _BPE_SAMPLE = 2**28  # characters that a BPE learns from: the trainer's memory grows with distinct words
 
 
@@ -46,22 +45,29 @@ def prepare_text(
     validation_fraction: float = 0.1,
     text_key: str = "text",
 ) -> Meta:
-    """Write the tokens of all .txt, .jsonl and .parquet files below `source` as the folder `output`.
+    """Write the tokens of all text files below `source` (train/text_files.py) as the folder `output`.
 
-    Documents keep the sorted order of their files; the last `validation_fraction` of all characters validates.
+    Documents keep the sorted order of their files; the last `validation_fraction` of all characters validates. What is
+    not read is printed, and listed in the folder's meta.json.
     `tokenizer` may be the folder of a Hugging Face model with a tokenizer.json, or this file. `vocab_size` is that of a
     new BPE, 8192 if None. Raises DataError for bad input, and then leaves no `output`.
     """
     _check_options(tokenizer, vocab_size, validation_fraction)
     of_another = of_model(tokenizer) if isinstance(tokenizer, Path) else None
-    files = find_files(source)
+    if of_another:
+        _ = of_another[1].end_of_text  # refused before hours of reading
+    files, skipped = find_files(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists and is not an empty folder: name another one, or remove it")
 
     def pieces() -> Iterator[Piece]:
         for file in files:
-            yield from _READERS[file.suffix.lower()](file, text_key)
+            yield from read_file(file, text_key)
 
+    for name in skipped[:_MOST_TOLD]:
+        print(f"skipped: {name}", flush=True)
+    if len(skipped) > _MOST_TOLD:
+        print(f"skipped: {len(skipped) - _MOST_TOLD} more, listed in {output / META_FILE}", flush=True)
     try:
         characters = sum(len(piece) for piece in pieces() if piece)
         cut = characters - int(characters * validation_fraction)
@@ -81,22 +87,12 @@ def prepare_text(
                 shutil.copyfile(tokenizer_file, folder / BPE_FILE)
             kind = tokenizer if isinstance(tokenizer, str) else "bpe"
             names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
-            meta = _write(folder, _split(_counted(pieces(), characters), cut), kind, encoder, names)
+            read = _split(_counted(pieces(), characters, source), cut)
+            meta = _write(folder, read, kind, encoder, names, skipped)
             folder.rename(output)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
     return meta
-
-
-def find_files(source: Path) -> list[Path]:
-    """All text files below a folder, sorted, or the one file named. Raises DataError if there is none."""
-    if not source.exists():
-        raise DataError(f"{source} does not exist: name a folder or a {_KINDS} file")
-    files = sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
-    files = [file for file in files if file.suffix.lower() in _READERS]
-    if not files:
-        raise DataError(f"{source} holds no {_KINDS} file: convert the text to one of them")
-    return files
 
 
 def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fraction: float) -> None:
@@ -114,70 +110,6 @@ def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fra
 
 def _sizes_of(tokenizer: str | Path) -> str:
     return "bytes always have 256 tokens" if tokenizer == "bytes" else f"{tokenizer} has its own tokens"
-
-
-def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            # up to a line's end if one is near, so that a BPE sees whole words
-            while piece := lines.read(_PIECE) + lines.readline(_PIECE):
-                yield piece
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 ({error.reason}): convert it, e.g. with iconv -f latin1 -t utf-8"
-        ) from None
-    yield None
-
-
-def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not JSON ({error}): repair or remove it") from None
-            if not isinstance(record, dict):
-                raise DataError(f'{where} is not a JSON object: write {{"{text_key}": "…"}}')
-            _check_key(where, text_key, record)
-            yield from _document(where, text_key, record[text_key])
-
-
-def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
-    arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(file) as table:
-            _check_key(str(file), text_key, table.schema_arrow.names)
-            for rows in table.iter_batches(batch_size=256, columns=[text_key]):
-                for text in rows.column(0).to_pylist():
-                    yield from _document(str(file), text_key, text)
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{file} cannot be read as parquet ({reason}): repair or remove it") from None
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-_KINDS = ".txt, .jsonl or .parquet"
-
-
-def _check_key(where: str, text_key: str, keys: Iterable[str]) -> None:
-    if text_key not in keys:
-        raise DataError(f"{where} has no {text_key!r} but {', '.join(keys) or 'nothing'}: choose with --text-key")
-
-
-def _document(where: str, text_key: str, text: object) -> Iterator[Piece]:
-    if text is None or text == "":
-        return
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not text: choose another with --text-key")
-    yield text
-    yield None
 
 
 def _split(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Split, Piece]]:
@@ -199,54 +131,106 @@ def _trains(item: tuple[Split, Piece]) -> bool:
     return item[0] == "train"
 
 
-def _counted(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
+def _counted(pieces: Iterable[Piece], characters: int, source: Path) -> Iterator[Piece]:
+    left = characters
     with tqdm(total=characters, unit="char", unit_scale=True, disable=None) as bar:
         for piece in pieces:
+            left -= len(piece or "")
             bar.update(len(piece or ""))
             yield piece
+    if left:
+        raise DataError(f"{source} has changed while it was read: start again when nothing writes there")
 
 
 def _write(
-    folder: Path, pieces: Iterator[tuple[Split, Piece]], kind: str, tokenizer: Tokenizer, sources: list[str]
+    folder: Path,
+    pieces: Iterator[tuple[Split, Piece]],
+    kind: str,
+    tokenizer: Tokenizer,
+    sources: list[str],
+    skipped: list[str],
 ) -> Meta:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     sizes: dict[str, int] = {}
+    unknown = tokenizer.unknown() if isinstance(tokenizer, BpeTokenizer) else None
+    unknowns = 0
     for split, group in itertools.groupby(pieces, key=itemgetter(0)):
         count = crc32 = 0
         with (folder / f"{split}.bin").open("wb") as out:
             for tokens in _encode((piece for _, piece in group), tokenizer):
                 data = np.asarray(tokens, dtype.newbyteorder("<")).tobytes()
                 out.write(data)
+                unknowns += 0 if unknown is None else tokens.count(unknown)
                 count, crc32 = count + len(tokens), zlib.crc32(data, crc32)
         write_checksums(folder / f"{split}.bin")
         sizes |= {f"{split}_tokens": count, f"{split}_crc32": crc32}
     meta = Meta(
         tokenizer=kind,
         vocab_size=tokenizer.vocab_size,
+        begin_of_text=tokenizer.begin_of_text,
         end_of_text=tokenizer.end_of_text,
         dtype=dtype.name,
         sources=sources,
+        skipped=skipped,
+        tokenizer_crc32=zlib.crc32((folder / BPE_FILE).read_bytes()) if kind == "bpe" else None,
         chunk_bytes=CHUNK_BYTES,
         **sizes,
     )
+    if isinstance(tokenizer, BpeTokenizer) and unknowns and unknown is not None:
+        share = f"{unknowns:,} of {meta.train_tokens + meta.validation_tokens:,} tokens"
+        print(f"warning: {share} are {tokenizer.name_of(unknown)}, for what the tokenizer does not know", flush=True)
+    elif unknown == -1:
+        print("warning: the tokenizer leaves out characters that it does not know", flush=True)
     (folder / META_FILE).write_text(json.dumps({"format": FORMAT} | asdict(meta), indent=1) + "\n")
     return meta
 
 
 def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    for batch in _batches(pieces):
-        encoded = iter(tokenizer.encode_batch([piece for piece in batch if piece is not None]))
-        for piece in batch:
-            yield [tokenizer.end_of_text] if piece is None else next(encoded)
+    """The tokens of each document, as if it were encoded at once, between those that begin and end it.
 
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch, size = [], 0
+    The last document has no end if its pieces have none.
+    """
+    waiting: list[tuple[str, bool]] = []  # documents that are encoded together, and whether each has an end
+    document: list[str] = []
+    size = length = 0  # characters of those that wait, and of the document
     for piece in pieces:
-        batch.append(piece)
-        size += len(piece or "")
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if piece is None:
+            waiting.append(("".join(document), True))
+            size, document, length = size + length, [], 0
+            if size >= _BATCH:
+                yield from _encode_together(waiting, tokenizer)
+                waiting, size = [], 0
+            continue
+        document.append(piece)
+        length += len(piece)
+        if length > _BATCH:
+            yield from _encode_together(waiting, tokenizer)
+            yield from _encode_long(itertools.chain(document, pieces), tokenizer)
+            waiting, size, document, length = [], 0, [], 0
+    if document:
+        waiting.append(("".join(document), False))
+    yield from _encode_together(waiting, tokenizer)
+
+
+def _encode_together(documents: list[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    encoded = tokenizer.encode_batch([text for text, _ in documents])
+    for tokens, (_, ends) in zip(encoded, documents, strict=True):
+        yield [*tokenizer.begin_of_text, *tokens, *([tokenizer.end_of_text] if ends else ())]
+
+
+def _encode_long(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Of the first document of the pieces, which is all that is taken from them."""
+    ended = False
+
+    def document() -> Iterator[str]:
+        nonlocal ended
+        for piece in pieces:
+            if piece is None:
+                ended = True
+                return
+            yield piece
+
+    yield tokenizer.begin_of_text
+    yield from tokenizer.encode_long(document())
+    if ended:
+        yield [tokenizer.end_of_text]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,19 @@ def sample_text(
     config: Config, params: Any, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int
 ) -> str:
     """Prompt and continuation as text. Raises ConfigError as `encode_prompt` does."""
-    tokens = sample_tokens(config, params, encode_prompt(config, tokenizer, prompt), count, temperature, seed)
-    return prompt + _shown(tokenizer.decode(tokens.tolist()))
+    before = encode_prompt(config, tokenizer, prompt)
+    tokens = sample_tokens(config, params, before, count, temperature, seed)
+    return prompt + _shown(continuation(tokenizer, before.tolist(), tokens.tolist()))
+
+
+def continuation(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
+    """The text that tokens add to that of the tokens before them.
+
+    A tokenizer may take away the space before the first token of all, so that tokens decoded alone would lack one.
+    """
+    known, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
+    return whole[len(list(shared)) :]
 
 
 def _shown(text: str) -> str:
@@ -68,8 +80,11 @@ def _shown(text: str) -> str:
 
 
 def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError if there are none, or such that the model does not know."""
-    tokens, known = tokenizer.encode(prompt), config.model.vocab_size
+    """The prompt's tokens, after those that begin a text.
+
+    Raises ConfigError if there are none, or such that the model does not know.
+    """
+    tokens, known = [*tokenizer.begin_of_text, *tokenizer.encode(prompt)], config.model.vocab_size
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character, e.g. a line break")
     if max(tokens) >= known:

@@ -31,7 +31,8 @@ from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
 from moe_jax.train.grouped_product import with_fastest_product
-from moe_jax.train.init_from import check_source, check_text, source_params
+from moe_jax.train.init_from import check_source, source_params
+from moe_jax.train.model_tokenizer import check_tokens
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import Later
@@ -105,7 +106,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
         check_source(config)
-        check_text(config, tokens.path)
+    check_tokens(config, tokens.path, new=first_step == 0)
     if config.log.sample_tokens:
         encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size

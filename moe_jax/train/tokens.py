@@ -1,11 +1,12 @@
 """Token files: a .txt file read as bytes, or a folder that scripts/prepare_text.py made."""
 
+import codecs
 import difflib
 import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,21 @@ from moe_jax.train.token_chunks import AGAIN, CHUNK_BYTES, Chunks
 
 FORMAT = 1  # of a folder; raised when an older reader would misread it
 META_FILE = "meta.json"
+BPE_FILE = "tokenizer.json"
 BYTES_VOCAB_SIZE = 256
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 TokenArray = NDArray[np.unsignedinteger]  # 1-D, a np.memmap
 
+ENCODING_BYTES = 2**12  # of a text, that tell its encoding
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before that of UTF-16, with which it begins
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# where each four bytes are 0 in a text of mostly ASCII without a mark
+_ZEROS = {".0.0": "utf-16le", "0.0.": "utf-16be", ".000": "utf-32le", "000.": "utf-32be"}
 _DTYPES = ("uint8", "uint16", "uint32")
 
 
@@ -37,6 +48,11 @@ class Meta:
     validation_tokens: int
     validation_crc32: int
     sources: list[str]  # files read, in their order
+    skipped: list[str] | None = None  # files and folders that were not read, with the reason
+    begin_of_text: list[int] | None = (
+        None  # tokens before each document; None: folders made before documents were whole
+    )
+    tokenizer_crc32: int | None = None  # of tokenizer.json; None: there is none, or older folders
     chunk_bytes: int | None = None  # of which there are checksums (train/token_chunks.py); None: older folders
 
     def count(self, split: Split) -> int:
@@ -74,6 +90,7 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
     else:
         needed = BYTES_VOCAB_SIZE
         text = _map(path, "uint8")
+        check_utf8(path, text[:ENCODING_BYTES].tobytes())
         cut = len(text) - int(len(text) * data.validation_fraction)
         train, validation = text[:cut], text[cut:]
     if needed > vocab_size:
@@ -90,6 +107,18 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
     return Tokens(train, validation, needed, path, *chunks)
+
+
+def check_utf8(file: Path, head: bytes) -> None:
+    """Raise DataError if the first ENCODING_BYTES of a text are UTF-16 or UTF-32, by their mark or their zeros, or
+    nothing but zeros."""
+    if len(head) > 3 and not any(head):
+        raise DataError(f"{file} begins with {len(head)} bytes of zero, which are no text: make or copy it again")
+    encoding = next((name for mark, name in _MARKS if head.startswith(mark)), None)
+    zeros = [head[place::4].count(0) * 8 > len(head) for place in range(4)]  # in more than half of these places
+    encoding = encoding or _ZEROS.get("".join("0" if zero else "." for zero in zeros))
+    if encoding:
+        raise DataError(f"{file} is {encoding.upper()}, not UTF-8: convert it with iconv -f {encoding} -t utf-8")
 
 
 def find_data(path: str | Path) -> Path:
@@ -120,18 +149,36 @@ def read_meta(folder: Path) -> Meta:
         raise DataError(f"{file} holds no JSON object: {AGAIN}")
     if (found := values.pop("format", None)) != FORMAT:
         raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {AGAIN}")
-    kinds = Meta.__annotations__ | {"sources": list}
+    lists: dict[str, Any] = {"sources": list, "skipped": list | None, "begin_of_text": list | None}
+    kinds = Meta.__annotations__ | lists
     wrong = [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
     if not wrong and values["dtype"] not in _DTYPES:
         wrong = ["dtype"]
+    if not wrong and not all(isinstance(token, int) for token in values.get("begin_of_text") or ()):
+        wrong = ["begin_of_text"]
     if wrong:
         raise DataError(f"{file} has no usable {', '.join(wrong)}: {AGAIN}")
     return Meta(**{key: values[key] for key in kinds if key in values})
 
 
+def check_tokenizer_file(folder: Path, meta: Meta) -> None:
+    """Raise DataError if the tokenizer.json of a prepared folder is not the one that its tokens were made with."""
+    file = folder / BPE_FILE
+    try:
+        found = None if meta.tokenizer_crc32 is None else zlib.crc32(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+    if found != meta.tokenizer_crc32:
+        raise DataError(
+            f"{file} is not the tokenizer of these tokens: its crc32 is {found}, and {META_FILE} says "
+            f"{meta.tokenizer_crc32}: {AGAIN}"
+        )
+
+
 def verify_tokens(folder: Path) -> Meta:
     """Read all of a prepared folder, compare sizes and checksums, and return its meta. Raises DataError."""
     meta = read_meta(folder)
+    check_tokenizer_file(folder, meta)
     for split in SPLITS:
         tokens = _open_split(folder, meta, split)
         _check_whole(folder, meta, split, tokens)

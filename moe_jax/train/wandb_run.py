@@ -21,7 +21,7 @@ def check_wandb(project: str | None) -> None:
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"log.wandb_project={project} needs the package wandb, which is not installed: "
-            "pip install 'moe_jax[wandb]', or log.wandb_project=null"
+            "pip install -e '.[wandb]', or log.wandb_project=null"
         )
 
 

@@ -191,5 +191,5 @@ def test_memory_is_that_of_the_smallest_device_if_all_tell() -> None:
 def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     empty = ClusterProfile(platform="cpu", devices=1, processes=1, node_devices=1, curves=(), provenance={})
-    with pytest.raises(PlotError, match="pip install 'moe_jax\\[plots\\]'"):
+    with pytest.raises(PlotError, match=r"pip install -e '.\[plots\]'"):
         draw_profile(empty, tmp_path / "plot.png")

@@ -134,10 +134,10 @@ def test_unknown_hardware_is_answered_with_a_cure(name: str, message: str) -> No
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p:2x2x2", "--compile v5p:2x2x2 needs libtpu, which is not installed: pip install 'moe_jax[tpu]'"),
+        ("v5p:2x2x2", "--compile v5p:2x2x2 needs libtpu, which is not installed: pip install -e '.[tpu]'"),
         (
             "h200:1x1x8",
-            "--compile h200:1x1x8 needs jax's CUDA plugin, which is not installed: pip install 'moe_jax[cuda]'",
+            "--compile h200:1x1x8 needs jax's CUDA plugin, which is not installed: pip install -e '.[cuda]'",
         ),
     ],
 )

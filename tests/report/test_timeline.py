@@ -76,5 +76,5 @@ def test_the_legend_tells_what_can_be_seen_and_sums_have_one_colour(
 
 def test_a_picture_without_matplotlib_is_answered_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'moe_jax\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[plots\]'"):
         draw({"measured": MEASURED}, tmp_path / "timeline.png", "a step")

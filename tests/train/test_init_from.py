@@ -1,6 +1,7 @@
 """Runs that begin with a Hugging Face model, with another run, or with experts that are copies of a dense MLP."""
 
 import dataclasses
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from moe_jax.convert import __main__ as convert
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.init_from import source_params
+from moe_jax.train.model_tokenizer import check_tokens
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.setup import compile_programs, first_state, open_run, write_start
 from tests.convert.golden import GOLDEN, expected, model_of, read, shapes_on
@@ -91,12 +93,110 @@ def test_a_text_is_not_read_as_bytes_by_a_model_with_a_tokenizer(with_tokenizer)
     assert (folder / "new" / "tokenizer.json").read_bytes() == tokenizer, "for exports"
 
 
-def test_an_imported_model_is_sampled_with_its_tokenizer(with_tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", f"generate --run {with_tokenizer} --prompt quick --tokens 3".split())
-    generate.main()
-    continued = capsys.readouterr().out.removeprefix("quick").split()
-    assert set(continued) <= set(WORDS), "words, not bytes"
+def test_tokens_of_another_tokenizer_are_refused(with_tokenizer, capsys):
+    """Though there are no more of them; how the same one is written down does not matter."""
+    folder = with_tokenizer.parent
+    settings = ["data.seq_len=4", "train.batch_size=8", "log.sample_tokens=0", f"log.dir={folder}/new"]
+    made = Tokenizer.from_file(str(with_tokenizer / "tokenizer.json"))
+    text = json.dumps(json.loads(made.to_str()), indent=3, sort_keys=True)
+    other = text.replace('"quick": 1', '"quick": 2').replace('"brown": 2', '"brown": 1')
+    assert other != text
+    for name, content in (("rewritten", text), ("other", other)):
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.json").write_text(content)
+        prepare_text(folder / "text.txt", folder / f"{name}_tokens", tokenizer=folder / name)
+    prepare_text(folder / "text.txt", folder / "bytes")
+    capsys.readouterr()
+    open_run(load_config(with_tokenizer, [*settings, f"data.path={folder}/rewritten_tokens"]))
+    cure = f"prepare a folder by scripts/prepare_text.py TEXT FOLDER --tokenizer {with_tokenizer}"
+    for name, what in (
+        ("other_tokens", f"has tokens of another tokenizer than {with_tokenizer}/tokenizer.json, that of"),
+        ("bytes", "holds bytes, and"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            open_run(load_config(with_tokenizer, [*settings, f"data.path={folder}/{name}"]))
+        has = " has a tokenizer.json" if name == "bytes" else ""
+        assert str(refusal.value) == (f"data.path={folder}/{name} {what} train.init_from={with_tokenizer}{has}: {cure}")
+    assert capsys.readouterr().out == ""
     (with_tokenizer / "tokenizer.json").unlink()
+    open_run(load_config(with_tokenizer, [*settings, f"data.path={folder}/bytes"]))
+    assert capsys.readouterr().out == (
+        f"warning: whether data.path={folder}/bytes has the tokens of train.init_from={with_tokenizer} cannot be "
+        "checked: it has no tokenizer.json\n"
+    )
+
+
+def test_a_run_that_began_here_has_the_tokens_of_its_data(with_tokenizer, capsys):
+    folder = with_tokenizer.parent
+    prepare_text(folder / "text.txt", folder / "bytes")
+    prepare_text(folder / "text.txt", folder / "bpe", tokenizer="bpe", vocab_size=260)
+    capsys.readouterr()
+
+    def check(trained_on: str, data: str) -> None:
+        (folder / "run_here").mkdir(exist_ok=True)
+        (folder / "run_here" / "config.yaml").write_text(f"data:\n  path: {folder}/{trained_on}\n")
+        begun = dataclasses.replace(Config().train, init_from=f"{folder}/run_here")
+        check_tokens(dataclasses.replace(Config(), train=begun), folder / data, new=True)
+
+    for trained_on, data in (("bytes", "text.txt"), ("text.txt", "bytes"), ("bpe", "bpe"), ("tokens", "tokens")):
+        check(trained_on, data)
+    for trained_on, data, what in (
+        ("bytes", "bpe", r"has the tokens of its tokenizer.json, and .* was trained with bytes: prepare the text by"),
+        ("bpe", "bytes", r"holds bytes, and .* has a tokenizer.json: prepare a folder by .* --tokenizer .*/bpe$"),
+        ("bpe", "tokens", r"has tokens of another tokenizer than .*/bpe/tokenizer.json, that of"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^data.path={folder}/{data} {what}"):
+            check(trained_on, data)
+    assert capsys.readouterr().out == ""
+    check("gone", "bpe")
+    assert capsys.readouterr().out.endswith(f"the data that it was trained with, {folder}/gone, is not here\n")
+
+
+def test_folders_of_an_older_version_are_not_passed_over_in_silence(with_tokenizer, capsys):
+    data = with_tokenizer.parent / "tokens"
+    meta = json.loads((data / "meta.json").read_text())
+    del meta["begin_of_text"], meta["tokenizer_crc32"]
+    capsys.readouterr()
+    (data / "meta.json").write_text(json.dumps(meta))
+    for new in (True, False):
+        check_tokens(Config(), data, new)
+        assert capsys.readouterr().out.startswith(f"warning: data.path={data} was made by an older version, which enc")
+    made = Tokenizer.from_file(str(data / "tokenizer.json"))
+    made.enable_truncation(max_length=8)
+    made.save(str(data / "tokenizer.json"))
+    check_tokens(Config(), data, new=False)
+    problem = f"data.path={data} was made by an older version, which obeyed the truncation in {data}/tokenizer.json"
+    assert capsys.readouterr().out == f"warning: {problem}: text is missing, or padding is in between\n"
+    with pytest.raises(DataError) as refusal:
+        check_tokens(Config(), data, new=True)
+    again = "make the folder again with scripts/prepare_text.py TEXT FOLDER --tokenizer"
+    assert str(refusal.value) == f"{problem}: {again} {data}"
+
+
+def test_an_imported_model_is_sampled_with_its_tokenizer(with_tokenizer, tmp_path_factory, monkeypatch, capsys):
+    """Wherever the command runs, and whether the text that the run names is there."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    words = f"generate --run {with_tokenizer} --prompt quick --tokens 3".split()
+    data = with_tokenizer.parent / "tokens"
+    capsys.readouterr()
+    for path in ([], [f"data.path={data}"]):
+        monkeypatch.setattr(sys, "argv", [*words, *path])
+        generate.main()
+        continued = capsys.readouterr().out.removeprefix("quick").split()
+        assert set(continued) <= set(WORDS), "words, not bytes"
+    text = (with_tokenizer / "tokenizer.json").read_text()
+    (with_tokenizer / "tokenizer.json").write_text(
+        text.replace('"quick": 1', '"quick": 2').replace('"brown": 2', '"brown": 1')
+    )
+    with pytest.raises(DataError) as refusal:
+        generate.main()
+    assert str(refusal.value) == (
+        f"{with_tokenizer}/tokenizer.json and {data}/tokenizer.json are different tokenizers: name by data.path the "
+        "folder that was prepared with the first one, or remove the first one, if the run was trained with the second"
+    )
+    (with_tokenizer / "tokenizer.json").unlink()
+    text_file = with_tokenizer.parent / "text.txt"
+    monkeypatch.setattr(sys, "argv", [*words, f"data.path={text_file}"])
     with pytest.raises(DataError, match=r"has no tokenizer.json, and its model was not trained here: put the model's"):
         generate.main()
 

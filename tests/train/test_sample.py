@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, Data, Train
-from moe_jax.train.sample import _shown, sample_tokens
+from moe_jax.train import sample
+from moe_jax.train.sample import _shown, encode_prompt, sample_text, sample_tokens
+from moe_jax.train.tokenizer import ByteTokenizer, of_model
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
+from tests.train.tokenizer_kinds import KINDS, save
 
 LENGTH, COUNT = 8, 18
 CONFIG = Config(model=MODEL, data=Data(seq_len=LENGTH), train=Train(compute_dtype="float32"))
@@ -64,3 +67,42 @@ def test_a_model_of_other_devices_is_sampled_here():
 def test_control_characters_are_not_shown() -> None:
     """A terminal would obey them."""
     assert _shown("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
+
+
+KNOWS_ALL = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=1000))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_prompt_and_continuation_are_one_text(kind, tmp_path, monkeypatch):
+    """The space between two words is there, and none within a word, whatever the tokenizer does to a first space."""
+    tokenizer = of_model(save(KINDS[kind](), tmp_path))[1]
+    known = tokenizer.encode("the quick")
+    whole = tokenizer.encode("the quick brown fox")
+    assert whole[: len(known)] == known
+    letters = [tokenizer.number_of(letter) for letter in "ck"]
+    assert None not in letters
+    drawn = {"the quick": (whole[len(known) :], " brown fox"), "the qui": (letters, "ck"), "the qui ": (letters, "ck")}
+    for prompt, (tokens, text) in drawn.items():
+        monkeypatch.setattr(sample, "sample_tokens", lambda *_, drawn=tokens: np.array(drawn, np.int32))
+        assert sample_text(KNOWS_ALL, None, tokenizer, prompt, len(tokens), 0.0, 0) == prompt + text
+
+
+def test_a_prompt_begins_as_a_document_does(tmp_path):
+    made = KINDS["llama"]()
+    tokenizer = of_model(save(made, tmp_path))[1]
+    tokens = encode_prompt(KNOWS_ALL, tokenizer, "the quick").tolist()
+    assert tokens == made.encode("the quick").ids
+    assert tokens[0] == made.token_to_id("<s>")
+
+
+def test_a_long_prompt_is_whole(tmp_path):
+    made = KINDS["byte_level"]()
+    made.enable_truncation(max_length=4)
+    made.enable_padding(length=90)
+    tokenizer = of_model(save(made, tmp_path))[1]
+    for prompt in ("a rogue", "a rogue and peasant slave " * 9):
+        assert tokenizer.decode(encode_prompt(KNOWS_ALL, tokenizer, prompt).tolist()) == prompt
+
+
+def test_bytes_that_continue_no_character_are_shown_as_such():
+    assert sample.continuation(ByteTokenizer(), list("é".encode()), [0xA9, 0x61]) == "\ufffda"

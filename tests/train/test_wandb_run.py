@@ -96,7 +96,7 @@ def test_a_missing_package_is_told_before_anything_is_done(monkeypatch):
     with pytest.raises(ConfigError) as refusal:
         check_wandb("moe")
     assert str(refusal.value) == (
-        "log.wandb_project=moe needs the package wandb, which is not installed: pip install 'moe_jax[wandb]', or "
+        "log.wandb_project=moe needs the package wandb, which is not installed: pip install -e '.[wandb]', or "
         "log.wandb_project=null"
     )
 
