@@ -55,8 +55,8 @@ class StepProgram:
     @functools.cached_property
     def fingerprint(self) -> str:
         """The same for the same program, options and rates, whatever process, host or command made it."""
-        profiled = self.target and (self.target, self.num_devices)
-        made_of = (self.lowered.as_text(), sorted(self.options.items()), profiled)
+        rates = self.target and dataclasses.replace(self.target, name="")
+        made_of = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
