@@ -1,4 +1,4 @@
-"""What docs/compiled.md claims of runs and reports with compilers for GPUs and TPUs, compared with the committed results."""
+"""What docs/compiled.md claims of runs and reports with real compilers, compared with the committed results."""
 
 import pytest
 
