@@ -13,8 +13,6 @@ import re
 import sys
 from typing import Any
 
-import jax
-import numpy as np
 from gpu_models import MODELS, filling
 from real_compiler import read_command
 from results_file import rounded, write_result
@@ -28,6 +26,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import PRESETS
 from moe_jax.plan.memory import step_memory
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import batch_shape, step_program
 
 _ROUTER = re.compile(r"\broute\b")  # its scope; parameters and router stay float32
 _FLOAT32 = 32
@@ -37,9 +36,9 @@ _MOST_ERROR = 0.05
 def compiled(config: Config, target: Target) -> tuple[Program, int]:
     """A step's scheduled program, and the bytes that it takes."""
     trainer = make_trainer(config, make_mesh(config.mesh, target_devices(target)))
-    tokens = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), np.int32)
-    step = trainer.step.trace(trainer.state_shapes, tokens).lower(lowering_platforms=("cuda",)).compile()
+    step = step_program(trainer, batch_shape(config, trainer.mesh), target).compile()
     memory = step.memory_analysis()
+    assert memory is not None, "XLA:GPU reports its memory"
     result = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return parse(step.as_text() or ""), memory.argument_size_in_bytes + memory.temp_size_in_bytes + result
 

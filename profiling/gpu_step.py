@@ -23,6 +23,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import step_program, target_here
 
 _SERIAL: dict[str, dict[str, str | bool]] = {
     "gpu": {"xla_gpu_enable_command_buffer": ""}
@@ -61,7 +62,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
     batch = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     start = time.perf_counter()
-    program = trainer.step.lower(trainer.state_shapes, batch).compile()
+    program = step_program(trainer, batch, target_here(trainer)).compile()
     memory = program.memory_analysis()
     put({"compile_s": rounded(time.perf_counter() - start), "allocated_bytes": memory and _allocated(memory)})
     state, times = _timed(program, trainer.init(), batch, clock_s)
@@ -76,7 +77,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
     )
     try:
         if serial := _SERIAL.get(rates["platform"]):
-            program = trainer.step.lower(trainer.state_shapes, batch).compile(serial)
+            program = step_program(trainer, batch, target_here(trainer), serial).compile()
         put({"kinds": _kinds(program, state, batch, config, rates, trace)})
     except Exception as error:  # what was timed stays as it is
         put({"failed": f"its trace: {one_line(error)}"})

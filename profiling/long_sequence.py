@@ -22,6 +22,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.memory import step_memory
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step_program import step_program, target_here
 
 DEVICES = 8
 _MIB = 2**20
@@ -53,7 +54,7 @@ def compiled(config: Config) -> Step:
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[: config.mesh.context]))
     sharding = NamedSharding(trainer.mesh, BATCH_SPEC)
     batch = jax.ShapeDtypeStruct((1, config.data.seq_len + 1), jnp.int32, sharding=sharding)
-    return Step(config, trainer, trainer.step.lower(trainer.state_shapes, batch).compile())
+    return Step(config, trainer, step_program(trainer, batch, target_here(trainer)).compile())
 
 
 def memory_mib(step: Step) -> dict[str, float]:

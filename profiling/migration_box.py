@@ -38,6 +38,7 @@ from moe_jax.plan.migration import Plan, plan
 from moe_jax.plan.moves import Move
 from moe_jax.train.mover import Mover
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import step_program, target_here
 
 RANKS = 2
 _COMMON = [
@@ -58,7 +59,7 @@ class Stand:
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         self._batch = jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH_SPEC), lambda index: tokens[index])
         self._state = trainer.init()
-        self._program = trainer.step.lower(trainer.state_shapes, self._batch).compile()
+        self._program = step_program(trainer, self._batch, target_here(trainer)).compile()
         self.mover = Mover(config, trainer)
 
     def seconds(self, steps: int) -> float:

@@ -12,10 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from count_argument import count_argument
-from jax.sharding import NamedSharding
 from migration import ON, RANKS, SETTINGS
 from results_file import rounded, write_result
 from training_run import records_of, train_config
@@ -23,10 +20,10 @@ from training_run import records_of, train_config
 from moe_jax.config import Config
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.mover import Mover
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import batch_shape, step_program, target_here
 
 ROUTER = "model.moe.gate=skewed_gate:choose_one_always"
 RUNS: dict[str, list[str]] = {"off": [], "migration": ON, "replicas": [*ON, "migration.replicas=1"]}
@@ -67,9 +64,8 @@ def _curve(records: Sequence[dict[str, Any]]) -> list[float]:
 def _bytes(config: Config) -> dict[str, Any]:
     """Of the sum of one expert's gradients in the compiled step, and of its copy in the compiled move."""
     mesh = make_mesh(config.mesh)
-    trainer, shape = make_trainer(config, mesh), (config.train.batch_size, config.data.seq_len + 1)
-    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
-    step = trainer.step.lower(trainer.state_shapes, batch).compile().as_text() or ""
+    trainer = make_trainer(config, mesh)
+    step = step_program(trainer, batch_shape(config, mesh), target_here(trainer)).compile().as_text() or ""
     mover = Mover(config, trainer)
     (group,) = mover.groups
     gradient_bytes = mover.expert_bytes(group) // 3  # of what moves: weights and both moments

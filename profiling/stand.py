@@ -22,6 +22,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, Seconds
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import step_program, target_here
 
 _RUNS = 3  # traces that the shares of tasks are the median of
 _CLOCKED = 9  # steps that their times are the median of
@@ -45,7 +46,7 @@ class Stand:
     def compiled(self, config: Config) -> Compiled:
         """The training step of a config."""
         trainer = make_trainer(config, self.mesh)
-        return trainer.step.lower(trainer.state_shapes, self.batch).compile()
+        return step_program(trainer, self.batch, target_here(trainer)).compile()
 
     def step_of(self, program: Compiled) -> Step:
         """A step that goes on from the state that the step before left."""

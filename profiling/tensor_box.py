@@ -31,6 +31,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.over_tensor import FORMS
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import step_program, target_here
 
 NODES, TENSOR_RANKS = 2, (2, 4)
 BASE = "replicated"
@@ -50,7 +51,7 @@ class Stand:
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         self._batch = jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH_SPEC), lambda index: tokens[index])
         self._state = trainer.init()
-        self._program = trainer.step.lower(trainer.state_shapes, self._batch).compile()
+        self._program = step_program(trainer, self._batch, target_here(trainer)).compile()
         self.exchanged_bytes = bytes_sent(parse(self._program.as_text() or ""), "all-to-all", mesh.size)
         self.losses: list[float] = []
 

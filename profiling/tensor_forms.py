@@ -9,11 +9,8 @@ and .png; exit code 1 if losses differ.
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib.pyplot as plt
-import numpy as np
 from count_argument import count_argument
-from jax.sharding import NamedSharding
 from results_file import write_result
 from training_run import losses_of, train_config
 
@@ -23,9 +20,9 @@ from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.over_tensor import FORMS
-from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import batch_shape, step_program, target_here
 
 EXPERT_RANKS, TENSOR_RANKS = 2, (2, 4)
 _STYLES = ("k-", "C0--", "C1-.", "C2:")
@@ -41,9 +38,8 @@ def exchanged_bytes(config: Config) -> float:
     """That leave a device in all-to-alls of a training step."""
     mesh = make_mesh(config.mesh)
     trainer = make_trainer(config, mesh)
-    shape = (config.train.batch_size, config.data.seq_len + 1)
-    batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
-    program = parse(trainer.step.lower(trainer.state_shapes, batch).compile().as_text() or "")
+    step = step_program(trainer, batch_shape(config, mesh), target_here(trainer)).compile()
+    program = parse(step.as_text() or "")
     return bytes_sent(program, "all-to-all", mesh.size)
 
 

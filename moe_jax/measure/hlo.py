@@ -23,6 +23,8 @@ _CALLED = re.compile(
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAMES = re.compile(r"\nFileNames\n.*?\nStackFrames\n(?:\d+ \{[^\n]*\n)*", re.DOTALL)
+_FRAME = re.compile(r" ?(?:stack_frame_id=\d+|source_(?:file|(?:end_)?line|(?:end_)?column)=(?:\"[^\"]*\"|\d+))")
 
 
 class HloError(UserError):
@@ -189,3 +191,8 @@ def _cut(text: str, end: str) -> tuple[str, str]:
             return text[: found.start()], text[found.end() :]
         depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(found[0], 0)
     return text, ""
+
+
+def without_frames(text: str) -> str:
+    """The text without the stack frames of each instruction: the same program has others in another command."""
+    return _FRAME.sub("", _FRAMES.sub("\n", text))

@@ -1,7 +1,6 @@
 """Estimated times of a program's instructions, for XLA:GPU's scheduler to compile it again by (its fdo_profile).
 
-By itself the scheduler takes all fusions to be equally long, and five of any size to hide any collective. With
-JAX_ENABLE_PGLE=true jax measures the times instead, which needs the hardware.
+By itself the scheduler takes all fusions to be equally long, and five of any size to hide any collective.
 """
 
 import re

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+STEP_PROGRAM = "step_program"  # in a run's provenance.json: the fingerprint of its step
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 

@@ -8,13 +8,14 @@ has half of its neighbours.
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.attention_kernels import HOPPER
 from moe_jax.errors import UserError
-from moe_jax.plan.clusters import PRESETS
+from moe_jax.plan.clusters import PRESETS, preset_of
 from moe_jax.plan.task_times import Linear
 
 
@@ -122,6 +123,21 @@ def find_target(name: str) -> Target:
     if not re.fullmatch(_FORMS[platform], layout, re.ASCII):
         raise TargetError(f"--compile {name}: {layout!r} is no layout of {kind}: write {kind}:{_EXAMPLES[platform]}")
     return _cpu(name) if platform == "cpu" else _of_cluster(name, platform)
+
+
+def target_of(devices: Sequence[Any], hosts: Sequence[int]) -> Target | None:
+    """GPUs that jax has, by the published rates of their kind; None if that is unknown.
+
+    `hosts` has a number for the host of each process. A node is a slice if there are several, as jax counts those that
+    fast links join; else a host.
+    """
+    kind = preset_of(devices[0].device_kind)
+    if kind is None or PRESETS[kind].device.platform != "gpu":
+        return None
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    nodes = slices if len(set(slices)) > 1 else [hosts[device.process_index] for device in devices]
+    of_node = min(Counter(nodes).values())
+    return _of_cluster(f"{kind}:1x{len(devices) // of_node}x{of_node}", "gpu")
 
 
 def check_compiler(target: Target) -> None:

@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
 
+from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.errors import run_command
-from moe_jax.measure.hlo import parse
-from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, find_target, target_devices
+from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.report.compiled import CompileError, Job, Outcome
-from moe_jax.schedule.xla_flags import Value
+from moe_jax.train.grouped_product import is_timed
 from moe_jax.train.pipeline.plan import Plan
+from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step_program import StepProgram, batch_shape, config_of_first_step, step_program
 
 # jax and where the compiler is
 _PACKAGES = {
@@ -49,13 +48,12 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
     """Scheduled HLO and outcome. Raises ConfigError, MeshError, TargetError, or CompileError."""
     target = find_target(job.target)
     config = load_config(job.config, job.overrides)
-    mesh = make_mesh(config.mesh, target_devices(target))
+    mesh = make_mesh(config.mesh, devices_for(config, target))
+    config = config_of_first_step(config, mesh)
     trainer = make_trainer(config, mesh)
-    batch = jax.ShapeDtypeStruct(
-        (config.train.batch_size, config.data.seq_len + 1), np.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
-    )
     start = time.perf_counter()
-    compiled = _compile(trainer, batch, target, job.options)
+    program = step_program(trainer, batch_shape(config, mesh), target, job.options)
+    compiled = _compile(program, target)
     memory = compiled.memory_analysis()
     return compiled.as_text(), Outcome(
         num_devices=mesh.size,
@@ -67,7 +65,21 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),
         passes=_passes(trainer),
+        fingerprint=program.fingerprint,
+        untimed_product=Computation.of(config, mesh).grouped_product if is_timed(config, mesh) else None,
     )
+
+
+def devices_for(config: Config, target: Target) -> list[Any]:
+    """Of a target. Simulated ones start as those of a run do, with the same flags. Raises TargetError."""
+    if target.platform == "cpu":
+        initialize(
+            Processes(mode="off"),
+            int(target.layout),
+            in_background=config.may_wait_in_threads,
+            quick_compile=config.train.quick_compile,
+        )
+    return target_devices(target)
 
 
 def _passes(trainer: Trainer) -> dict[str, list[list[int]]] | None:
@@ -81,16 +93,9 @@ def _versions(target: Target) -> dict[str, str]:
     return {name: found[name] for name in _PACKAGES[target.platform] if name in found}
 
 
-def _compile(trainer: Trainer, batch: Any, target: Target, options: dict[str, Value]) -> Any:
-    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    lowered = trainer.step.trace(trainer.state_shapes, batch).lower(lowering_platforms=(platform,))
+def _compile(program: StepProgram, target: Target) -> Any:
     try:
-        compiled = lowered.compile(compiler_options=options)
-        if target.platform != "gpu" or trainer.plan is None:
-            return compiled
-        # again, by the times of what came out
-        profile = estimated_profile(parse(compiled.as_text()), target, trainer.mesh.size)
-        return lowered.compile(compiler_options={**options, "fdo_profile": profile.encode()})
+        return program.compile()
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         cure = "use a smaller train.batch_size" if "RESOURCE_EXHAUSTED" in reason else "change the step or its options"

@@ -49,6 +49,8 @@ class Outcome:
     peak_bytes: int  # in use at once: less than the others together, which count gaps between buffers
     versions: dict[str, str]
     passes: dict[str, list[list[int]]] | None = None  # of a pipeline, see `measure.overlap`
+    fingerprint: str | None = None  # as a run's provenance.json has it
+    untimed_product: str | None = None  # train.grouped_product, where a run would time which one is the fastest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

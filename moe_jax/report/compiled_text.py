@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from moe_jax.measure.overlap import Collective, Replay
+from moe_jax.measure.provenance import STEP_PROGRAM
 from moe_jax.measure.targets import Target
 from moe_jax.measure.tasks import Match, action_of
-from moe_jax.report.compiled import Compiled
+from moe_jax.report.compiled import Compiled, Outcome
 from moe_jax.schedule.actions import Action
 
 Row = tuple[str, ...]
@@ -19,6 +20,7 @@ def describe(compiled: Compiled) -> str:
     facts: list[Row] = [
         ("memory per device", f"{_gb(outcome.argument_bytes)} arguments, {_gb(outcome.temporary_bytes)} temporaries"),
         ("compiled", f"in {outcome.compile_s:.0f} s, {', '.join(f'{k} {v}' for k, v in outcome.versions.items())}"),
+        *_program_facts(outcome),
         (
             "estimated step",
             f"{ms(result.step_s)} ms = compute {ms(result.compute_s)} + exposed {ms(result.exposed_s)}"
@@ -85,6 +87,13 @@ def columns(rows: Sequence[Row]) -> str:
         return text.ljust(widths[i]) if i == 0 else text.rjust(widths[i])
 
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
+
+
+def _program_facts(outcome: Outcome) -> Iterator[Row]:
+    if outcome.fingerprint:
+        yield "program", f"{outcome.fingerprint}, {STEP_PROGRAM!r} in provenance.json of a run that trains it"
+    if outcome.untimed_product:
+        yield "assumed", f"train.grouped_product={outcome.untimed_product}: with auto a run on GPUs takes the fastest"
 
 
 def _collective_rows(result: Replay) -> Iterator[Row]:

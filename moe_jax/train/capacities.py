@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from moe_jax.config import Config
+from moe_jax.measure.targets import Target
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.placement import slots_of
 from moe_jax.train.programs import compiled
 from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step_program import config_at, step_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +28,6 @@ class Change:
     step: int  # the first with it
     factor: float
     trainer: Trainer
-
-
-def config_at(config: Config, step: int) -> Config:
-    """The config with the factor of a step (1 is the first)."""
-    factors = [config.model.moe.capacity_factor]
-    factors += [factor for first, factor in config.model.moe.capacity_schedule if first <= step]
-    moe = dataclasses.replace(config.model.moe, capacity_factor=factors[-1], capacity_schedule=())
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
 
 
 def changes_of(config: Config, mesh: Mesh, done: int) -> tuple[Change, ...]:
@@ -50,8 +44,10 @@ def changes_of(config: Config, mesh: Mesh, done: int) -> tuple[Change, ...]:
 class Capacities:
     """The programs of the factors ahead, each compiled once the one before is in use."""
 
-    def __init__(self, changes: tuple[Change, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog):
-        self._ahead, self._batch_shape, self._log = list(changes), batch_shape, log
+    def __init__(
+        self, changes: tuple[Change, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog, target: Target | None
+    ):
+        self._ahead, self._batch_shape, self._log, self._target = list(changes), batch_shape, log, target
         self._compiling: list[Future[Compiled]] = []
         self._compile_next()
 
@@ -71,11 +67,11 @@ class Capacities:
     def _compile_next(self) -> None:
         if not self._ahead:
             return
-        trainer, batch = self._ahead[0].trainer, self._batch_shape
+        trainer, batch, target = self._ahead[0].trainer, self._batch_shape, self._target
         state = trainer.state_shapes
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = [
-            pool.submit(lambda: compiled(trainer.step.lower(*trainer.step_shapes(batch)))),
+            pool.submit(lambda: compiled(step_program(trainer, batch, target))),
             pool.submit(lambda: compiled(trainer.evaluate.lower(state["params"], batch, slots_of(state)))),
         ]
         pool.shutdown(wait=False)

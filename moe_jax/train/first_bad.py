@@ -32,7 +32,6 @@ from moe_jax.parallel.zero import part_specs
 from moe_jax.stages import Segment, Stages, segments
 from moe_jax.train import faults
 from moe_jax.train.bad_steps import BadStep
-from moe_jax.train.capacities import config_at
 from moe_jax.train.data import sample_numbers
 from moe_jax.train.gradients import gradients_of, in_parts, plan_of
 from moe_jax.train.optimizer import state_cuts
@@ -40,6 +39,7 @@ from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.setup import Run
 from moe_jax.train.step import State
+from moe_jax.train.step_program import config_at
 from moe_jax.train.tokens import open_tokens
 
 FILE_NAME = "bad_step.json"

@@ -42,15 +42,20 @@ Timing = Callable[[Shape, Products], InTurn]
 
 def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = None) -> Config:
     """The config with the fastest product instead of auto, in every process that of process 0. Raises ConfigError."""
-    how, moe = Computation.of(config, mesh), config.model.moe
-    if config.train.grouped_product != "auto" or how.platform not in _TIMED or not moe.num_experts:
+    if not is_timed(config, mesh):
         return config
-    if not moe.sends_sized_rows:
-        return config
-    shape, products = shape_of(config, mesh, how.platform), GROUPED_PRODUCTS[how.platform]
+    platform = Computation.of(config, mesh).platform
+    shape, products = shape_of(config, mesh, platform), GROUPED_PRODUCTS[platform]
     own = _fastest(shape, products, timing or time_products) if is_main_process() else None
     name = from_process(0, own)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
+
+
+def is_timed(config: Config, mesh: Mesh) -> bool:
+    """Whether a run on these devices would time its products."""
+    how, moe = Computation.of(config, mesh), config.model.moe
+    is_open = config.train.grouped_product == "auto" and how.platform in _TIMED
+    return bool(is_open and moe.num_experts and moe.sends_sized_rows)
 
 
 def _fastest(shape: Shape, products: Products, timing: Timing) -> str:

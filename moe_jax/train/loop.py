@@ -70,7 +70,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
     programs = compile_programs(run)
     state = restored.state if restored else first_state(run, programs)
     program = programs.step.result()  # nothing is written of what does not compile
-    write_start(run)
+    write_start(run, programs.fingerprint)
     last, step = config.train.steps, run.first_step
     with (
         _open_log(run) as log,
@@ -86,7 +86,7 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
         under_way = restored.record.tuner if restored else None
         tuning, migration = Tuning(run, program, meter, log, under_way), Migration(run, meter, log)
-        capacities = Capacities(run.changes, run.batch_shape, log)
+        capacities = Capacities(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
         behind = Behind(run, programs.evaluate, meter, tuning, checkpoints, safety)

@@ -22,24 +22,30 @@ from moe_jax.files import is_own, write_atomically, write_together
 from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.train.progress import PROGRAMS
+from moe_jax.train.step_program import StepProgram
 
-_SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_PGLE")  # to compile, in the environment
+_SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # to compile, in the environment
 
 
-def compiled(lowered: Lowered) -> Compiled:
+def compiled(source: Lowered | StepProgram) -> Compiled:
     """Compile, unless this process of the same run has done so before.
 
     Raises ConfigError for a folder of others, and RaceError for a program that devices of this CPU would mix up.
     """
     if PROGRAMS not in os.environ:
-        return _checked(lowered.compile())
-    path = _path(lowered.as_text(), jax.process_index(), compiler_options(jax.default_backend()))
+        return _checked(source.compile())
+    lowered, made_of = (
+        (source.lowered, source.fingerprint)
+        if isinstance(source, StepProgram)
+        else (source, (source.as_text(), compiler_options(jax.default_backend())))
+    )
+    path = _path(made_of, jax.process_index())
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
         except Exception:  # a damaged file ends in any way
             path.unlink(missing_ok=True)
-    program = _checked(lowered.compile())
+    program = _checked(source.compile())
     # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
@@ -55,7 +61,7 @@ def _checked(program: Compiled) -> Compiled:
 class Later:
     """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
 
-    def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered]):
+    def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered | StepProgram]):
         self._pool, self._lower, self._lock = pool, lower, threading.Lock()
         self._begun: Future[Compiled] | None = None
 

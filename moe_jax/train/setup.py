@@ -21,11 +21,12 @@ from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.write import copy_beside
 from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
-from moe_jax.measure.provenance import provenance, versions
+from moe_jax.measure.provenance import STEP_PROGRAM, provenance, versions
+from moe_jax.measure.targets import Target
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
-from moe_jax.train.capacities import Change, changes_of, config_at
+from moe_jax.train.capacities import Change, changes_of
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
@@ -40,6 +41,7 @@ from moe_jax.train.run_folder import resume_step
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import State, Trainer, make_trainer
+from moe_jax.train.step_program import batch_shape, config_at, step_program, switch_off_pgle, target_here
 from moe_jax.train.tokenizer import load_tokenizer
 from moe_jax.train.tokens import open_tokens
 from moe_jax.train.wandb_run import check_wandb
@@ -60,12 +62,12 @@ class Run:
     cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # newer checkpoints, with the reason
     safety: SafetyPlan | None = None  # of copies in memory; None: there are none
+    target: Target | None = None  # GPUs, by whose rates steps are compiled, see train/step_program.py
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
         """Of the global batch, with its sharding."""
-        shape = (self.config.train.batch_size, self.config.data.seq_len + 1)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(self.trainer.mesh, BATCH_SPEC))
+        return batch_shape(self.config, self.trainer.mesh)
 
     def on_mesh(self, rows: NDArray[np.int32]) -> jax.Array:
         """The global batch of which this process read `rows`."""
@@ -80,6 +82,7 @@ class Programs:
     init: Later  # of nothing, or of the parameters of `train.init_from`
     evaluate: Later
     digests: Later  # of a state, see train/digest.py
+    fingerprint: str  # of the step, as `report --compile` tells it
 
     def compile_others(self) -> None:
         """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
@@ -94,6 +97,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     safety copies of `safe_step`.
     """
     damaged = dict(damaged or {})
+    switch_off_pgle()
     mesh = make_mesh(config.mesh)
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
@@ -139,6 +143,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         cluster=_cluster_of_prices(config),
         damaged=damaged,
         safety=safety_plan(config, trainer.state_shapes),
+        target=target_here(trainer),
     )
 
 
@@ -149,8 +154,9 @@ def compile_programs(run: Run) -> Programs:
     init = Later(pool, functools.partial(lowered_init, run))
     if not run.first_step:  # else the state is restored
         init.begin()
-    lowered = trainer.step.lower(*trainer.step_shapes(run.batch_shape))
-    step = Later(pool, lambda: lowered)
+    program = step_program(trainer, run.batch_shape, run.target)
+    fingerprint = program.fingerprint
+    step = Later(pool, lambda: program)
     step.begin()
     return Programs(
         step=step,
@@ -159,6 +165,7 @@ def compile_programs(run: Run) -> Programs:
             pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
         ),
         digests=Later(pool, functools.partial(digest_program(state).lower, state)),
+        fingerprint=fingerprint,
     )
 
 
@@ -182,11 +189,14 @@ def about(run: Run) -> dict[str, Any]:
     return {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
 
 
-def write_start(run: Run) -> None:
-    """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written."""
+def write_start(run: Run, fingerprint: str) -> None:
+    """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written.
+
+    `fingerprint` is that of the step.
+    """
     if not is_main_process():
         return
-    facts = provenance() | {"mesh": _sizes(run)}
+    facts = provenance() | {"mesh": _sizes(run), STEP_PROGRAM: fingerprint}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))

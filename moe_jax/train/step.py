@@ -5,6 +5,7 @@ B sequences of this device, N tokens of each and N1 = N + 1; M blocks with exper
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, drawn_in_parts, partitions, shardings
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.schedule.xla_flags import compiler_options
+from moe_jax.schedule.xla_flags import Value, compiler_options
 from moe_jax.stages import Stages
 from moe_jax.train import faults
 from moe_jax.train.balance import with_moved_biases
@@ -68,6 +69,7 @@ class Trainer:
     step: Wrapped  # State (donated), batch, largest loss to learn from (left out: any) → State, metrics
     evaluate: Wrapped  # parameters, batch, where experts lie (None: in their order) → mean nats per token
     has_loss_bound: bool = False  # whether the step of a run gets its third argument
+    options: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # that the compiler gets with the step
 
     def step_shapes(self, batch: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
         """Of the arguments of a run's step."""
@@ -121,6 +123,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if "background" in (how.exchange, config.exchange.reduction):
         background.connect(mesh)
 
+    options = compiler_options(how.platform) if own.plan else {}
+
     def step(state: State, token_BN1: jax.Array, most: jax.Array | None = None) -> tuple[State, Metrics]:
         in_specs = (layout, BATCH_SPEC, REPLICATED)
         return on_mesh(own.step, in_specs=in_specs, out_specs=(layout, REPLICATED))(state, token_BN1, most)
@@ -136,13 +140,10 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         param_shapes=with_shardings(stored_shapes(stages), placed["params"]),
         init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(how.platform)),
         begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
-        step=jax.jit(
-            step,
-            donate_argnums=0,
-            compiler_options=compiler_options(how.platform) if own.plan else None,
-        ),
+        step=jax.jit(step, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(evaluate),
         has_loss_bound=config.train.skip_spikes,
+        options=options,
     )
 
 

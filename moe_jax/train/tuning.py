@@ -21,6 +21,7 @@ from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.programs import compiled
 from moe_jax.train.setup import Run
 from moe_jax.train.step import make_trainer
+from moe_jax.train.step_program import step_program
 
 _SETTLING = 3  # steps at the start of a round that do not count, as a new program is slow at first
 _COMPILING, _COMPILED, _FAILED = range(3)
@@ -104,9 +105,9 @@ class Tuning:
             self._compiling.set_exception(error)
             return
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
-        shapes = trainer.step_shapes(self._run.batch_shape)
+        batch, target = self._run.batch_shape, self._run.target
         pool = ThreadPoolExecutor(max_workers=1)
-        self._compiling = pool.submit(lambda: compiled(trainer.step.lower(*shapes)))
+        self._compiling = pool.submit(lambda: compiled(step_program(trainer, batch, target)))
         pool.shutdown(wait=False)
 
     def _look(self, step: int, program: Future[Compiled]) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from moe_jax.config_files import load_config
 from moe_jax.train import describe, loop
-from moe_jax.train.capacities import config_at
 from moe_jax.train.loop import train
 from moe_jax.train.metrics import read_metrics
 from moe_jax.train.setup import Programs, Run, compile_programs
+from moe_jax.train.step_program import config_at
 
 SMALL = {
     "model": {

@@ -87,8 +87,8 @@ def test_a_text_is_not_read_as_bytes_by_a_model_with_a_tokenizer(with_tokenizer)
         f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {with_tokenizer}"
     )
     run = open_run(load_config(with_tokenizer, [*settings, f"data.path={folder}/tokens"]))
-    write_start(run)
-    write_start(run)  # which finds what it wrote
+    write_start(run, "0")
+    write_start(run, "0")  # which finds what it wrote
     tokenizer = (with_tokenizer / "tokenizer.json").read_bytes()
     assert (folder / "new" / "tokenizer.json").read_bytes() == tokenizer, "for exports"
 

@@ -11,7 +11,7 @@ from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
 from moe_jax.plan.clusters.measured import measured_cluster
 from moe_jax.plan.clusters.tpu import TPUS
 
-__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of", "find_cluster"]
+__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of", "find_cluster", "preset_of"]
 
 PRESETS = {**TPUS, **GPUS, **CPUS}
 
@@ -53,9 +53,14 @@ def find_cluster(name: str) -> Cluster:
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
 
 
+def preset_of(device_kind: str) -> str | None:
+    """The name of the preset of devices that jax has; None if nothing is known of them."""
+    return next((preset for pattern, preset in _KINDS.items() if re.search(pattern, device_kind.lower())), None)
+
+
 def cluster_of(device_kind: str, count: int, slices: int = 1) -> Cluster:
     """The preset of devices that jax has, in so many slices. Raises ClusterError."""
-    preset = next((preset for pattern, preset in _KINDS.items() if re.search(pattern, device_kind.lower())), None)
+    preset = preset_of(device_kind)
     if preset is None:
         raise ClusterError(
             f"plan.cluster=null, and nothing is known of {device_kind}: name a preset ({', '.join(PRESETS)}, as in "

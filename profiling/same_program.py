@@ -1,0 +1,99 @@
+"""Is the program that the report shows the one that runs train? python profiling/same_program.py TARGET [setting …]
+
+Compiles the step of configs/bench/fine_grained.yaml for hardware that is not here, once as `report --compile` does
+and once as a run does, and compares both scheduled programs. For GPUs it also compiles the step only once, without
+estimated times of instructions. Targets: v5p:2x2x2, h200:1x1x8, … A few minutes for each compilation.
+Writes results/same_program_TARGET.json; exit code 1 if the two programs differ.
+"""
+
+import hashlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from real_compiler import read_command
+from results_file import rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.config_files import load_config
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.measure.hlo import parse, without_frames
+from moe_jax.measure.overlap import replay
+from moe_jax.measure.targets import Target, target_of
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.report.compile_step import devices_for
+from moe_jax.report.compiled import Job, compile_job
+from moe_jax.train.setup import Run, compile_programs
+from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.train.step_program import batch_shape, config_of_first_step, step_program
+
+_CONFIG = "configs/bench/fine_grained.yaml"
+_NAMES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # that jax has for real ones
+
+
+def as_a_run_finds(target: Target) -> Target | None:
+    """What a run takes its devices for: GPUs of a target are in nodes of one process each."""
+    if target.platform != "gpu":
+        return None
+    slices, hosts, each = map(int, target.layout.split("x"))
+    kind = _NAMES[target.kind]
+    nodes = [node for node in range(slices * hosts) for _ in range(each)]
+    found = target_of(
+        [SimpleNamespace(device_kind=kind, slice_index=node, process_index=node) for node in nodes], range(len(nodes))
+    )
+    assert found is not None, "published"
+    return found
+
+
+def trained(config: Config, trainer: Trainer, target: Target | None) -> tuple[str, str]:
+    """Fingerprint and scheduled program of the step of a run."""
+    run: Any = SimpleNamespace(
+        config=config,
+        trainer=trainer,
+        target=target,
+        first_step=1,  # of a run that goes on: no parameters are drawn
+        batch_shape=batch_shape(config, trainer.mesh),
+    )
+    typed: Run = run
+    programs = compile_programs(typed)
+    return programs.fingerprint, programs.step.result().as_text() or ""
+
+
+def facts(text: str, target: Target, devices: int) -> dict[str, Any]:
+    """Of a scheduled program: its hash, and its estimated milliseconds."""
+    result = replay(parse(text), target, devices)
+    return {
+        "sha256": hashlib.sha256(without_frames(text).encode()).hexdigest(),
+        "step_ms": rounded(1e3 * result.step_s),
+        "communication_ms": rounded(1e3 * result.communication_s),
+        "exposed_ms": rounded(1e3 * result.exposed_s),
+        "exposed_share": rounded(result.exposed_s / result.communication_s),
+    }
+
+
+def main() -> None:
+    """Compile, write results/same_program_TARGET.json."""
+    parser = CommandParser(prog="python profiling/same_program.py", description=__doc__)
+    arguments, target = read_command(parser, (), settings=True)
+    config = load_config(_CONFIG, arguments.overrides)
+    mesh = make_mesh(config.mesh, devices_for(config, target))
+    config = config_of_first_step(config, mesh)
+    trainer = make_trainer(config, mesh)
+    job = Job(target=target.name, config=_CONFIG, overrides=arguments.overrides, options={})
+    report, outcome = compile_job(target, job)
+    fingerprint, run = trained(config, trainer, as_a_run_finds(target))
+    values = {
+        "report": {"fingerprint": outcome.fingerprint} | facts(report, target, mesh.size),
+        "run": {"fingerprint": fingerprint} | facts(run, target, mesh.size),
+    }
+    same = values["report"] == values["run"]
+    if target.platform == "gpu":
+        once = step_program(trainer, batch_shape(config, mesh), None).compile().as_text() or ""
+        values["compiled_once"] = facts(once, target, mesh.size)
+    write_result(f"same_program_{target.name.replace(':', '_')}", {"same": same, **values})
+    if not same:
+        sys.exit("a run trains another program than the report shows")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,29 @@
+"""What docs/compiled.md claims of runs and reports with real compilers, compared with the committed results."""
+
+import pytest
+
+from tests.results import percent, result, rows
+
+H200, V5P = "same_program_h200_1x1x8", "same_program_v5p_2x2x2"
+
+
+def told(name: str, way: str) -> list[str]:
+    """The cells of a row: the program, and what is exposed."""
+    found = result(name)[way]
+    exposed = f"{found['exposed_ms']:.2f} of {found['communication_ms']:.2f} ms, {percent(found['exposed_share'])}"
+    return [f"`{found['sha256'][:12]}`", exposed]
+
+
+@pytest.mark.parametrize(("name", "devices"), [(H200, "8 H200"), (V5P, "8 TPU v5p, a smaller model")])
+def test_a_run_trains_the_program_that_the_report_shows(name: str, devices: str) -> None:
+    found, cells = result(name), rows("compiled")
+    assert found["same"]
+    assert found["run"] == found["report"]
+    assert cells[f"{devices}, as the report compiles it"] == told(name, "report")
+    assert cells[f"{devices}, as a run compiles it"] == told(name, "run")
+
+
+def test_the_second_compilation_hides_most_of_what_the_first_one_exposed() -> None:
+    found = result(H200)
+    assert rows("compiled")["8 H200, compiled once"] == told(H200, "compiled_once")
+    assert found["run"]["exposed_ms"] < found["compiled_once"]["exposed_ms"] / 3
