@@ -82,8 +82,13 @@ def _meaning(model: Model) -> dict[str, Any]:
         unused.add("attention.full_every")
     if model.moe.num_experts == 0:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
-    elif model.moe.top_groups == model.moe.num_groups:
-        found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
+    else:
+        if model.moe.top_groups == model.moe.num_groups:
+            found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
+        found["moe.normalize_top_1"] = model.moe.divides_by_sum
+        unused.add("moe.normalize_weights" if model.moe.top_k == 1 else "moe.normalize_top_1")
+        if model.moe.gate == gpt_oss.GATE:  # whose weights always sum to 1
+            unused |= {"moe.normalize_weights", "moe.normalize_top_1"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}
 

@@ -94,6 +94,12 @@ def dense_copied(model: Model, kind: str) -> list[Tensor]:
     return [*attention_rows(model), *mlp_rows("mlp", "moe.experts" if kind == "moe" else "mlp")]
 
 
+def chosen_experts(hf: HfConfig, normalized: bool) -> dict[str, Any]:
+    """How many experts a token has, and whether their weights are divided by their sum: for k = 1, too."""
+    top_k = hf.whole("num_experts_per_tok")
+    return {"top_k": top_k, "normalize_weights": normalized, "normalize_top_1": normalized and top_k == 1}
+
+
 def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
     """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
     layers, step, dense = (
