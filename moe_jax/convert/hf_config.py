@@ -71,6 +71,11 @@ class HfConfig:
             raise self._wrong(name, value, "an object")
         return HfConfig(value, f"{self.where}: {name}") if value else None
 
+    def sections(self) -> "list[HfConfig]":
+        """All nested settings."""
+        nested = {name: value for name, value in self._values.items() if isinstance(value, Mapping)}
+        return [HfConfig(value, f"{self.where}: {name}") for name, value in nested.items()]
+
     def only(self, name: str, *built: Any) -> None:
         """Raise ConvertError unless the value is one of these, or missing."""
         value = self._values.get(name)
