@@ -29,7 +29,7 @@ def _settings(model: Model) -> dict[str, Any]:
 
 def qwen_moe_settings(model: Model) -> dict[str, Any]:
     """For a config.json, of what Qwen's models with experts have alike."""
-    moe = model.moe
+    moe, dense = model.moe, [i for i, kind in enumerate(model.block_kinds) if kind == "dense"]
     return {
         "head_dim": model.head_width,
         "intermediate_size": model.hidden_dim,
@@ -38,10 +38,8 @@ def qwen_moe_settings(model: Model) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.hidden_dim,
         "norm_topk_prob": moe.divides_by_sum,
-        "decoder_sparse_step": moe.every if not moe.first_dense_blocks else 1,
-        "mlp_only_layers": [
-            i for i, kind in enumerate(model.block_kinds) if kind == "dense" and moe.first_dense_blocks
-        ],
+        "decoder_sparse_step": 1 if moe.first_dense_blocks else moe.every,
+        "mlp_only_layers": dense if moe.first_dense_blocks else [],
     }
 
 
