@@ -19,7 +19,11 @@ from moe_jax.convert.hf_config import ConvertError, read_json
 SUFFIX = ".safetensors"
 _SINGLE = f"model{SUFFIX}"
 INDEX = f"{_SINGLE}.index.json"
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(jnp.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 _BLOCK = re.compile(r"model\.layers\.\d+\.")
 _FOLLOWS = "rotary_emb.inv_freq"  # from settings, and older files have it
 _COMPARED = 2**20  # numbers at a time

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -62,8 +63,12 @@ def write_model(
     def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
         for name, parts in by_name.items():
             out = np.empty(shapes[name], types[name])
-            for place, period, expert in parts:
-                _put(params, place, period, expert, out)
+            with np.errstate(over="ignore"):
+                for place, period, expert in parts:
+                    _put(params, place, period, expert, out)
+            if out.dtype != np.float32 and np.isinf(out).any():
+                largest = float(jnp.finfo(out.dtype).max)
+                raise ConvertError(f"--dtype={dtype}: {name} has numbers beyond its {largest:g}: use --dtype float32")
             yield name, out
 
     settings = {
