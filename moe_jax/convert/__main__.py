@@ -15,9 +15,10 @@ from moe_jax.config_checks import check_expert_split
 from moe_jax.config_files import config_from, load_config, to_yaml
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
-from moe_jax.convert.hf_config import FILE
+from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
-from moe_jax.convert.write import check_is_free, copy_beside, write_model
+from moe_jax.convert.with_model import copy_with_model, special_tokens
+from moe_jax.convert.write import check_is_free, write_model
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import versions
@@ -33,6 +34,7 @@ from moe_jax.train.failures import fail_fast
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.load import load_params
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.run_tokenizer import special_tokens_of
 from moe_jax.train.sample import one_device_mesh
 
 
@@ -68,6 +70,7 @@ def _import(arguments: argparse.Namespace) -> None:
     run, source = arguments.out, arguments.source
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
+    special_tokens(read_config(source))
     values = {
         "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists for tuples, as in files
         "train": {"init_from": str(source)},
@@ -98,7 +101,7 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
     if processes.is_main_process():
         run.mkdir(parents=True, exist_ok=True)
-        copy_beside(source, run)
+        copy_with_model(source, run)
         shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
     processes.allgather(0)  # until the folder is there
@@ -117,8 +120,8 @@ def _export(arguments: argparse.Namespace) -> None:
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
-    longest = longest_sequence(config, arguments.source)
-    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source)
+    longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
+    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens)
     print(f"{arguments.out}: {family.architecture}, {dtype}")
 
 

@@ -1,9 +1,8 @@
 """A Hugging Face folder of parameters: files that transformers loads."""
 
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,9 @@ from moe_jax.convert.family import Family
 from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
 from moe_jax.convert.table import Place, places
+from moe_jax.convert.with_model import copy_with_model
 
-TOKENIZER = "tokenizer.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 MOST_BYTES = 5 * 10**9  # of a file
-
-
-def copy_beside(source: Path, target: Path) -> None:
-    """What belongs to a model and is not converted: its tokenizer, if there is one."""
-    for name in _BESIDE:
-        if (source / name).is_file() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
 
 
 def check_is_free(folder: Path) -> None:
@@ -44,12 +35,13 @@ def write_model(
     dtype: str,
     longest_sequence: int,
     source: Path,
+    tokens: Mapping[str, Any] | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> None:
     """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
 
-    Numbers are rounded to `dtype`, but those that the family has in float32. Raises ConvertError; then there is no
-    folder.
+    Numbers are rounded to `dtype`, but those that the family has in float32. `tokens` are settings of special tokens;
+    files of the folder `source` that go with a model are copied. Raises ConvertError; then there is no folder.
     """
     check_is_free(folder)
     by_name: dict[str, list[tuple[Place, int, int]]] = {}
@@ -76,6 +68,7 @@ def write_model(
         "model_type": family.model_type,
         **family.settings(model),
         "max_position_embeddings": longest_sequence,
+        **(tokens or {}),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -86,7 +79,7 @@ def write_model(
             made.mkdir()
             write_weights(made, shapes, types, tensors(), most_bytes)
             (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
-            copy_beside(source, made)
+            copy_with_model(source, made)
             made.rename(folder)
     except OSError as error:
         raise ConvertError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from None
