@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -19,16 +21,17 @@ from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
 from moe_jax.convert.with_model import copy_with_model, special_tokens
 from moe_jax.convert.write import check_is_free, write_model
-from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.files import write_atomically
+from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
+from moe_jax.files import all_or_nothing, write_atomically
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
+from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
 from moe_jax.train import processes
-from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.checkpoint import LEFT_FREE, Checkpoints
 from moe_jax.train.digest import digest_program
 from moe_jax.train.failures import fail_fast
 from moe_jax.train.init_from import check_source, source_params
@@ -88,9 +91,22 @@ def _import(arguments: argparse.Namespace) -> None:
             stored_shapes(Stages.of(config)),
             placed,
         )
+        _check_room(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         params = source_params(config, shapes)
         step = jax.device_put(jnp.int32(0), NamedSharding(mesh, REPLICATED))
-        _write_run(run, source, config, {"step": step, "params": params})
+        with all_or_nothing(run) if processes.is_main_process() else nullcontext():
+            _write_run(run, source, config, {"step": step, "params": params})
+
+
+def _check_room(run: Path, num_bytes: int) -> None:
+    """Raise ConfigError in all processes if one sees too small a disk, before a large model is read."""
+    free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
+    needed = num_bytes + LEFT_FREE
+    if any(processes.allgather(free < needed)):
+        raise ConfigError(
+            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: make room, or name "
+            "another folder"
+        )
 
 
 def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]) -> None:
@@ -105,8 +121,13 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
         shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
     processes.allgather(0)  # until the folder is there
-    with Checkpoints(run, 1, quiet, digest_program(state), facts) as checkpoints:
-        checkpoints.save(0, state, data={})
+    checkpoints = Checkpoints(run, 1, quiet, digest_program(state), facts)
+    try:
+        with checkpoints:
+            checkpoints.save(0, state, data={})
+    except CheckpointError:
+        reason, cure = checkpoints.last_failure
+        raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
         print(f"{run}: begin with it by --config {run} log.dir=… data.path=…")
 

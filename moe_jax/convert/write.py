@@ -17,6 +17,8 @@ from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
 from moe_jax.convert.table import Place, places
 from moe_jax.convert.with_model import copy_with_model
+from moe_jax.errors import is_full_disk
+from moe_jax.files import all_or_nothing
 
 MOST_BYTES = 5 * 10**9  # of a file
 
@@ -73,18 +75,20 @@ def write_model(
         "torch_dtype": dtype,
     }
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            write_weights(made, shapes, types, tensors(), most_bytes)
-            (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
-            copy_with_model(source, made)
-            made.rename(folder)
-    except OSError as error:
-        raise ConvertError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from None
-    except SafetensorError as error:  # as for a full disk
-        raise ConvertError(f"{folder}: {error}: name another folder") from None
+        with all_or_nothing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+                made = Path(scratch) / "model"
+                made.mkdir()
+                write_weights(made, shapes, types, tensors(), most_bytes)
+                (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
+                copy_with_model(source, made)
+                made.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if is_full_disk(error):
+            raise ConvertError(f"{folder}: no room on that disk: make room, or name another folder") from None
+        told = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+        raise ConvertError(f"{told[0] or folder}: {told[1] or error}: name another folder") from None
 
 
 def _put(params: Any, place: Place, period: int, expert: int, out: NDArray[Any]) -> None:
