@@ -142,7 +142,7 @@ def _export(arguments: argparse.Namespace) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
     longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
-    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens)
+    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
     print(f"{arguments.out}: {family.architecture}, {dtype}")
 
 

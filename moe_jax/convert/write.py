@@ -37,8 +37,8 @@ def write_model(
     dtype: str,
     longest_sequence: int,
     source: Path,
-    tokens: Mapping[str, Any] | None = None,
     most_bytes: int = MOST_BYTES,
+    tokens: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
 
