@@ -118,11 +118,13 @@ def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
 
 def places_of_experts(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
     """`first_dense_blocks` and `every` of blocks of which these have experts; None: there are no such numbers."""
-    layers = len(has)
-    for every in (preferred, *range(1, layers + 1)):
-        for first in range(layers):
-            if any(has) and list(has) == [i >= first and (i - first + 1) % every == 0 for i in range(layers)]:
-                return first, every
+    own = [i for i, with_experts in enumerate(has) if with_experts]
+    if not own:
+        return None
+    for every in (preferred, own[1] - own[0] if len(own) > 1 else len(has) - own[0]):
+        first = own[0] - every + 1
+        if first >= 0 and own == list(range(own[0], len(has), every)):
+            return first, every
     return None
 
 
