@@ -30,6 +30,9 @@ class MoE:
     capacity_schedule: tuple[tuple[float, ...], ...] = ()
     gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
     normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
+    # with top_k=1, too: the one weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise it is
+    # the expert's score, as in Switch
+    normalize_top_1: bool = False
     routed_scale: float = 1.0  # factor on the routed experts' output
     num_groups: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
     top_groups: int = 1  # and those of a token in so many of them
@@ -58,6 +61,11 @@ class MoE:
     def gate_facts(self) -> gate_table.GateFacts:
         """What is known of the gate without computing it."""
         return gate_table.facts_of(self.gate)
+
+    @property
+    def divides_by_sum(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.normalize_weights and (self.top_k > 1 or self.normalize_top_1)
 
     @property
     def latent_router_width(self) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,6 +44,24 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             for part in parts.values():
                 with suppress(OSError):  # none was made, and why is told already
                     part.unlink()
+
+
+@contextmanager
+def all_or_nothing(folder: Path) -> Iterator[None]:
+    """A missing or empty folder; if the work inside fails, it is so again, and folders made above it are gone."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        for each in folder.iterdir() if folder.is_dir() else ():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+        for each in missing:
+            with suppress(OSError):  # it was not made, or holds something of others
+                each.rmdir()
+        raise
 
 
 @final

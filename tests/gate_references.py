@@ -49,7 +49,7 @@ def mask(expert_Tk, experts: int) -> np.ndarray:
 
 def weighted(score_TE, best, moe: MoE):
     weight_TE = jnp.where(mask(best, moe.num_experts), score_TE, 0)
-    if moe.normalize_weights and moe.top_k > 1:
+    if moe.normalize_weights and (moe.top_k > 1 or moe.normalize_top_1):
         weight_TE = weight_TE / weight_TE.sum(-1, keepdims=True)
     return weight_TE * moe.routed_scale
 

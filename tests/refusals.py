@@ -105,6 +105,18 @@ REFUSED = {
         "model.rope_scaling.mscale_all_dim=1.0 is for latent attention: "
         "set model.latent.kv_lora_rank, or model.rope_scaling.mscale_all_dim=0"
     ),
+    "model.moe.normalize_top_1=true": (
+        "model.moe.normalize_top_1=true has no effect with model.moe.top_k=2: use model.moe.top_k=1, or "
+        "model.moe.normalize_top_1=false"
+    ),
+    "model.moe.normalize_top_1=true model.moe.top_k=1 model.moe.normalize_weights=false": (
+        "model.moe.normalize_top_1=true has no effect with model.moe.normalize_weights=false: use "
+        "model.moe.normalize_weights=true, or model.moe.normalize_top_1=false"
+    ),
+    "model.moe.normalize_top_1=true model.moe.top_k=1 model.moe.gate=expert_choice": (
+        "model.moe.normalize_top_1=true has no effect with model.moe.gate=expert_choice: use model.moe.gate=softmax, "
+        "or model.moe.normalize_top_1=false"
+    ),
     "model.moe.shared_gate=true": (
         "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
         "model.moe.shared_gate=false"

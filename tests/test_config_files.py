@@ -103,7 +103,10 @@ FIXED = {
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
-    *(f"model.moe.{name}" for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert", "shared_gate")),
+    *(
+        f"model.moe.{name}"
+        for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert", "shared_gate", "normalize_top_1")
+    ),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     "train.upcycle",
 }

@@ -3,12 +3,13 @@
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_jax.files import Appended, check_writable, write_together
+from moe_jax.files import Appended, all_or_nothing, check_writable, write_together
 from tests.bad_input.cases import tree
 
 
@@ -26,6 +27,32 @@ def test_where_one_file_cannot_be_written_none_is(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_together({tmp_path / "a": b"new", tmp_path / "in" / "c": b"new", tmp_path / "b": b"new"})
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_folder_that_is_not_finished_is_as_it_was(existed: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "there"
+    if existed:
+        folder.mkdir(parents=True)
+    before = tree(tmp_path)
+
+    def fill(last: Callable[[], object]) -> None:
+        with all_or_nothing(folder):
+            (folder / "deep").mkdir(parents=True)
+            (folder / "deep" / "a").write_text("half")
+            (folder / "b").write_text("half")
+            (folder / "link").symlink_to(tmp_path)
+            last()
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(_interrupt)
+    assert tree(tmp_path) == before
+    fill(lambda: None)
+    assert (folder / "deep" / "a").exists()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_can_be_written_is_not_touched_by_the_question(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def check_gate(moe: "MoE") -> None:
             )
     if moe.gate in GROUPED:
         _check_groups(moe)
+    if moe.normalize_top_1:
+        _check_normalize_top_1(moe)
     _check_capacity_schedule(moe)
     facts = moe.gate_facts
     if not facts.splits and moe.order != "sort":
@@ -47,6 +49,21 @@ def check_gate(moe: "MoE") -> None:
             f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
             "none: set model.moe.capacity_factor, or another gate"
         )
+
+
+def _check_normalize_top_1(moe: "MoE") -> None:
+    facts = moe.gate_facts
+    name, value, needed = "top_k", str(moe.top_k), "1"
+    if moe.top_k == 1:
+        if moe.normalize_weights and not facts.fills_slots:
+            return
+        name, value, needed = "gate", moe.gate, "softmax"
+        if not moe.normalize_weights:
+            name, value, needed = "normalize_weights", "false", "true"
+    raise ConfigError(
+        f"model.moe.normalize_top_1=true has no effect with model.moe.{name}={value}: use model.moe.{name}={needed}, "
+        "or model.moe.normalize_top_1=false"
+    )
 
 
 def _check_capacity_schedule(moe: "MoE") -> None:

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -15,24 +17,27 @@ from moe_jax.config_checks import check_expert_split
 from moe_jax.config_files import config_from, load_config, to_yaml
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
-from moe_jax.convert.hf_config import FILE
+from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
-from moe_jax.convert.write import check_is_free, copy_beside, write_model
-from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.files import write_atomically
+from moe_jax.convert.with_model import copy_with_model, special_tokens
+from moe_jax.convert.write import check_is_free, write_model
+from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
+from moe_jax.files import all_or_nothing, write_atomically
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
+from moe_jax.plan.plan_text import size
 from moe_jax.stages import Stages
 from moe_jax.train import processes
-from moe_jax.train.checkpoint import Checkpoints
+from moe_jax.train.checkpoint import LEFT_FREE, Checkpoints
 from moe_jax.train.digest import digest_program
 from moe_jax.train.failures import fail_fast
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.load import load_params
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.run_tokenizer import special_tokens_of
 from moe_jax.train.sample import one_device_mesh
 
 
@@ -68,6 +73,7 @@ def _import(arguments: argparse.Namespace) -> None:
     run, source = arguments.out, arguments.source
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
+    special_tokens(read_config(source))
     values = {
         "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists for tuples, as in files
         "train": {"init_from": str(source)},
@@ -85,9 +91,22 @@ def _import(arguments: argparse.Namespace) -> None:
             stored_shapes(Stages.of(config)),
             placed,
         )
+        _check_room(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         params = source_params(config, shapes)
         step = jax.device_put(jnp.int32(0), NamedSharding(mesh, REPLICATED))
-        _write_run(run, source, config, {"step": step, "params": params})
+        with all_or_nothing(run) if processes.is_main_process() else nullcontext():
+            _write_run(run, source, config, {"step": step, "params": params})
+
+
+def _check_room(run: Path, num_bytes: int) -> None:
+    """Raise ConfigError in all processes if one sees too small a disk, before a large model is read."""
+    free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
+    needed = num_bytes + LEFT_FREE
+    if any(processes.allgather(free < needed)):
+        raise ConfigError(
+            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: make room, or name "
+            "another folder"
+        )
 
 
 def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]) -> None:
@@ -98,12 +117,17 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
     if processes.is_main_process():
         run.mkdir(parents=True, exist_ok=True)
-        copy_beside(source, run)
+        copy_with_model(source, run)
         shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
     processes.allgather(0)  # until the folder is there
-    with Checkpoints(run, 1, quiet, digest_program(state), facts) as checkpoints:
-        checkpoints.save(0, state, data={})
+    checkpoints = Checkpoints(run, 1, quiet, digest_program(state), facts)
+    try:
+        with checkpoints:
+            checkpoints.save(0, state, data={})
+    except CheckpointError:
+        reason, cure = checkpoints.last_failure
+        raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
         print(f"{run}: begin with it by --config {run} log.dir=… data.path=…")
 
@@ -117,8 +141,8 @@ def _export(arguments: argparse.Namespace) -> None:
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
-    longest = longest_sequence(config, arguments.source)
-    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source)
+    longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
+    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
     print(f"{arguments.out}: {family.architecture}, {dtype}")
 
 

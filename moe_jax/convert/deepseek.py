@@ -6,7 +6,7 @@ Pairs that are rotated together are neighbours on disk, and lie half a width apa
 from typing import Any
 
 from moe_jax.config import Latent, Model
-from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows
+from moe_jax.convert.family import chosen_experts, expert_rows, mlp_rows, norm_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
 from moe_jax.convert.tensors import Part, Tensor, halves
@@ -33,11 +33,11 @@ def model_settings(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def moe_settings(hf: HfConfig) -> dict[str, Any]:
+def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
     """Arguments of a MoE without its gate."""
     return {
+        **chosen_experts(hf, normalized),
         "num_experts": hf.whole("n_routed_experts", "num_experts", "num_local_experts"),
-        "top_k": hf.whole("num_experts_per_tok"),
         "hidden_dim": hf.whole("moe_intermediate_size"),
         "num_shared_experts": hf.whole("n_shared_experts", default=0),
         "first_dense_blocks": hf.whole("first_k_dense_replace", default=0),

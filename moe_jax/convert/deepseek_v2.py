@@ -18,11 +18,10 @@ def _model(hf: HfConfig) -> Model:
     return Model(
         **deepseek.model_settings(hf),
         moe=MoE(
-            **deepseek.moe_settings(hf),
+            **deepseek.moe_settings(hf, normalized=False),
             gate="deepseek_v2",
             num_groups=hf.whole("n_group") if grouped else 1,
             top_groups=hf.whole("topk_group") if grouped else 1,
-            normalize_weights=False,
         ),
     )
 

@@ -16,11 +16,10 @@ def _model(hf: HfConfig) -> Model:
     return Model(
         **deepseek.model_settings(hf),
         moe=MoE(
-            **deepseek.moe_settings(hf),
+            **deepseek.moe_settings(hf, hf.flag("norm_topk_prob", False)),
             gate="deepseek_v3",
             num_groups=hf.whole("n_group", default=1),
             top_groups=hf.whole("topk_group", default=1),
-            normalize_weights=hf.flag("norm_topk_prob", True),
         ),
     )
 
@@ -29,7 +28,7 @@ def _settings(model: Model) -> dict[str, Any]:
     return deepseek.settings(model) | {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "norm_topk_prob": model.moe.normalize_weights,
+        "norm_topk_prob": model.moe.divides_by_sum,
         "rope_interleave": True,
     }
 
@@ -46,6 +45,7 @@ _DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
     "q_lora_rank": 1536,
 }
 FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block, _DEFAULTS)

@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_jax.config import Model
 from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
-from moe_jax.convert.family import Family
+from moe_jax.convert.family import Family, places_of_experts
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.gate_table import SCORE_BIAS, gate_parameters
 
@@ -82,8 +82,16 @@ def _meaning(model: Model) -> dict[str, Any]:
         unused.add("attention.full_every")
     if model.moe.num_experts == 0:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
-    elif model.moe.top_groups == model.moe.num_groups:
-        found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
+    else:
+        if model.moe.top_groups == model.moe.num_groups:
+            found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
+        places = places_of_experts([kind == "moe" for kind in model.block_kinds])
+        if places is not None:  # different numbers may mean the same blocks
+            found["moe.first_dense_blocks"], found["moe.every"] = places
+        found["moe.normalize_top_1"] = model.moe.divides_by_sum
+        unused.add("moe.normalize_weights" if model.moe.top_k == 1 else "moe.normalize_top_1")
+        if model.moe.gate == gpt_oss.GATE:  # whose weights always sum to 1
+            unused |= {"moe.normalize_weights", "moe.normalize_top_1"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}
 

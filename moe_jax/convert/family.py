@@ -1,6 +1,6 @@
 """What a family of Hugging Face models is: its settings and its table of tensors, and rows that many tables share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,21 +94,38 @@ def dense_copied(model: Model, kind: str) -> list[Tensor]:
     return [*attention_rows(model), *mlp_rows("mlp", "moe.experts" if kind == "moe" else "mlp")]
 
 
+def chosen_experts(hf: HfConfig, normalized: bool) -> dict[str, Any]:
+    """How many experts a token has, and whether their weights are divided by their sum: for k = 1, too."""
+    top_k = hf.whole("num_experts_per_tok")
+    return {"top_k": top_k, "normalize_weights": normalized, "normalize_top_1": normalized and top_k == 1}
+
+
 def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
     """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
     layers, step, dense = (
         hf.whole("num_hidden_layers"),
-        hf.whole("decoder_sparse_step", default=1),
+        max(hf.whole("decoder_sparse_step", default=1), 1),
         hf.listed("mlp_only_layers"),
     )
-    has = [i not in dense and (i + 1) % max(step, 1) == 0 for i in range(layers)]
-    for first in range(layers):
-        if has == [i >= first and (i - first + 1) % max(step, 1) == 0 for i in range(layers)]:
-            return {"first_dense_blocks": first, "every": max(step, 1)}
-    raise ConvertError(
-        f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not built: dense blocks must be the "
-        "lowest ones, and above them all but every n-th"
-    )
+    found = places_of_experts([i not in dense and (i + 1) % step == 0 for i in range(layers)], step)
+    if found is None:
+        raise ConvertError(
+            f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not built: dense blocks must be "
+            "the lowest ones, and above them all but every n-th"
+        )
+    return {"first_dense_blocks": found[0], "every": found[1]}
+
+
+def places_of_experts(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
+    """`first_dense_blocks` and `every` of blocks of which these have experts; None: there are no such numbers."""
+    own = [i for i, with_experts in enumerate(has) if with_experts]
+    if not own:
+        return None
+    for every in (preferred, own[1] - own[0] if len(own) > 1 else len(has) - own[0]):
+        first = own[0] - every + 1
+        if first >= 0 and own == list(range(own[0], len(has), every)):
+            return first, every
+    return None
 
 
 def no_windows(hf: HfConfig) -> None:

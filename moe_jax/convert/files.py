@@ -1,8 +1,9 @@
 """The safetensors files of a Hugging Face model: checked before anything is read, read by slices, written whole."""
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -18,9 +19,14 @@ from moe_jax.convert.hf_config import ConvertError, read_json
 SUFFIX = ".safetensors"
 _SINGLE = f"model{SUFFIX}"
 INDEX = f"{_SINGLE}.index.json"
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(jnp.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 _BLOCK = re.compile(r"model\.layers\.\d+\.")
 _FOLLOWS = "rotary_emb.inv_freq"  # from settings, and older files have it
+_COMPARED = 2**20  # numbers at a time
 _READ = ("F32", "BF16", "F16")  # types that float32 holds
 
 
@@ -37,19 +43,30 @@ class Found(NamedTuple):
 
 @final
 class Weights:
-    """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged."""
+    """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged.
+
+    Of a tensor that several files have, the index says which one counts.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._open = folder, ExitStack()
         self._tensors: dict[str, Found] = {}
+        self._others: dict[str, list[Found]] = {}  # copies of tensors for which the index names no file that has them
 
     def __enter__(self) -> Self:
+        named = self._index()
         with ExitStack() as opening:
-            files = {file: self._open_file(file, opening) for file in self._files()}
+            files = {file: self._open_file(file, opening) for file in sorted(set(named.values())) or [_SINGLE]}
             self._open = opening.pop_all()
+        copies: dict[str, list[Found]] = {}
         for file, handle in files.items():
             for name in handle.keys():  # noqa: SIM118 – it is no dict
-                self._tensors.setdefault(name, Found(handle.get_slice(name), file))
+                copies.setdefault(name, []).append(Found(handle.get_slice(name), file))
+        for name, found in copies.items():
+            first, *others = [each for each in found if each.file == named.get(name)] or found
+            self._tensors[name] = first
+            if others:
+                self._others[name] = others
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,6 +91,12 @@ class Weights:
                     f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not built: "
                     "convert it to BF16 first"
                 )
+            for other in self._others.get(name, ()):
+                if not _same(found, other):
+                    raise ConvertError(
+                        f"{self._folder}: {found.file} and {other.file} have different numbers for {name}, and {INDEX} "
+                        "names no file that has it: name one there"
+                    )
 
         blocks = {match[0] for name in shapes if (match := _BLOCK.match(name))}
         for name in self._tensors.keys() - shapes.keys():
@@ -88,15 +111,19 @@ class Weights:
         """Numbers of a tensor, read as they are sliced."""
         return self._tensors[name].slices
 
-    def _files(self) -> list[str]:
-        """Names of files in this folder, and nowhere else."""
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._tensors.keys()
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor, in this folder and nowhere else; none if all are in one file."""
         index = self._folder / INDEX
         if not index.exists():
             if not (self._folder / _SINGLE).exists():
                 raise ConvertError(
                     f"{self._folder} has neither {_SINGLE} nor {INDEX}: name the folder of a model that has"
                 )
-            return [_SINGLE]
+            return {}
         found = read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise ConvertError(f"{index} has no weight_map: fetch it again")
@@ -105,7 +132,11 @@ class Weights:
                 raise ConvertError(
                     f"{index} names {json.dumps(name)[:80]}, no {SUFFIX} file of its own folder: fetch it again"
                 )
-        return sorted(set(found.values()))
+        if (self._folder / _SINGLE).exists() and _SINGLE not in found.values():
+            raise ConvertError(
+                f"{self._folder} has {_SINGLE}, which {INDEX} does not name: remove the one that is not of this model"
+            )
+        return found
 
     def _open_file(self, name: str, opening: ExitStack) -> Any:
         try:
@@ -114,6 +145,15 @@ class Weights:
             raise ConvertError(f"{self._folder / name} is missing, and {INDEX} names it: fetch it, too") from None
         except (OSError, safetensors.SafetensorError) as error:
             raise ConvertError(f"{self._folder / name} cannot be read ({error}): fetch it again") from None
+
+
+def _same(one: Found, other: Found) -> bool:
+    """Whether two copies of a tensor are equal, bit for bit; memory holds a part of each."""
+    if (one.shape, one.slices.get_dtype()) != (other.shape, other.slices.get_dtype()):
+        return False
+    length, rows = one.shape[0], max(_COMPARED // max(math.prod(one.shape[1:]), 1), 1)
+    parts = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
+    return all(one.slices[part].tobytes() == other.slices[part].tobytes() for part in parts)
 
 
 def write_weights(

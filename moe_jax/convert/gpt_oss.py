@@ -11,6 +11,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Part, Tensor
 
+GATE = "gpt_oss"
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -28,7 +29,7 @@ def _model(hf: HfConfig) -> Model:
             top_k=hf.whole("num_experts_per_tok", "experts_per_token"),
             hidden_dim=hf.whole("intermediate_size"),
             bias=True,
-            gate="gpt_oss",
+            gate=GATE,
             capacity_factor=None,
         ),
     )

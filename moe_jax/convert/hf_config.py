@@ -64,12 +64,28 @@ class HfConfig:
             raise self._wrong(name, value, "a list")
         return value
 
+    def token_ids(self, *names: str) -> dict[str, int | list[int] | None]:
+        """Of these names those that are given: a whole number, several, or null."""
+        found = {name: self._values[name] for name in names if name in self._values}
+        for name, value in found.items():
+            if (
+                any(type(each) is not int for each in (value if isinstance(value, list) else [value]))
+                and value is not None
+            ):
+                raise self._wrong(name, value, "a whole number, a list of them or null")
+        return found
+
     def section(self, name: str) -> "HfConfig | None":
         """Nested settings, if there are some."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
         return HfConfig(value, f"{self.where}: {name}") if value else None
+
+    def sections(self) -> "list[HfConfig]":
+        """All nested settings."""
+        nested = {name: value for name, value in self._values.items() if isinstance(value, Mapping)}
+        return [HfConfig(value, f"{self.where}: {name}") for name, value in nested.items()]
 
     def only(self, name: str, *built: Any) -> None:
         """Raise ConvertError unless the value is one of these, or missing."""

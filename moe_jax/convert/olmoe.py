@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import Attention, Model, MoE
-from moe_jax.convert.family import Family, dense_or_experts
+from moe_jax.convert.family import Family, chosen_experts, dense_or_experts
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
@@ -18,9 +18,8 @@ def _model(hf: HfConfig) -> Model:
         attention=Attention(bias=hf.flag("attention_bias", False)),
         moe=MoE(
             num_experts=hf.whole("num_experts", "num_local_experts"),
-            top_k=hf.whole("num_experts_per_tok"),
+            **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
             hidden_dim=hf.whole("intermediate_size"),
-            normalize_weights=hf.flag("norm_topk_prob", False),
             capacity_factor=None,
         ),
     )
@@ -32,7 +31,7 @@ def _settings(model: Model) -> dict[str, Any]:
         "intermediate_size": model.moe.hidden_dim,
         "num_experts": model.moe.num_experts,
         "num_experts_per_tok": model.moe.top_k,
-        "norm_topk_prob": model.moe.normalize_weights,
+        "norm_topk_prob": model.moe.divides_by_sum,
     }
 
 

@@ -3,7 +3,14 @@
 from typing import Any
 
 from moe_jax.config import Attention, Model, MoE
-from moe_jax.convert.family import Family, blocks_with_experts, dense_or_experts, mlp_rows, no_windows
+from moe_jax.convert.family import (
+    Family,
+    blocks_with_experts,
+    chosen_experts,
+    dense_or_experts,
+    mlp_rows,
+    no_windows,
+)
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.qwen3_moe import qwen_moe_settings
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
@@ -25,11 +32,10 @@ def _model(hf: HfConfig) -> Model:
         attention=Attention(bias=hf.flag("qkv_bias", True), out_bias=False),
         moe=MoE(
             num_experts=hf.whole("num_experts", "num_local_experts"),
-            top_k=hf.whole("num_experts_per_tok"),
+            **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
             hidden_dim=width,
             num_shared_experts=shared // width,
             shared_gate=True,
-            normalize_weights=hf.flag("norm_topk_prob", False),
             capacity_factor=None,
             **blocks_with_experts(hf),
         ),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
+from moe_jax.convert.fused import as_stored
 from moe_jax.convert.table import Path, Place, places
 from moe_jax.stages import Stages
 
@@ -20,7 +21,7 @@ def read_params(weights: Weights, family: Family, stages: Stages, shapes: Any) -
 
     Beside this process's parts, memory holds what is read of one tensor.
     """
-    found = places(stages.model, family)
+    found = places(stages.model, as_stored(family, weights.names()))
 
     def read(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array | None:
         keys: Path = tuple(part.key for part in path)
@@ -69,13 +70,18 @@ def _fill(weights: Weights, place: Place | None, out: NDArray[Any], ranges: list
     if place is None:
         out[...] = 0
         return
-    index = dict(zip(place.dims, ranges, strict=True))
-    if "{expert}" not in place.row.name:
-        place.row.copy_in(weights[place.name(0)], out, place.dims, index, place.ours)
+    index, row = dict(zip(place.dims, ranges, strict=True)), place.row
+    of_each = "{expert}" in row.name
+    if not of_each and "experts" not in row.dims:
+        row.copy_in(weights[place.name(0)], out, place.dims, index, place.ours)
         return
     assert place.dims[0] == "experts"
-    for own, expert in zip(out, index["experts"], strict=True):
-        place.row.copy_in(weights[place.name(expert)], own, place.dims[1:], index, place.ours)
+    for own, expert in zip(out, index["experts"], strict=True):  # one at a time, for the sake of memory
+        if of_each:
+            row.copy_in(weights[place.name(expert)], own, place.dims[1:], index, place.ours)
+        else:
+            one = index | {"experts": range(expert, expert + 1)}
+            row.copy_in(weights[place.name(0)], own[None], place.dims, one, place.ours)
 
 
 def _empty(shape: Sequence[int]) -> NDArray[np.float32]:

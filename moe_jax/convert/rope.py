@@ -1,5 +1,6 @@
 """Rotary embedding and the scaling of its frequencies, as config.json has them."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -7,21 +8,45 @@ from typing import Any
 from moe_jax.config import Model, RopeScaling
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
-
-def _rope(hf: HfConfig) -> HfConfig:
-    """Where files of one age or another have what concerns rotation, or what their family has without it."""
-    names = ("rope_parameters", "rope_scaling", "default_rope_parameters")
-    return next((found for name in names if (found := hf.section(name))), HfConfig({}, hf.where))
+_NEW, _OLD, _DEFAULT = "rope_parameters", "rope_scaling", "default_rope_parameters"
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of a Model. Raises ConvertError for what is not built."""
-    theta = _rope(hf).number("rope_theta", hf.number("rope_theta", 10_000.0))
-    return {"rope_theta": theta, "rope_scaling": _scaling(hf)}
+    """Arguments of a Model. Raises ConvertError for what is not built.
+
+    Where a file has both `rope_scaling` and `rope_parameters`, the former counts, as in transformers 5, unless both
+    scale positions and disagree, or the latter alone has a base that transformers would not look at.
+    """
+    old, new = hf.section(_OLD), hf.section(_NEW)
+    found = _settings(old or new or hf.section(_DEFAULT) or HfConfig({}, hf.where), hf)
+    if old and new:
+        for name, value in _settings(new, hf).items():
+            if value != found[name] and value != RopeScaling():
+                raise ConvertError(
+                    f"{hf.where}: {_OLD} makes model.{name}={_text(found[name])}, and {_NEW} makes it {_text(value)}: "
+                    f"write the same rope_theta and scaling into both, or remove {_OLD}"
+                )
+    return found
 
 
-def _scaling(hf: HfConfig) -> RopeScaling:
-    rope = _rope(hf)
+def _settings(rope: HfConfig, hf: HfConfig) -> dict[str, Any]:
+    theta = rope.number("rope_theta", hf.number("rope_theta", 10_000.0))
+    return {"rope_theta": theta, "rope_scaling": _scaling(rope, hf)}
+
+
+def _text(value: float | RopeScaling) -> str:
+    """Of a scaling only what is not the default."""
+    if not isinstance(value, RopeScaling):
+        return f"{value:g}"
+    plain = RopeScaling()
+    own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    changed = {name: each for name, each in own.items() if each != getattr(plain, name)} or {"kind": value.kind}
+    return ", ".join(f"{name}={f'{each:g}' if isinstance(each, float) else each}" for name, each in changed.items())
+
+
+def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+    for each in rope.sections():
+        raise ConvertError(f"{each.where} is not built: all blocks must have one rotary embedding")
     rope.only("partial_rotary_factor", 1.0)
     hf.only("partial_rotary_factor", 1.0)
     kind = rope.word("rope_type", rope.word("type", "default"))
@@ -29,7 +54,11 @@ def _scaling(hf: HfConfig) -> RopeScaling:
         return RopeScaling()
     if kind not in _KINDS:
         raise ConvertError(f"{rope.where}: rope_type={json.dumps(kind)} is not built: it must be {', '.join(_KINDS)}")
-    return _KINDS[kind](rope, hf)
+    scaling = _KINDS[kind](rope, hf)
+    if not hf.has("kv_lora_rank"):
+        return scaling
+    # latent attention (DeepSeek) scales its logits with every kind of scaling
+    return dataclasses.replace(scaling, mscale_all_dim=rope.number("mscale_all_dim", 0.0))
 
 
 def _linear(rope: HfConfig, hf: HfConfig) -> RopeScaling:
@@ -47,7 +76,7 @@ def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
 
 
 def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
-    """Both numbers of DeepSeek's, `mscale` and `mscale_all_dim`, decide the factor on rotated features."""
+    """`mscale` and `mscale_all_dim` together decide the factor on rotated features."""
     factor, all_dim = rope.number("factor"), rope.number("mscale_all_dim", 0.0)
 
     def mscale(m: float) -> float:
@@ -63,12 +92,13 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
         fast_turns=rope.number("beta_fast", 32.0),
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", default),
-        mscale_all_dim=all_dim,
     )
 
 
 def _original_length(rope: HfConfig, hf: HfConfig) -> int:
-    return rope.whole("original_max_position_embeddings", default=hf.whole("max_position_embeddings"))
+    """In front of the settings of the rotation transformers looks at the file's own."""
+    name = "original_max_position_embeddings"
+    return hf.whole(name) if hf.has(name) else rope.whole(name, default=hf.whole("max_position_embeddings"))
 
 
 _KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
@@ -87,8 +117,10 @@ def hf_rope(model: Model) -> dict[str, Any]:
     if scaling.kind == "yarn":
         rope |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.fast_turns, "truncate": scaling.truncate}
         rope["attention_factor"] = scaling.attention_factor
-        if scaling.mscale_all_dim:
-            rope |= {"mscale": scaling.mscale_all_dim, "mscale_all_dim": scaling.mscale_all_dim}
+    if scaling.mscale_all_dim:
+        rope["mscale_all_dim"] = scaling.mscale_all_dim
+        if scaling.kind == "yarn":
+            rope["mscale"] = scaling.mscale_all_dim
     older = {"rope_scaling": rope} if scaling.kind != "none" else {}  # as before transformers 5
     return {
         "rope_theta": model.rope_theta,

@@ -9,6 +9,7 @@ from moe_jax.config import Config, Model, MoE
 from moe_jax.convert.families import differences, family_of
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
+from moe_jax.convert.fused import as_stored
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
 from moe_jax.convert.table import disk_shapes, places
 
@@ -55,8 +56,9 @@ def opened(folder: Path, model: Model, upcycle: bool = False) -> Iterator[tuple[
     family = family_of(hf)
     check_same(folder, dense_twin(model) if upcycle else model, family.model(hf))
     with Weights(folder) as weights:
-        weights.check(disk_shapes(places(model, family)))
-        yield weights, family
+        stored = as_stored(family, weights.names())
+        weights.check(disk_shapes(places(model, stored)))
+        yield weights, stored
 
 
 def check_same(folder: Path, here: Model, there: Model) -> None:

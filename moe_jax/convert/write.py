@@ -1,12 +1,12 @@
 """A Hugging Face folder of parameters: files that transformers loads."""
 
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -16,17 +16,11 @@ from moe_jax.convert.family import Family
 from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
 from moe_jax.convert.table import Place, places
+from moe_jax.convert.with_model import copy_with_model
+from moe_jax.errors import is_full_disk
+from moe_jax.files import all_or_nothing
 
-TOKENIZER = "tokenizer.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 MOST_BYTES = 5 * 10**9  # of a file
-
-
-def copy_beside(source: Path, target: Path) -> None:
-    """What belongs to a model and is not converted: its tokenizer, if there is one."""
-    for name in _BESIDE:
-        if (source / name).is_file() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
 
 
 def check_is_free(folder: Path) -> None:
@@ -44,11 +38,12 @@ def write_model(
     longest_sequence: int,
     source: Path,
     most_bytes: int = MOST_BYTES,
+    tokens: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
 
-    Numbers are rounded to `dtype`, but those that the family has in float32. Raises ConvertError; then there is no
-    folder.
+    Numbers are rounded to `dtype`, but those that the family has in float32. `tokens` are settings of special tokens;
+    files of the folder `source` that go with a model are copied. Raises ConvertError; then there is no folder.
     """
     check_is_free(folder)
     by_name: dict[str, list[tuple[Place, int, int]]] = {}
@@ -62,8 +57,12 @@ def write_model(
     def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
         for name, parts in by_name.items():
             out = np.empty(shapes[name], types[name])
-            for place, period, expert in parts:
-                _put(params, place, period, expert, out)
+            with np.errstate(over="ignore"):
+                for place, period, expert in parts:
+                    _put(params, place, period, expert, out)
+            if out.dtype != np.float32 and np.isinf(out).any():
+                largest = float(jnp.finfo(out.dtype).max)
+                raise ConvertError(f"--dtype={dtype}: {name} has numbers beyond its {largest:g}: use --dtype float32")
             yield name, out
 
     settings = {
@@ -71,22 +70,25 @@ def write_model(
         "model_type": family.model_type,
         **family.settings(model),
         "max_position_embeddings": longest_sequence,
+        **(tokens or {}),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            write_weights(made, shapes, types, tensors(), most_bytes)
-            (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
-            copy_beside(source, made)
-            made.rename(folder)
-    except OSError as error:
-        raise ConvertError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from None
-    except SafetensorError as error:  # as for a full disk
-        raise ConvertError(f"{folder}: {error}: name another folder") from None
+        with all_or_nothing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+                made = Path(scratch) / "model"
+                made.mkdir()
+                write_weights(made, shapes, types, tensors(), most_bytes)
+                (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
+                copy_with_model(source, made)
+                made.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if is_full_disk(error):
+            raise ConvertError(f"{folder}: no room on that disk: make room, or name another folder") from None
+        told = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+        raise ConvertError(f"{told[0] or folder}: {told[1] or error}: name another folder") from None
 
 
 def _put(params: Any, place: Place, period: int, expert: int, out: NDArray[Any]) -> None:

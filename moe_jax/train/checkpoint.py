@@ -22,7 +22,7 @@ from moe_jax.train.metrics import RunLog
 from moe_jax.train.processes import allgather
 from moe_jax.train.save_meeting import SaveMeeting
 
-_LEFT_FREE = 10**6  # bytes of the disk, for what else a run writes
+LEFT_FREE = 10**6  # bytes of the disk, for what else a run writes
 
 
 class Checkpoints:
@@ -39,6 +39,7 @@ class Checkpoints:
         self._under_way: int | None = None  # the step of the save that may not be done yet
         self._problem: Exception | None = None  # with which it could not even begin
         self._failed, self._lost = 0, ""  # saves, and why the last one failed if it did
+        self.last_failure = "", ""  # of any save: the reason and the cure
         self._meeting, self._leaving = SaveMeeting(), ExitStack()
 
     def __enter__(self) -> "Checkpoints":
@@ -72,7 +73,7 @@ class Checkpoints:
             return
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._manager.directory).free
-        if any(allgather(free < needed + _LEFT_FREE)):  # or it would fail in the middle
+        if any(allgather(free < needed + LEFT_FREE)):  # or it would fail in the middle
             self._tell_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "make room")
             return
         self._under_way, leaves = step, leaves_of(state, jax.device_get(self._digests(state)))
@@ -108,6 +109,7 @@ class Checkpoints:
 
     def _tell_failure(self, step: int, reason: str, cure: str) -> None:
         self._failed += 1
+        self.last_failure = reason, cure
         newest = self._manager.latest_step()
         there = "none is there yet" if newest is None else f"the newest is of step {newest}"
         text = f"the checkpoint of step {step} was not saved ({reason}), {there}: {cure}"

@@ -37,6 +37,7 @@ def describe(run: Run) -> dict[str, str]:
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
+        | router_text(config)
         | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
@@ -67,6 +68,17 @@ def blocks_text(config: Config) -> str:
     for group, blocks in enumerate(stages.groups):
         held[group % stages.stages] += len(blocks)
     return f"{kinds} ({' + '.join(map(str, held))} on the stages)" if len(held) > 1 else kinds
+
+
+def router_text(config: Config) -> dict[str, str]:
+    """What trains the router, where the loss does not."""
+    moe = config.model.moe
+    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.normalize_top_1 or moe.gate == "gpt_oss"):
+        return {}
+    return {
+        "router": "each token's one expert has weight 1, so the loss gives the router no gradient: only "
+        "model.moe.load_balance_weight and model.moe.router_z_weight train it"
+    }
 
 
 def unused(config: Config) -> dict[str, str]:

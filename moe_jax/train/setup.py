@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from moe_jax.config import Config
 from moe_jax.config_checks import check_batch_split, check_expert_split
 from moe_jax.config_files import to_yaml
-from moe_jax.convert.source import ORIGIN, origin_of
-from moe_jax.convert.write import copy_beside
 from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
 from moe_jax.measure.provenance import STEP_PROGRAM, provenance, versions
@@ -38,6 +36,7 @@ from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
 from moe_jax.train.programs import Later
 from moe_jax.train.run_folder import resume_step
+from moe_jax.train.run_tokenizer import keep_tokenizer
 from moe_jax.train.safety_plan import SafetyPlan, safety_plan
 from moe_jax.train.sample import encode_prompt
 from moe_jax.train.step import State, Trainer, make_trainer
@@ -201,9 +200,7 @@ def write_start(run: Run, fingerprint: str) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
         write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
-        if origin := origin_of(run.config):  # for exports, when that folder may be gone
-            write_atomically(run.folder / ORIGIN, origin.read_text(encoding="utf-8"))
-            copy_beside(origin.parent, run.folder)
+        keep_tokenizer(run.config, run.folder)
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 

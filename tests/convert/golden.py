@@ -1,5 +1,7 @@
 """The tiny models of `tests/golden`, as they are read."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import partitions
 from moe_jax.stages import Stages
+from tests.models.test_decode import logits_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = sorted(FAMILIES)
@@ -53,3 +56,23 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and logits."""
     found = load_file(GOLDEN / name / "golden.safetensors")
     return found["tokens"], found["logits"]
+
+
+def changed(name: str, folder: Path, **settings: Any) -> Path:
+    """A copy of one of these models, with other settings in its config.json."""
+    made = shutil.copytree(GOLDEN / name, folder / name)
+    values = json.loads((made / "config.json").read_text()) | settings
+    (made / "config.json").write_text(json.dumps(values))
+    return made
+
+
+def logits_in(folder: Path) -> np.ndarray:
+    """Of the model in a folder, for the tokens of `golden.safetensors` there."""
+    hf = read_config(folder)
+    tokens = load_file(folder / "golden.safetensors")["tokens"]
+    return np.asarray(logits_of(read(folder), tokens, family_of(hf).model(hf)))
+
+
+def of_transformers(name: str) -> np.ndarray:
+    """Logits of transformers 5.24 for one of these models with other settings: of the last tokens only."""
+    return load_file(GOLDEN / "changed.safetensors")[name]

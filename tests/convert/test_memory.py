@@ -1,13 +1,18 @@
 """What reading takes beside the parameters: less than 1.3 of the largest tensor."""
 
+import json
 import tracemalloc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from safetensors.numpy import save_file
 
 from moe_jax.config import Mesh, Model, MoE
 from moe_jax.convert.families import FAMILIES
+from moe_jax.convert.files import INDEX, Weights
 from moe_jax.convert.write import write_model
 from moe_jax.models.parameters import param_shapes
 from tests.convert.golden import read
@@ -21,9 +26,13 @@ MODEL = Model(
 LARGEST = 2 * MODEL.vocab_size * MODEL.d_model  # bytes of the embedding, in bfloat16
 
 
-def test_memory_holds_one_tensor_beside_the_parameters(tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_memory_holds_one_tensor_beside_the_parameters(fused, tmp_path):
+    """With all experts of a block in one tensor, too, of which one expert is read at a time."""
     params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(MODEL))
     write_model(tmp_path / "hf", MODEL, FAMILIES["mixtral"], params, "bfloat16", 64, tmp_path, most_bytes=2 * LARGEST)
+    if fused:
+        _fuse(tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     tracemalloc.start()
     try:
@@ -34,3 +43,20 @@ def test_memory_holds_one_tensor_beside_the_parameters(tmp_path):
     assert held > sum(leaf.nbytes for leaf in jax.tree.leaves(found)), "what is read stays where it is"
     assert peak - held < 1.3 * LARGEST
     assert all(jnp.all(leaf == 0.5) for leaf in jax.tree.leaves(found))
+
+
+def _fuse(folder: Path) -> None:
+    """Each tensor in a file of its own; the values are all alike."""
+    with Weights(folder) as weights:
+        tensors = {name.replace("block_sparse_moe", "mlp"): weights[name][:] for name in weights.names()}
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(MODEL.num_layers):
+        prefix, experts, hidden = f"model.layers.{layer}.mlp.experts.", MODEL.moe.num_experts, MODEL.moe.hidden_dim
+        kept[f"{prefix}gate_up_proj"] = np.full((experts, 2 * hidden, MODEL.d_model), 0.5, jnp.bfloat16)
+        kept[f"{prefix}down_proj"] = np.full((experts, MODEL.d_model, hidden), 0.5, jnp.bfloat16)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    index = {name: f"{number}.safetensors" for number, name in enumerate(kept)}
+    for name, file in index.items():
+        save_file({name: kept[name]}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))

@@ -4,6 +4,9 @@
     python tests/golden/make.py [--out FOLDER] [--settings JSON] [family …]
 
 Each folder has what `save_pretrained` writes, and `golden.safetensors` with tokens and logits in float32.
+`changed.safetensors` has logits of the same tensors and tokens with other settings, of the last tokens only:
+`mixtral_top_1` with num_experts_per_tok=1, `qwen3_moe_yarn` (every fourth logit) with
+rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} added to config.json.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 T tokens, D features, E experts, k choices.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -120,6 +121,26 @@ def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
             np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
     grads, expected = (jax.grad(value, argnums=(0, 1))(params, x_TD, seen, moe, of) for of in (by_gate, by_reference))
     chex.assert_trees_all_close(grads, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "deepseek_v3", "xmoe"])
+def test_one_expert_has_its_score_as_weight_or_1(gate):
+    """With 1 the router learns nothing from what the experts make; the default is the score."""
+    moe, params, x_TD = moe_of(gate, top_k=1), params_of(moe_of(gate)), features()
+    one = dataclasses.replace(moe, normalize_top_1=True)
+    plain, whole = (gate_of(each)(params, x_TD, seen_of(), each)[0] for each in (moe, one))
+    np.testing.assert_array_equal(plain.expert_Tk, whole.expert_Tk)
+    np.testing.assert_allclose(whole.weight_Tk, 1.5, rtol=1e-6)
+    assert plain.weight_Tk.min() < 1.2, "scores below 1, times routed_scale"
+    expected = gate_references.GATES[gate](params, x_TD, one, draws_of(seen_of()))[0]
+    np.testing.assert_allclose(expected.sum(axis=1), 1.5, rtol=1e-6)
+
+    def out(params: Any, moe: MoE) -> jax.Array:
+        return through(gate_of(moe)(params, x_TD, seen_of(), moe)[0], x_TD, moe).sum()
+
+    learned, nothing = (jax.grad(out)(params, each)["router"] for each in (moe, one))
+    assert np.abs(learned).max() > 0.1
+    np.testing.assert_allclose(nothing, 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("gate", ["noisy", "xmoe", "gpt_oss", "expert_choice", "softmoe"])

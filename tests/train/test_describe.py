@@ -4,7 +4,7 @@ import dataclasses
 
 from moe_jax.config import Optimizer, Train
 from moe_jax.schedule.pipelines.build import make_table
-from moe_jax.train.describe import blocks_text, pipeline_text, unused
+from moe_jax.train.describe import blocks_text, pipeline_text, router_text, unused
 from tests.small import small_config
 
 
@@ -19,6 +19,17 @@ def test_blocks_are_told_for_each_stage() -> None:
     config = small_config(1, 1, pipeline=2, every=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
     assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
     assert blocks_text(small_config(1, 1)) == "dense moe"
+
+
+def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
+    for settings, silent in (
+        ({"top_k": 1, "normalize_top_1": True}, False),
+        ({"top_k": 1, "gate": "gpt_oss"}, False),
+        ({"top_k": 1}, True),
+        ({"top_k": 2, "gate": "gpt_oss"}, True),
+    ):
+        text = router_text(small_config(1, 1, **settings)).get("router", "")
+        assert ("the loss gives the router no gradient" in text) != silent, settings
 
 
 def test_settings_without_effect_are_told() -> None:

@@ -23,7 +23,7 @@ def best_of(
 
 def weights_of(score_Tk: Float[Array, "T k"], moe: MoE) -> Float[Array, "T k"]:
     """The scores of the chosen experts, renormalised if the config says so, times its factor."""
-    if moe.normalize_weights and moe.top_k > 1:  # one renormalised weight would always be 1
+    if moe.divides_by_sum:
         score_Tk = normalized(score_Tk)
     return score_Tk * moe.routed_scale
 

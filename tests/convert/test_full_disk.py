@@ -1,0 +1,71 @@
+"""A disk that is full, or fills up while a model is written: one line, and nothing is left."""
+
+import errno
+import os
+import shutil
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+from safetensors import SafetensorError
+
+from moe_jax.convert import __main__ as convert
+from moe_jax.convert import files
+from moe_jax.convert.families import family_that_holds
+from moe_jax.convert.write import write_model
+from moe_jax.errors import UserError, run_command
+from tests.convert.golden import GOLDEN, model_of, read
+
+NAME = "qwen3_moe"
+Usage = namedtuple("Usage", "total used free")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path) -> str:
+    """What an import says, if it ends with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["convert", "import", str(GOLDEN / NAME), "--out", str(out)])
+    with pytest.raises(SystemExit) as end:
+        run_command(convert.main)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_an_import_asks_for_room_before_it_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6, 100))
+    told = refused(monkeypatch, capsys, tmp_path / "in" / "run")
+    assert told == (
+        f"error: --out={tmp_path}/in/run needs 1.2 MB, and there are 0.1 kB left on that disk: make room, or name "
+        "another folder\n"
+    )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_disk_that_fills_up_during_an_import_keeps_nothing(existed, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    if existed:
+        run.mkdir()
+
+    def save(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "checkpoints"))
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    told = refused(monkeypatch, capsys, run)
+    assert told == (f"error: --out={run} was not written (no room on the disk): make room, or name another folder\n")
+    assert list(tmp_path.rglob("*")) == ([run] if existed else [])
+
+
+def test_a_disk_that_fills_up_during_an_export_keeps_nothing(tmp_path, monkeypatch):
+    """safetensors has an error of its own."""
+
+    def save_file(tensors: object, file: Path, **_: object) -> None:
+        file.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(files, "save_file", save_file)
+    model, out = model_of(NAME), tmp_path / "in" / "out"
+    with pytest.raises(UserError) as refusal:
+        write_model(out, model, family_that_holds(model), read(GOLDEN / NAME), "float32", 64, GOLDEN / NAME)
+    assert str(refusal.value) == f"{out}: no room on that disk: make room, or name another folder"
+    assert not any(tmp_path.iterdir())
