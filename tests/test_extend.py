@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
-from moe_jax.config_checks.ranges import OWN_PARTS
+from moe_jax.config_checks.parts import OWN_PARTS
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import gate_of, softmax

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_jax import foreign_files
 from moe_jax.errors import UserError
 
 FILE = "config.json"
@@ -98,14 +99,14 @@ def read_config(folder: Path) -> HfConfig:
 def read_json(file: Path) -> dict[str, Any]:
     """An object. Raises ConvertError."""
     try:
-        found = json.loads(file.read_bytes())
+        found = foreign_files.read_json(file)
     except FileNotFoundError:
         raise ConvertError(f"{file} does not exist: name the folder of a Hugging Face model") from None
     except OSError as error:
         raise ConvertError(
             f"{file} cannot be read ({error.strerror}): name the folder of a Hugging Face model"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConvertError(f"{file} is not JSON ({str(error)[:80]}): fetch it again") from None
     if not isinstance(found, dict):
         raise ConvertError(f"{file} holds no JSON object: fetch it again")

@@ -14,9 +14,11 @@ from typing import Any, Self, final
 
 from moe_jax.errors import UserError
 from moe_jax.files import Appended, write_atomically
+from moe_jax.foreign_files import parse_json, read_text
 from moe_jax.train.wandb_run import WandbRun
 
 FILE_NAME = "metrics.jsonl"
+_MOST_BYTES = 2**32  # of it
 _SCALARS_ROOM = 10**6  # bytes on the disk without which TensorBoard gets no scalars: its thread would not survive it
 
 
@@ -151,7 +153,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise MetricsError(f"run {folder} does not exist: {cure}")
     if not path.is_file():
         raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
-    lines = path.read_text(errors="replace").splitlines()
+    lines = read_text(path, _MOST_BYTES, errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         record = _from_json(line)
@@ -246,8 +248,8 @@ def _finite_or_null(value: Any) -> Any:
 
 def _from_json(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
+        record = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None

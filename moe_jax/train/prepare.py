@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import check_regular, parse_json
 from moe_jax.train.token_chunks import CHUNK_BYTES, write_checksums
 from moe_jax.train.tokenizer import (
     BPE_FILE,
@@ -117,6 +118,7 @@ def _sizes_of(tokenizer: str | Path) -> str:
 
 
 def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
+    check_regular(file)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             # up to a line's end if one is near, so that a BPE sees whole words
@@ -130,14 +132,15 @@ def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
 
 
 def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
+    check_regular(file)
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                record = parse_json(line)
+            except ValueError as error:
                 raise DataError(f"{where} is not JSON ({error}): repair or remove it") from None
             if not isinstance(record, dict):
                 raise DataError(f'{where} is not a JSON object: write {{"{text_key}": "…"}}')
@@ -147,6 +150,7 @@ def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
 
 def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
     arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
+    check_regular(file)
     try:
         with parquet.ParquetFile(file) as table:
             _check_key(str(file), text_key, table.schema_arrow.names)

@@ -21,6 +21,7 @@ from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.write import copy_beside
 from moe_jax.errors import ConfigError
 from moe_jax.files import write_atomically
+from moe_jax.foreign_files import read_text
 from moe_jax.measure.provenance import provenance, versions
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -191,7 +192,7 @@ def write_start(run: Run) -> None:
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
         write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
         if origin := origin_of(run.config):  # for exports, when that folder may be gone
-            write_atomically(run.folder / ORIGIN, origin.read_text(encoding="utf-8"))
+            write_atomically(run.folder / ORIGIN, read_text(origin))
             copy_beside(origin.parent, run.folder)
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None

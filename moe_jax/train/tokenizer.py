@@ -1,12 +1,12 @@
 """Text ↔ tokens: UTF-8 bytes, or a byte-level BPE from a prepared folder's tokenizer.json."""
 
 import importlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import check_regular, read_json
 from moe_jax.train.tokens import BYTES_VOCAB_SIZE, find_data, read_meta
 
 BPE_FILE = "tokenizer.json"
@@ -59,7 +59,10 @@ class BpeTokenizer:
     def __init__(self, file: Path, end_of_text: int | str = _END_OF_TEXT, cure: str = "make the folder again") -> None:
         tokenizers = optional_package("tokenizers")
         try:
+            check_regular(file)
             self._bpe = tokenizers.Tokenizer.from_file(str(file))
+        except OSError as error:
+            raise DataError(f"{file} is no tokenizer ({error.strerror}): {cure}") from None
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{file} is no tokenizer ({error}): {cure}") from None
         self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
@@ -106,8 +109,8 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
         raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
     settings = file.with_name("tokenizer_config.json")
     try:
-        found = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        found = read_json(settings).get("eos_token") if settings.exists() else None
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
     name = found.get("content") if isinstance(found, dict) else found
     cure = f"fetch it again, with the {settings.name} that names the end of a text as eos_token"

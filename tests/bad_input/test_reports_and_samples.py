@@ -155,7 +155,7 @@ SAMPLED = [
         "the tokenizer is gone",
         "no_tokenizer",
         "",
-        "no_tokenizer/tokenizer.json is no tokenizer (No such file or directory (os error 2)): make the folder again",
+        "no_tokenizer/tokenizer.json is no tokenizer (No such file or directory): make the folder again",
     ),
 ]
 
