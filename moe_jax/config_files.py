@@ -187,7 +187,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _float(value: int) -> float:
-    return float(value) if abs(value) <= sys.float_info.max else math.copysign(math.inf, value)
+    return float(value) if abs(value) <= sys.float_info.max else math.inf if value > 0 else -math.inf
 
 
 def _refuse_auto(name: str, value: Any) -> None:

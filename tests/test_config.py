@@ -84,7 +84,7 @@ def test_no_whole_number_leaves_its_range(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, kind in numbers() if kind is float])
-@pytest.mark.parametrize("value", [-0.5, 1e31, 10**400])
+@pytest.mark.parametrize("value", [-0.5, 1e31, 10**400], ids=["-0.5", "1e31", "10**400"])
 def test_no_fraction_leaves_its_range(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(name)}=.* must (be|lie) "):
         made(f"{name}={value}")
