@@ -13,13 +13,10 @@ _ANY = 2**31 - 1  # jax counts steps and takes seeds in 32 bits; such a number c
 _BLOCKS = 4096  # each of which is looked at, as is each part of a step
 _PARTS = 1024
 _WIDTH = 2**20  # of a hidden layer
-_DEVICES = 2**20  # of a cluster
-_SIMULATED = 512  # devices, each with several threads and copies of what is not cut
 _EXPERTS = 2**16
 _SEQUENCE = 2**24
 _LARGE = 1e6  # of factors
 _FINITE = 1e30  # of what float32 holds
-MOST_SAMPLED_TOKENS = 2**16
 
 
 class Range(NamedTuple):
@@ -30,6 +27,11 @@ class Range(NamedTuple):
     above: bool = False
     below: bool = False
 
+
+SEEDS = Range(0, _ANY)
+SAMPLED = Range(0, 2**16)  # tokens
+SIMULATED = Range(1, 512)  # devices, each with several threads and copies of what is not cut
+CLUSTER = Range(1, 2**20)  # devices, or processes
 
 # Of every number of a config. The largest ones are far above published models and clusters, and small enough that
 # what depends on one of them alone neither takes minutes nor fills the memory before the run is refused for its size.
@@ -74,12 +76,12 @@ RANGES: dict[str, Range] = {
     "model.moe.load_balance_weight": Range(0, _LARGE),
     "model.moe.router_z_weight": Range(0, _LARGE),
     "model.moe.bias_update_rate": Range(0, _LARGE),
-    "mesh.data": Range(-_ANY, _DEVICES),  # check_mesh: at least 1, or -1
-    "mesh.expert": Range(-_ANY, _DEVICES),
-    "mesh.pipeline": Range(-_ANY, _DEVICES),
-    "mesh.tensor": Range(-_ANY, _DEVICES),
-    "mesh.context": Range(-_ANY, _DEVICES),
-    "mesh.cpu_devices": Range(1, _SIMULATED),
+    "mesh.data": Range(-_ANY, CLUSTER.most),  # check_mesh: at least 1, or -1
+    "mesh.expert": Range(-_ANY, CLUSTER.most),
+    "mesh.pipeline": Range(-_ANY, CLUSTER.most),
+    "mesh.tensor": Range(-_ANY, CLUSTER.most),
+    "mesh.context": Range(-_ANY, CLUSTER.most),
+    "mesh.cpu_devices": SIMULATED,
     "schedule.microbatches": Range(1, _PARTS),
     "schedule.backward_microbatches": Range(1, _PARTS),
     "schedule.expert_chunks": Range(1, _PARTS),
@@ -90,7 +92,7 @@ RANGES: dict[str, Range] = {
     "schedule.unroll": Range(1, _BLOCKS),
     "schedule.virtual_stages": Range(1, _PARTS),
     "schedule.head_blocks": Range(0, _BLOCKS),
-    "exchange.ranks_per_node": Range(1, _DEVICES),
+    "exchange.ranks_per_node": CLUSTER,
     "exchange.tensor_chunks": Range(1, _PARTS),
     "exchange.buffer_factor": Range(1, _EXPERTS),  # with less even a balanced router's rows would be dropped
     "data.seq_len": Range(2, _SEQUENCE),
@@ -106,7 +108,7 @@ RANGES: dict[str, Range] = {
     "optimizer.weight_decay": Range(0, _LARGE),
     "optimizer.clip_norm": Range(0, _FINITE, above=True),
     "train.steps": Range(1, _ANY),
-    "train.seed": Range(0, _ANY),
+    "train.seed": SEEDS,
     "train.batch_size": Range(1, 2**20),
     "train.grad_accumulation": Range(1, 2**16),
     "train.loss_chunk": Range(1, _ANY),
@@ -131,7 +133,7 @@ RANGES: dict[str, Range] = {
     "log.alarm_unused_steps": Range(1, _ANY),
     "log.alarm_entropy": Range(0, 1, below=True),
     "log.trace_step": Range(2, _ANY),  # of each of its numbers; check_training holds them against the run's steps
-    "log.sample_tokens": Range(0, MOST_SAMPLED_TOKENS),
+    "log.sample_tokens": SAMPLED,
 }
 
 
@@ -144,28 +146,33 @@ def setting(config: "Sections", name: str) -> object:
 def check_ranges(config: "Sections") -> None:
     """Raise ConfigError for a number out of its range."""
     for name, value in zip(RANGES, operator.attrgetter(*RANGES)(config), strict=True):
-        if value is not None and not isinstance(value, tuple):
-            _check_range(config, name, value)
+        if value is None or isinstance(value, tuple):
+            continue
+        most = RANGES["mesh.cpu_devices"].most
+        if name == "mesh.cpu_devices" and value > most:
+            raise ConfigError(
+                f"mesh.cpu_devices={value} must be at most {most}, which one machine can simulate: use fewer, or "
+                "python -m moe_jax.plan, which plans for clusters that need not be there"
+            )
+        check_number(name, value, RANGES[name], _or_null(config, name))
 
 
-def _check_range(config: "Sections", name: str, value: float) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
+def check_number(name: str, value: float | None, allowed: Range, or_null: str = "") -> None:
+    """Raise ConfigError for a number that is given, of a config or a command line, and out of its range."""
+    if value is None:
+        return
+    if not math.isfinite(value):
         raise ConfigError(f"{name}={value} must be a finite number")
-    least, most, above, below = RANGES[name]
+    least, most, above, below = allowed
     too_small = value <= least if above else value < least
     too_large = value >= most if below else value > most
     if not too_small and not too_large:
         return
-    if name == "mesh.cpu_devices" and too_large:
-        raise ConfigError(
-            f"mesh.cpu_devices={value} must be at most {most}, which one machine can simulate: use fewer, or "
-            "python -m moe_jax.plan, which plans for clusters that need not be there"
-        )
     if below:
         words = f"lie between {least} and {most}" if above else f"be at least {least} and below {most}"
     else:
-        words = f"be at most {most:.15g}" if too_large else f"be {'above' if above else 'at least'} {least}"
-    raise ConfigError(f"{name}={value} must {words}{'' if too_large or below else _or_null(config, name)}")
+        words = f"be at most {most:.15g}" if too_large else f"be {'above' if above else 'at least'} {least}{or_null}"
+    raise ConfigError(f"{name}={value} must {words}")
 
 
 def _or_null(config: "Sections", name: str) -> str:

@@ -22,7 +22,7 @@ NO_RUNS = [
     (
         "generate: a negative temperature",
         "generate --run full --temperature -1",
-        "--temperature=-1.0 must be 0 or more",
+        "--temperature=-1.0 must be at least 0",
     ),
     (
         "report: nothing named",
@@ -35,7 +35,7 @@ NO_RUNS = [
         "report full",
         "full is not a run (no metrics.jsonl in it): give the folder that a run has as log.dir",
     ),
-    ("report: no seconds", "report runn --watch 0", "--watch=0 must be at least 1 second"),
+    ("report: no seconds", "report runn --watch 0", "--watch=0 must be at least 1"),
     (
         "report: a missing run to watch",
         "report runn --watch 5",
