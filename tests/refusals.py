@@ -415,4 +415,12 @@ REFUSED = {
         "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) "
         "× schedule.microbatches=2 = 8: use 8 or 16"
     ),
+    "schedule.policy=unified schedule.microbatches=1024 model.num_layers=32": (
+        "schedule.microbatches=1024 × schedule.expert_chunks=1 × model.num_layers=32 are 32768 tasks of one kind, more "
+        "than 16384: use schedule.microbatches=512, or fewer chunks"
+    ),
+    "mesh.pipeline=4 train.grad_accumulation=32768": (
+        "mesh.pipeline=4 × train.grad_accumulation=32768 × schedule.virtual_stages=1 are 131072 passes, more than "
+        "65536: use train.grad_accumulation=16384 or fewer"
+    ),
 }

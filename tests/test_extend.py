@@ -214,7 +214,10 @@ AS_THEY_ARE = Order(
     slot_axis=1,
 )
 ORDER = {
-    "pairless": (AS_THEY_ARE._replace(order=lambda *_: None), "order returns NoneType: return what is sent and a ticket"),
+    "pairless": (
+        AS_THEY_ARE._replace(order=lambda *_: None),
+        "order returns NoneType: return what is sent and a ticket",
+    ),
     "cut_short": (
         AS_THEY_ARE._replace(inverse=lambda returned, ticket: returned[0, :3]),
         "inverse returns (3, 4) for 6 tokens of width 4: return a weighted sum of each, [T, D]",

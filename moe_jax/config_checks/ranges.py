@@ -161,7 +161,7 @@ def check_number(name: str, value: float | None, allowed: Range, or_null: str = 
     """Raise ConfigError for a number that is given, of a config or a command line, and out of its range."""
     if value is None:
         return
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}={value} must be a finite number")
     least, most, above, below = allowed
     too_small = value <= least if above else value < least
