@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _problem_at(event: yaml.Event, problem: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=f"found {problem}", problem_mark=event.start_mark)
+    return yaml.MarkedYAMLError(problem=f"found {problem}", problem_mark=event.start_mark)  # type: ignore[arg-type]
 
 
 class Dumper(yaml.SafeDumper):

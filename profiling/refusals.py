@@ -57,7 +57,7 @@ def main() -> None:
         make_inputs(Path(folder))
         inputs = list(hostile_inputs())
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each command computes on one core
-            ends = pool.map(lambda each: _refused(_command(each), folder, each.environ), inputs)
+            ends = pool.map(lambda each: try_command(real_command(each), folder, each.environ), inputs)
             hostile = {each.name: end for each, end in zip(inputs, ends, strict=True)}
     wrong = [name for name, each in found.items() if not each["all_right"]]
     wrong += [name for name, each in hostile.items() if not each.is_right]
@@ -103,7 +103,7 @@ def _cases(folder: Path) -> dict[str, list[str]]:
 
 
 def _tried(command: Sequence[str], times: int, folder: str) -> dict[str, Any]:
-    tries = [_refused([sys.executable, "-m", *command], None, {}) for _ in range(times)]
+    tries = [try_command([sys.executable, "-m", *command], None, {}) for _ in range(times)]
     seconds = [each.seconds for each in tries]
     return {
         "seconds": quartiles(seconds) | {"largest": round(max(seconds), 2)},
@@ -113,7 +113,7 @@ def _tried(command: Sequence[str], times: int, folder: str) -> dict[str, Any]:
     }
 
 
-def _command(each: Hostile) -> list[str]:
+def real_command(each: Hostile) -> list[str]:
     """The real one."""
     name, *arguments = shlex.split(each.command)
     program = [str(ROOT / "scripts/prepare_text.py")] if name == "prepare_text" else ["-m", f"moe_jax.{name}"]
@@ -121,13 +121,13 @@ def _command(each: Hostile) -> list[str]:
     return ["sh", "-c", f'exec "$@" {each.streams}', "sh", *command] if each.streams else command
 
 
-def _refused(command: Sequence[str], folder: str | None, environ: Mapping[str, str]) -> Refused:
+def try_command(command: Sequence[str], folder: str | None, environ: Mapping[str, str]) -> Refused:
     """Run in a folder, or in this one."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environ
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environ}
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=folder, env=given, capture_output=True, timeout=6 * MOST_S)
+        done = subprocess.run(command, cwd=folder, env=given, capture_output=True, timeout=30 * MOST_S)
         code, errors = done.returncode, done.stderr.decode(errors="replace")
     except subprocess.TimeoutExpired:
         code, errors = -1, "it did not end"

@@ -86,8 +86,8 @@ def _orders(name: str, shape: Shape) -> Orders:
     orders = _policy(name).orders(shape)
     if name in POLICIES:
         return orders
-    listed = orders.values() if isinstance(orders, Mapping) else [None]
-    if not all(isinstance(tasks, list) and all(isinstance(task, Action) for task in tasks) for tasks in listed):
+    lists = orders.values() if isinstance(orders, Mapping) else [None]
+    if not all(isinstance(tasks, list) and all(isinstance(task, Action) for task in tasks) for tasks in lists):
         raise ConfigError(f"schedule.policy={name}: orders returns no lists of tasks by stream: {_ORDERS}")
     for stream, tasks in by_phase.orders(shape).items():
         listed = orders.get(stream, [])
