@@ -97,7 +97,7 @@ def dense_copied(model: Model, kind: str) -> list[Tensor]:
 def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
     """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
     layers, step, dense = (
-        hf.whole("num_hidden_layers"),
+        hf.num_layers(),
         hf.whole("decoder_sparse_step", default=1),
         hf.listed("mlp_only_layers"),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax import foreign_files
+from moe_jax.config_checks.ranges import RANGES
 from moe_jax.errors import UserError
 
 FILE = "config.json"
@@ -33,9 +34,16 @@ class HfConfig:
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these names that is given; a whole number of at least 0."""
         value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(names[0], value, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise self._wrong(names[0], value, "a whole number below 2³¹" if isinstance(value, int) else "a whole number")
         return value
+
+    def num_layers(self) -> int:
+        """Blocks, as many as a config may have: they are looked at one by one."""
+        name, most = "num_hidden_layers", round(RANGES["model.num_layers"].most)
+        if (layers := self.whole(name)) > most:
+            raise self._wrong(name, layers, f"at most {most}")
+        return layers
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite one."""

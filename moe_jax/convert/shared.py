@@ -16,7 +16,7 @@ def shared_settings(hf: HfConfig) -> dict[str, Any]:
     return {
         "vocab_size": hf.whole("vocab_size"),
         "d_model": d_model,
-        "num_layers": hf.whole("num_hidden_layers"),
+        "num_layers": hf.num_layers(),
         "num_heads": heads,
         "norm_eps": hf.number("rms_norm_eps"),
         "tie_embeddings": hf.flag("tie_word_embeddings", False),
