@@ -35,7 +35,8 @@ class HfConfig:
         """The first of these names that is given; a whole number of at least 0."""
         value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise self._wrong(names[0], value, "a whole number below 2³¹" if isinstance(value, int) else "a whole number")
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            raise self._wrong(names[0], value, f"0..{2**31 - 1}" if is_whole else "a whole number")
         return value
 
     def num_layers(self) -> int:
