@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import difflib
+import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,40 +15,13 @@ from typing import Any, Literal, Union
 import yaml
 
 from moe_jax.config import Config, Sections
+from moe_jax.config_yaml import Dumper, parse_yaml
 from moe_jax.draft import PLANNED, Draft
 from moe_jax.errors import ConfigError
+from moe_jax.foreign_files import read_text
 
-# What stands for something other than text where it is not quoted. PyYAML's own table, of YAML 1.1, reads 3e-4 as
-# text, 010 as 8, 1:30 as 90, and on as true.
-_PLAIN = {
-    "null": r"~|[nN]ull|NULL|",
-    "bool": r"[tT]rue|TRUE|[fF]alse|FALSE",
-    "int": r"[-+]?(0|[1-9][\d_]*)",
-    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.inf)|\.nan",
-}
-_RESOLVERS = {None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"({text})$")) for kind, text in _PLAIN.items()]}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 with 1_000 and no key twice."""
-
-    yaml_implicit_resolvers = _RESOLVERS
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
-                raise ConfigError(
-                    f"{node.start_mark.name}: key {key!r} stands twice in the section at line {line}: keep one"
-                )
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would read as something else."""
-
-    yaml_implicit_resolvers = _RESOLVERS
+_MOST_BYTES = 2**20  # of a config file
+_MOST_SHOWN = 200  # characters of a value in a message
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -90,14 +65,14 @@ def _draft_from(values: Mapping[str, Any]) -> Draft:
 
 def to_yaml(config: Config) -> str:
     """Every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(dataclasses.asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir():
             path = path / "config.yaml"
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, _MOST_BYTES)
     except FileNotFoundError:
         names = [p.name for p in path.parent.glob("*") if p.suffix == ".yaml" or (p / "config.yaml").exists()]
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
@@ -106,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read ({reason}): name a YAML file") from None
-    values = _parse(text, str(path))
+    values = parse_yaml(text, str(path))
     if values is None and path.name == "config.yaml":  # a run writes all settings there
         raise ConfigError(f"config file {path} is empty: put the run's own there again, or name another file or folder")
     if values is None:
@@ -114,18 +89,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} holds {_kind(values)}, not sections: start it with e.g. 'model:'")
     return values
-
-
-def _parse(text: str, name: str) -> Any:
-    try:
-        loader = _Loader(text)
-        loader.name = name
-        return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(f"{name}: {problem}{where}") from None
 
 
 def _override(values: dict[str, Any], text: str) -> None:
@@ -140,7 +103,7 @@ def _override(values: dict[str, Any], text: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {text!r}: {section} is a value, not a section")
         values = inner
-    found = _parse(value, f"override {text!r}") if value else ""
+    found = parse_yaml(value, f"override {text!r}") if value else ""
     if found is None and name in _SECTIONS:
         dense = ": set model.moe.num_experts=0 for a model without experts" if name == "model.moe" else ""
         raise ConfigError(f"override {text!r}: {name} is a section, and null would leave it as it is{dense}")
@@ -153,13 +116,13 @@ def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) ->
     hints = typing.get_type_hints(section)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{prefix.rstrip('.') or 'the config'}={values!r} must be a section with keys {', '.join(fields)}"
+            f"{prefix.rstrip('.') or 'the config'}={_shown(values)} must be a section with keys {', '.join(fields)}"
         )
     arguments = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            raise ConfigError(f"unknown setting {name}: {_suggestion(str(key), prefix)}")
+            raise ConfigError(f"unknown setting {name}: {_suggestion(str(key)[:_MOST_SHOWN], prefix)}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             inner = {} if value is None else value
@@ -184,9 +147,11 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         if not any(value == each and type(value) is type(each) for each in allowed):  # true is no 1
             _refuse_auto(name, value)
             words = list(map(str, allowed))
-            near = difflib.get_close_matches(str(value), [*words, "auto"] if name in PLANNED else words, n=1)
+            near = difflib.get_close_matches(
+                str(value)[:_MOST_SHOWN], [*words, "auto"] if name in PLANNED else words, n=1
+            )
             cure = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name}={value} must be {' or '.join(words)}{cure}")
+            raise ConfigError(f"{name}={_short(str(value))} must be {' or '.join(words)}{cure}")
         return value
     if value is None and type(None) in options:
         return None
@@ -198,8 +163,13 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     elif int in options and isinstance(value, int):
         return value
     elif float in options and isinstance(value, int | float):
-        return float(value)
+        return value if isinstance(value, float) else _float(value)
     elif str in options and isinstance(value, str):
+        if strange := re.search(r"[\0\ud800-\udfff]", value):
+            raise ConfigError(
+                f"{name}={_shown(value)} has the character U+{ord(strange[0]):04X}, which no text or name of a file "
+                "has: use it without"
+            )
         return value
     _refuse_auto(name, value)
     expected = {
@@ -210,9 +180,14 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         type(None): "null",
     }
     cure = ": put it in quotes" if str in options and isinstance(value, bool | int | float) else ""
-    if name in PLANNED and difflib.get_close_matches(str(value), ["auto"]):
+    if name in PLANNED and difflib.get_close_matches(str(value)[:_MOST_SHOWN], ["auto"]):
         cure = ": did you mean auto?"
-    raise ConfigError(f"{name}={value!r} must be {' or '.join(expected[o] for o in options)}, not {_kind(value)}{cure}")
+    kinds = " or ".join(expected[o] for o in options)
+    raise ConfigError(f"{name}={_shown(value)} must be {kinds}, not {_kind(value)}{cure}")
+
+
+def _float(value: int) -> float:
+    return float(value) if abs(value) <= sys.float_info.max else math.inf if value > 0 else -math.inf
 
 
 def _refuse_auto(name: str, value: Any) -> None:
@@ -220,6 +195,14 @@ def _refuse_auto(name: str, value: Any) -> None:
         raise ConfigError(
             f"{name}=auto: nothing chooses it, so give a value (auto is for {', '.join(sorted(PLANNED))})"
         )
+
+
+def _shown(value: Any) -> str:
+    return _short(repr(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _kind(value: Any) -> str:

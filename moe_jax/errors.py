@@ -6,20 +6,25 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from moe_jax.environment import flags_problem, stream_problem
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 EXIT_TRY_AGAIN = 75  # of a process that another one dragged along; sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+EXIT_UNREAD = 141  # 128 + SIGPIPE: nobody reads the output any more
 # What the system says of a path that a user got wrong.
 _BAD_NAME = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV),
 }
 
 
+_LONGEST = 4000  # characters of a message
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -68,17 +73,21 @@ def run_command(main: Callable[[], None]) -> None:
 
     Ctrl-C, where `main` does not handle it, becomes one line and exit code 130.
     """
+    if problem := stream_problem() or flags_problem():
+        _exit_with(problem)
     for stream in (sys.stdout, sys.stderr):  # sampled text may hold characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
         _exit_with(str(error), error.exit_code)
     except KeyboardInterrupt:
         _exit_with("interrupted", EXIT_INTERRUPTED, kind="stopped")
     except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_UNREAD)
     except OSError as error:
         if error.errno in _FULL:
             _exit_with(f"{error.filename or 'a file'}: {error.strerror}: make room on that disk")
@@ -96,12 +105,20 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("'' names no file or folder")
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file or folder")
     return Path(text)
 
 
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode()
+
+
 def _exit_with(message: str, code: int = EXIT_BAD_INPUT, kind: str = "error") -> NoReturn:
-    sys.stderr.write(" ".join([f"{kind}:", *message.splitlines()]) + "\n")  # at once: other processes may write too
-    sys.stderr.flush()
+    line = "".join(each if each.isprintable() else _escaped(each) for each in " ".join(message.splitlines()))
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    with suppress(OSError):  # nobody reads it
+        sys.stderr.write(f"{kind}: {line}\n")  # at once: other processes may write too
+        sys.stderr.flush()
     sys.exit(code)

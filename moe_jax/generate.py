@@ -4,8 +4,9 @@ from pathlib import Path
 
 import jax
 
+from moe_jax.config_checks.ranges import SAMPLED, SEEDS, Range, check_number
 from moe_jax.config_files import load_config
-from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
@@ -25,12 +26,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. data.path, if it has moved")
     arguments = parser.parse_intermixed_args()
-    if arguments.tokens < 1:
-        raise ConfigError(f"--tokens={arguments.tokens} must be at least 1")
-    if not 0 <= arguments.seed < 2**31:
-        raise ConfigError(f"--seed={arguments.seed} must be 0..{2**31 - 1}")
-    if not arguments.temperature >= 0:
-        raise ConfigError(f"--temperature={arguments.temperature} must be 0 or more")
+    check_number("--tokens", arguments.tokens, SAMPLED._replace(least=1))
+    check_number("--seed", arguments.seed, SEEDS)
+    check_number("--temperature", arguments.temperature, Range(0, 1e6))
     config = load_config(arguments.run, arguments.overrides)
     check_same_run(config, arguments.run, but_data=True)
     tokenizer = tokenizer_of_run(config, arguments.run)

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from moe_jax.config_checks.ranges import Range, check_number
 from moe_jax.errors import CommandParser, ConfigError
 
 
@@ -13,8 +14,7 @@ def count_argument(name: str, default: int, description: str | None) -> int:
     parser = CommandParser(prog=program, description=description)
     parser.add_argument("count", metavar=name, nargs="?", type=int, default=default, help="default: %(default)s")
     count: int = parser.parse_args().count
-    if count < 1:
-        raise ConfigError(f"{name}={count} must be at least 1")
+    check_number(name, count, Range(1, 10**6))
     return count
 
 

@@ -1,21 +1,26 @@
-"""How soon is bad input told? python profiling/refusals.py [TIMES]
+"""How soon is bad input refused? python profiling/refusals.py [TIMES]
 
 Starts real commands, so many times (3): training with a data file that has a flipped bit, with checkpoints of another
-model, and on a mesh that the devices cannot form, and the import of a model whose numbers are of a wrong type. Each has
-to end with exit code 2 and one line. Writes results/refusals.json; exit code 1 if one does not.
+model, and on an invalid mesh, and the import of a model whose numbers are of a wrong type. Then each of the inputs of
+`hostile_inputs.py`, once. Every one has to end within 10 s, with exit code 2 and one line. Writes
+results/refusals.json; exit code 1 if one does not.
 """
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from count_argument import count_argument
+from hostile_inputs import MODEL, Hostile, hostile_inputs, make_inputs
 from results_file import quartiles, write_result
 from safetensors.numpy import load_file, save_file
 from training_run import CONFIG, tiny
@@ -23,8 +28,23 @@ from training_run import CONFIG, tiny
 from moe_jax.errors import run_command
 from moe_jax.train.prepare import prepare_text
 
-MODEL = Path(__file__).resolve().parents[1] / "tests/golden/mixtral"
+ROOT = Path(__file__).resolve().parents[1]
+MOST_S = 10
 TRAIN = ["moe_jax.train", "--config", CONFIG, *tiny(4, batch_size=4, seq_len=32, experts=4), "train.steps=2"]
+_SHOWN = 300  # characters of what a command says
+
+
+class Refused(NamedTuple):
+    """How one command ended."""
+
+    seconds: float
+    exit_code: int
+    errors: str
+
+    @property
+    def is_right(self) -> bool:
+        one_line = self.errors.startswith("error: ") and self.errors.count("\n") == 1
+        return self.seconds <= MOST_S and self.exit_code == 2 and one_line
 
 
 def main() -> None:
@@ -32,10 +52,32 @@ def main() -> None:
     times = count_argument("TIMES", 3, __doc__)
     with tempfile.TemporaryDirectory() as folder:
         cases = _cases(Path(folder))
-        found = {name: _refused(command, times, folder) for name, command in cases.items()}
-    write_result("refusals", {"cases": found})
-    if wrong := [name for name, each in found.items() if (each["exit_codes"], each["lines"]) != ([2], [1])]:
-        sys.exit(f"not told as it should be: {', '.join(wrong)}")
+        found = {name: _tried(command, times, folder) for name, command in cases.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        make_inputs(Path(folder))
+        inputs = list(hostile_inputs())
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each command computes on one core
+            ends = pool.map(lambda each: try_command(real_command(each), folder, each.environ), inputs)
+            hostile = {each.name: end for each, end in zip(inputs, ends, strict=True)}
+    wrong = [name for name, each in found.items() if not each["all_right"]]
+    wrong += [name for name, each in hostile.items() if not each.is_right]
+    seconds = [each.seconds for each in hostile.values()]
+    summary = {
+        "inputs": len(hostile),
+        "one_line_and_exit_code_2_in_time": sum(each.is_right for each in hostile.values()),
+        "seconds": quartiles(seconds) | {"largest": round(max(seconds), 2)},
+    }
+    hostile_values = {name: _values(each) for name, each in hostile.items()}
+    write_result("refusals", {"summary": summary, "cases": found, "hostile": hostile_values})
+    print(f"{summary['one_line_and_exit_code_2_in_time']} of {len(hostile)} hostile inputs: one line and exit code 2")
+    if wrong:
+        sys.exit(f"not refused as they should be: {', '.join(wrong)}")
+
+
+def _values(refused: Refused) -> dict[str, Any]:
+    said = refused.errors.strip()
+    short = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
+    return {"seconds": round(refused.seconds, 2), "exit_code": refused.exit_code, "said": short}
 
 
 def _cases(folder: Path) -> dict[str, list[str]]:
@@ -55,26 +97,41 @@ def _cases(folder: Path) -> dict[str, list[str]]:
     return {
         "a data file with a flipped bit": [*TRAIN, new, f"data.path={folder / 'tokens'}"],
         "checkpoints of another model": [*TRAIN, trained, "model.d_model=32"],
-        "a mesh that is none": [*TRAIN, new, "mesh.expert=3"],
+        "an invalid mesh": [*TRAIN, new, "mesh.expert=3"],
         "a model of a wrong type": ["moe_jax.convert", "import", f"{folder / 'model'}", "--out", f"{folder / 'run'}"],
     }
 
 
-def _refused(command: Sequence[str], times: int, folder: str) -> dict[str, Any]:
-    tries = []
-    for _ in range(times):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
-        tries.append((time.perf_counter() - start, done.returncode, done.stderr.replace(folder, "FOLDER")))
-    seconds, codes, said = zip(*tries, strict=True)
-    print(said[0], end="", flush=True)
-    lines = {text.count("\n") for text in said}
+def _tried(command: Sequence[str], times: int, folder: str) -> dict[str, Any]:
+    tries = [try_command([sys.executable, "-m", *command], None, {}) for _ in range(times)]
+    seconds = [each.seconds for each in tries]
     return {
         "seconds": quartiles(seconds) | {"largest": round(max(seconds), 2)},
-        "exit_codes": sorted(set(codes)),
-        "lines": sorted(lines),
-        "said": said[0].strip(),
+        "exit_codes": sorted({each.exit_code for each in tries}),
+        "all_right": all(each.is_right for each in tries),
+        "said": tries[0].errors.replace(folder, "FOLDER").strip(),
     }
+
+
+def real_command(each: Hostile) -> list[str]:
+    """The real one."""
+    name, *arguments = shlex.split(each.command)
+    program = [str(ROOT / "scripts/prepare_text.py")] if name == "prepare_text" else ["-m", f"moe_jax.{name}"]
+    command = [sys.executable, *program, *arguments]
+    return ["sh", "-c", f'exec "$@" {each.streams}', "sh", *command] if each.streams else command
+
+
+def try_command(command: Sequence[str], folder: str | None, environ: Mapping[str, str]) -> Refused:
+    """Run in a folder, or in this one."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environ}
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=folder, env=given, capture_output=True, timeout=30 * MOST_S)
+        code, errors = done.returncode, done.stderr.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        code, errors = -1, "it did not end"
+    return Refused(time.perf_counter() - start, code, errors)
 
 
 if __name__ == "__main__":

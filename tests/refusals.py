@@ -10,7 +10,7 @@ REFUSED = {
     "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
     "model.moe.capacity_factor=-1": "model.moe.capacity_factor=-1.0 must be above 0 (or null)",
     "mesh.cpu_devices=4096": (
-        "mesh.cpu_devices=4096 simulated devices are more than one machine can run: use 512 or fewer, or "
+        "mesh.cpu_devices=4096 must be at most 512, which one machine can simulate: use fewer, or "
         "python -m moe_jax.plan, which plans for clusters that need not be there"
     ),
     **{f"{name}=": f"{name} is empty: name a file, or null" for name in ("schedule.task_times", "tune.cache")},
@@ -20,7 +20,7 @@ REFUSED = {
         "which gradients are summed: use optimizer.zero=1"
     ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
-    "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must lie in 0..1",
+    "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
     "checkpoint.safety_copies_dir=": "checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm",
@@ -302,7 +302,7 @@ REFUSED = {
     **{
         f"model.moe.capacity_schedule={given}": (
             f"model.moe.capacity_schedule={all_pairs} has {pair}: use pairs of a step, from 1 on and growing, and "
-            "a factor above 0, as in [[1000, 1.5], [5000, 1.0]]"
+            "a factor above 0 and up to 65536, as in [[1000, 1.5], [5000, 1.0]]"
         )
         for given, all_pairs, pair in (
             ("[100,2]", "[[100.0], [2.0]]", "[100.0]"),
@@ -426,5 +426,13 @@ REFUSED = {
     "train.batch_size=12 schedule.policy=unified schedule.microbatches=2": (
         "train.batch_size=12 is not divisible by train.grad_accumulation=1 × 4 devices (data × expert) "
         "× schedule.microbatches=2 = 8: use 8 or 16"
+    ),
+    "schedule.policy=unified schedule.microbatches=1024 model.num_layers=32": (
+        "schedule.microbatches=1024 × schedule.expert_chunks=1 × model.num_layers=32 are 32768 tasks of one kind, more "
+        "than 16384: use schedule.microbatches=512, or fewer chunks"
+    ),
+    "mesh.pipeline=4 train.grad_accumulation=32768": (
+        "mesh.pipeline=4 × train.grad_accumulation=32768 × schedule.virtual_stages=1 are 131072 passes, more than "
+        "65536: use train.grad_accumulation=16384 or fewer"
     ),
 }

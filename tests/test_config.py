@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from moe_jax import config as config_module
 from moe_jax import config_checks
 from moe_jax.config import Config, Model, MoE
 from moe_jax.config_checks import check_batch_split
+from moe_jax.config_checks.ranges import RANGES
 from moe_jax.config_files import load_config, setting_names
 from moe_jax.errors import ConfigError
-from moe_jax.parallel.mesh import Axis
 from tests.refusals import REFUSED
 
 SOURCES = Path(moe_jax.__file__).parent
@@ -77,10 +78,22 @@ def test_no_float_may_be_infinite_or_no_number(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in numbers() if kind is int])
 def test_no_whole_number_leaves_its_range(name: str) -> None:
-    too_large = [] if name in {f"mesh.{axis}" for axis in Axis} else [2**31]  # those the number of devices bounds
-    for value in [-3, *too_large]:
+    for value in (-3, 2**31):
         with pytest.raises(ConfigError, match=f"^{re.escape(name)}={value} must be at "):
             made(f"{name}={value}")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in numbers() if kind is float])
+@pytest.mark.parametrize("value", [-0.5, 1e31, 10**400], ids=["-0.5", "1e31", "10**400"])
+def test_no_fraction_leaves_its_range(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(name)}=.* must (be|lie) "):
+        made(f"{name}={value}")
+
+
+def test_every_number_has_a_smallest_and_a_largest_value() -> None:
+    in_lists = {"model.moe.capacity_schedule", "log.trace_step"}
+    assert RANGES.keys() == {name for name, _ in numbers()} | in_lists
+    assert all(allowed.least < allowed.most < math.inf for allowed in RANGES.values())
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

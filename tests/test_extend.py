@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,10 +12,14 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
-from moe_jax.config_checks.ranges import OWN_PARTS
+from moe_jax.config_checks.parts import OWN_PARTS
 from moe_jax.config_files import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import gate_of, softmax
+from moe_jax.models.hooks import hooks_of
+from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.models.orders import order_of
+from moe_jax.models.orders.protocol import Order
 from moe_jax.models.transformer import Computation
 from moe_jax.named import named
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
@@ -157,3 +163,116 @@ def test_what_is_no_policy_is_refused(name: str, message: str) -> None:
     with pytest.raises((ConfigError, ScheduleError)) as error:
         make_schedule(policy, shape, nominal(shape).of(shape))
     assert str(error.value) == f"schedule.policy={policy}{message}"
+
+
+GATE = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.Choice"
+BEFORE = "before must take rows [P, …, D] and return an array that keeps P"
+LAYER = "it must take rows [T, D] and return rows of the same shape and type"
+PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
+TASKS = "it must take a moe_jax.schedule.shape.Shape and return a list of tasks for each stream"
+GATES = {
+    "few": (
+        lambda logit_TE: logit_TE,
+        f"ends with TypeError: <lambda>() takes 1 positional argument but 2 were given: {GATE}",
+    ),
+    "nothing": (lambda logit_TE, moe: None, "returns NoneType: return a moe_jax.models.gates.choice.Choice"),
+    "fails": (lambda logit_TE, moe: 1 // 0, f"ends with ZeroDivisionError: integer division or modulo by zero: {GATE}"),
+    "flat": (
+        lambda logit_TE, moe: softmax.choose(logit_TE, moe)._replace(weight_Tk=logit_TE[:, 0]),
+        "makes weight_Tk float32[9] of 9 tokens' logits: it must be float32[9, 2]",
+    ),
+}
+HOOKS = {
+    "shorter": (
+        Hooks(before_layer=lambda x_TD: x_TD[:1]),
+        f"before_layer makes bfloat16[1, 128] of bfloat16[24, 128]: {LAYER}",
+    ),
+    "unranked": (
+        Hooks(dispatch=Around(before=lambda rows: rows[0])),
+        f"dispatch makes bfloat16[4, 128] of bfloat16[2, 4, 128]: {BEFORE}",
+    ),
+    "a_number": (Hooks(combine=3), "combine is of type int: use a moe_jax.models.hooks.protocol.Around"),
+}
+POLICY = {
+    "partless": (WHOLE._replace(parts=lambda degree: None), f"parts returns None for 2: {PARTS}"),
+    "too_fine": (WHOLE._replace(parts=lambda degree: (1, 10**9)), f"parts returns (1, 1000000000) for 2: {PARTS}"),
+    "no_lists": (
+        WHOLE._replace(orders=lambda shape: {"compute": [1]}),
+        f"orders returns no lists of tasks by stream: {TASKS}",
+    ),
+    "broken": (
+        WHOLE._replace(orders=lambda shape: 1 // 0),
+        f"orders ends with ZeroDivisionError: integer division or modulo by zero: {TASKS}",
+    ),
+}
+# sends all tokens to the only rank, and takes back what comes
+AS_THEY_ARE = Order(
+    order=lambda x_TD, *_: (x_TD[None], ()),
+    experts=lambda params, received, moe, product: received,
+    inverse=lambda returned, ticket: returned[0],
+    cut=lambda sent, pieces: [sent],
+    slot_axis=1,
+)
+ORDER = {
+    "pairless": (
+        AS_THEY_ARE._replace(order=lambda *_: None),
+        "order returns NoneType: return what is sent and a ticket",
+    ),
+    "cut_short": (
+        AS_THEY_ARE._replace(inverse=lambda returned, ticket: returned[0, :3]),
+        "inverse returns (3, 4) for 6 tokens of width 4: return a weighted sum of each, [T, D]",
+    ),
+    "narrow": (
+        AS_THEY_ARE._replace(experts=lambda params, received, moe, product: received[..., :1]),
+        "experts returns (1, 6, 1) for received rows (1, 6, 4): return outputs of the same shape",
+    ),
+    "unwilling": (
+        AS_THEY_ARE._replace(order=lambda x_TD: x_TD),
+        "order ends with TypeError: <lambda>() takes 1 positional argument but 5 were given: "
+        "moe_jax/models/orders/__init__.py says what the four functions take",
+    ),
+}
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], str]:
+    """Puts a part into this module, and tells how settings name it."""
+
+    def put(name: str, part: object) -> str:
+        monkeypatch.setattr(sys.modules[__name__], name, part, raising=False)
+        return f"{__name__}:{name}"
+
+    return put
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
+    gate = elsewhere(name, GATES[name][0])
+    with pytest.raises(ConfigError) as error:
+        gate_of(MoE(gate=gate))
+    assert str(error.value) == f"model.moe.gate={gate} {GATES[name][1]}"
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_another_form_are_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
+    hooks = elsewhere(name, HOOKS[name][0])
+    with pytest.raises(ConfigError) as error:
+        hooks_of(MoE(hooks=hooks))
+    assert str(error.value) == f"model.moe.hooks={hooks}: {HOOKS[name][1]}"
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_a_policy_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
+    policy, known = elsewhere(name, POLICY[name][0]), make_shape("unified", ["moe"], 2)
+    with pytest.raises(ConfigError) as error:
+        make_schedule(policy, make_shape(policy, ["moe"], 2), nominal(known).of(known))
+    assert str(error.value) == f"schedule.policy={policy}: {POLICY[name][1]}"
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_an_order_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
+    own = elsewhere(name, ORDER[name][0])
+    order, x_TD = order_of(MoE(order=own)), jnp.zeros((6, 4))
+    with pytest.raises(ConfigError) as error:
+        order.experts(None, order.order(x_TD, None, None, None, None)[0], None, None)
+    assert str(error.value) == f"model.moe.order={own}: {ORDER[name][1]}"

@@ -15,8 +15,9 @@ from moe_jax.config_checks.mesh import (
 )
 from moe_jax.config_checks.migration import check_migration
 from moe_jax.config_checks.model import check_model
+from moe_jax.config_checks.parts import check_parts
 from moe_jax.config_checks.pipeline import check_pipeline
-from moe_jax.config_checks.ranges import check_parts, check_ranges, setting
+from moe_jax.config_checks.ranges import check_ranges, setting
 from moe_jax.config_checks.schedule import check_exchange, check_node_split, check_schedule
 from moe_jax.config_checks.training import check_training
 from moe_jax.config_checks.tune import check_tune

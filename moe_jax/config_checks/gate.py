@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from moe_jax.config_checks.ranges import RANGES
 from moe_jax.config_checks.words import divisors_text
 from moe_jax.errors import ConfigError
 from moe_jax.gate_table import BIASED, GROUPED
@@ -67,15 +68,20 @@ def _check_normalize_top_1(moe: "MoE") -> None:
 
 
 def _check_capacity_schedule(moe: "MoE") -> None:
-    schedule, last = moe.capacity_schedule, 0.0
+    schedule, last, most = moe.capacity_schedule, 0.0, RANGES["model.moe.capacity_factor"].most
     if not schedule:
         return
     text = f"model.moe.capacity_schedule={[list(pair) for pair in schedule]}"
     for pair in schedule:
-        if len(pair) != len(("step", "factor")) or not pair[0].is_integer() or pair[0] <= last or not pair[1] > 0:
+        if (
+            len(pair) != len(("step", "factor"))
+            or not pair[0].is_integer()
+            or pair[0] <= last
+            or not 0 < pair[1] <= most
+        ):
             raise ConfigError(
-                f"{text} has {list(pair)}: use pairs of a step, from 1 on and growing, and a factor above 0, as in "
-                "[[1000, 1.5], [5000, 1.0]]"
+                f"{text} has {list(pair)}: use pairs of a step, from 1 on and growing, and a factor above 0 and up to "
+                f"{most}, as in [[1000, 1.5], [5000, 1.0]]"
             )
         last = pair[0]
     if moe.capacity_factor is None or moe.gate == "softmoe":

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from moe_jax.config import Config
 
 _SEVERAL_CHUNKS = ("interleaved", "coscheduled", "coscheduled_split")
+_MOST_PASSES = 2**16  # of a table of ticks: 64 stages with 1,024 parts of a batch
 # Made of collective-permutes, which wait for the devices of all stages.
 _PERMUTES = ("ring", "hier_1d", "halo")
 
@@ -54,6 +55,12 @@ def check_pipeline(config: "Config") -> None:
         raise ConfigError(
             f"train.grad_accumulation={parts} (the pipeline's microbatches) is not divisible by mesh.pipeline="
             f"{stages}, which schedule.virtual_stages={chunks} needs: use {nearest_multiples(parts, stages)}"
+        )
+    if config.is_pipelined and stages * parts * chunks > _MOST_PASSES:
+        raise ConfigError(
+            f"mesh.pipeline={stages} × train.grad_accumulation={parts} × schedule.virtual_stages={chunks} are "
+            f"{stages * parts * chunks} passes, more than {_MOST_PASSES}: use train.grad_accumulation="
+            f"{max(_MOST_PASSES // stages // chunks, 1)} or fewer"
         )
     if config.is_pipelined:
         _check_collectives(config)

@@ -1,124 +1,140 @@
 """Which values each setting may have by itself."""
 
-import difflib
 import math
 import operator
-import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moe_jax.errors import ConfigError
-from moe_jax.gate_table import GATES
 
 if TYPE_CHECKING:
     from moe_jax.config import Sections
 
-# Smallest allowed value of each number; everything not listed is checked below or free.
-_AT_LEAST: dict[str, float] = {
-    "model.vocab_size": 2,
-    "model.d_model": 2,
-    "model.num_layers": 1,
-    "model.num_heads": 1,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 2,
-    "model.hidden_dim": 1,
-    "model.rope_theta": 1,
-    "model.rope_scaling.factor": 1,
-    "model.rope_scaling.original_length": 1,
-    "model.rope_scaling.mscale_all_dim": 0,
-    "model.attention.window": 1,
-    "model.attention.full_every": 1,
-    "model.attention.nope_every": 1,
-    "model.latent.kv_lora_rank": 1,
-    "model.latent.q_lora_rank": 1,
-    "model.latent.qk_nope_head_dim": 1,
-    "model.latent.qk_rope_head_dim": 2,
-    "model.latent.v_head_dim": 1,
-    "model.moe.num_experts": 0,
-    "model.moe.top_k": 1,
-    "model.moe.hidden_dim": 1,
-    "model.moe.num_shared_experts": 0,
-    "model.moe.num_groups": 1,
-    "model.moe.top_groups": 1,
-    "model.moe.router_rank": 1,
-    "model.moe.slots_per_expert": 1,
-    "model.moe.first_dense_blocks": 0,
-    "model.moe.every": 1,
-    "model.moe.load_balance_weight": 0,
-    "model.moe.router_z_weight": 0,
-    "model.moe.bias_update_rate": 0,
-    "mesh.cpu_devices": 1,
-    "exchange.ranks_per_node": 1,
-    "exchange.tensor_chunks": 1,
-    "schedule.microbatches": 1,
-    "schedule.backward_microbatches": 1,
-    "schedule.expert_chunks": 1,
-    "schedule.unroll": 1,
-    "schedule.virtual_stages": 1,
-    "schedule.head_blocks": 0,
-    "exchange.buffer_factor": 1,  # with less even a balanced router's rows would be dropped
-    "data.seq_len": 2,
-    "data.prefetch": 0,
-    "data.damaged_chunks": 0,
-    "optimizer.learning_rate": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0,
-    "train.steps": 1,
-    "train.seed": 0,
-    "train.batch_size": 1,
-    "train.grad_accumulation": 1,
-    "train.loss_chunk": 1,
-    "train.eval_every": 0,
-    "train.eval_batches": 1,
-    "train.bad_in_a_row": 1,
-    "train.spike_factor": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "checkpoint.safety_copies_every": 0,
-    "tune.samples": 2,
-    "tune.iterations": 1,
-    "tune.patience": 1,
-    "migration.every": 1,
-    "migration.threshold": 1,
-    "migration.patience": 1,
-    "migration.payback_steps": 1,
-    "migration.replicas": 0,
-    "log.every": 1,
-    "log.expert_load_every": 1,
-    "log.alarm_unused_steps": 1,
-    "log.sample_tokens": 0,
+_ANY = 2**31 - 1  # jax counts steps and takes seeds in 32 bits; such a number costs nothing by itself
+_BLOCKS = 4096  # each of which is looked at, as is each part of a step
+_PARTS = 1024
+_WIDTH = 2**20  # of a hidden layer
+_EXPERTS = 2**16
+_SEQUENCE = 2**24
+_LARGE = 1e6  # of factors
+_FINITE = 1e30  # of what float32 holds
+
+
+class Range(NamedTuple):
+    """The smallest and the largest value that a setting may have; `above`, `below`: without this value itself."""
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+
+
+SEEDS = Range(0, _ANY)
+SAMPLED = Range(0, 2**16)  # tokens
+SIMULATED = Range(1, 512)  # devices, each with several threads and copies of what is not cut
+CLUSTER = Range(1, 2**20)  # devices, or processes
+
+# Of every number of a config. The largest ones are far above published models and clusters, and small enough that
+# what depends on one of them alone neither takes minutes nor fills the memory before the run is refused for its size.
+RANGES: dict[str, Range] = {
+    "model.vocab_size": Range(2, 2**24),
+    "model.d_model": Range(2, 2**17),
+    "model.num_layers": Range(1, _BLOCKS),
+    "model.num_heads": Range(1, 2**14),
+    "model.num_kv_heads": Range(1, 2**14),
+    "model.head_dim": Range(2, 2**16),
+    "model.hidden_dim": Range(1, _WIDTH),
+    "model.rope_theta": Range(1, 1e15),
+    "model.norm_eps": Range(0, 1, above=True),
+    "model.rope_scaling.factor": Range(1, _LARGE),
+    "model.rope_scaling.original_length": Range(1, _ANY),
+    "model.rope_scaling.slow_turns": Range(0, _LARGE, above=True),
+    "model.rope_scaling.fast_turns": Range(0, _LARGE, above=True),
+    "model.rope_scaling.attention_factor": Range(0, _LARGE, above=True),
+    "model.rope_scaling.mscale_all_dim": Range(0, _LARGE),
+    "model.attention.window": Range(1, _ANY),
+    "model.attention.full_every": Range(1, _ANY),
+    "model.attention.nope_every": Range(1, _ANY),
+    "model.latent.kv_lora_rank": Range(1, 2**17),
+    "model.latent.q_lora_rank": Range(1, 2**17),
+    "model.latent.qk_nope_head_dim": Range(1, 2**16),
+    "model.latent.qk_rope_head_dim": Range(2, 2**16),
+    "model.latent.v_head_dim": Range(1, 2**16),
+    "model.latent.norm_eps": Range(0, 1, above=True),
+    "model.moe.num_experts": Range(0, _EXPERTS),
+    "model.moe.top_k": Range(1, _EXPERTS),
+    "model.moe.hidden_dim": Range(1, _WIDTH),
+    "model.moe.num_shared_experts": Range(0, _PARTS),
+    "model.moe.capacity_factor": Range(0, _EXPERTS, above=True),
+    "model.moe.capacity_schedule": Range(0, _ANY, above=True),  # of its numbers; check_gate bounds each
+    "model.moe.routed_scale": Range(0, _LARGE, above=True),
+    "model.moe.num_groups": Range(1, _EXPERTS),
+    "model.moe.top_groups": Range(1, _EXPERTS),
+    "model.moe.router_rank": Range(1, 2**17),
+    "model.moe.slots_per_expert": Range(1, 2**20),
+    "model.moe.first_dense_blocks": Range(0, _BLOCKS),
+    "model.moe.every": Range(1, _BLOCKS),
+    "model.moe.load_balance_weight": Range(0, _LARGE),
+    "model.moe.router_z_weight": Range(0, _LARGE),
+    "model.moe.bias_update_rate": Range(0, _LARGE),
+    "mesh.data": Range(-_ANY, CLUSTER.most),  # check_mesh: at least 1, or -1
+    "mesh.expert": Range(-_ANY, CLUSTER.most),
+    "mesh.pipeline": Range(-_ANY, CLUSTER.most),
+    "mesh.tensor": Range(-_ANY, CLUSTER.most),
+    "mesh.context": Range(-_ANY, CLUSTER.most),
+    "mesh.cpu_devices": SIMULATED,
+    "schedule.microbatches": Range(1, _PARTS),
+    "schedule.backward_microbatches": Range(1, _PARTS),
+    "schedule.expert_chunks": Range(1, _PARTS),
+    "schedule.chunk_mb": Range(0, _LARGE, above=True),
+    "schedule.device_tflops": Range(0, _FINITE, above=True),
+    "schedule.link_gb_per_s": Range(0, _FINITE, above=True),
+    "schedule.network_gb_per_s": Range(0, _FINITE, above=True),
+    "schedule.unroll": Range(1, _BLOCKS),
+    "schedule.virtual_stages": Range(1, _PARTS),
+    "schedule.head_blocks": Range(0, _BLOCKS),
+    "exchange.ranks_per_node": CLUSTER,
+    "exchange.tensor_chunks": Range(1, _PARTS),
+    "exchange.buffer_factor": Range(1, _EXPERTS),  # with less even a balanced router's rows would be dropped
+    "data.seq_len": Range(2, _SEQUENCE),
+    "data.validation_fraction": Range(0, 1, above=True, below=True),
+    "data.prefetch": Range(0, _PARTS),
+    "data.damaged_chunks": Range(0, _ANY),
+    "optimizer.learning_rate": Range(0, _LARGE),
+    "optimizer.warmup_steps": Range(0, _ANY),
+    "optimizer.final_fraction": Range(0, 1),
+    "optimizer.beta1": Range(0, 1, below=True),
+    "optimizer.beta2": Range(0, 1, below=True),
+    "optimizer.eps": Range(0, _LARGE, above=True),
+    "optimizer.weight_decay": Range(0, _LARGE),
+    "optimizer.clip_norm": Range(0, _FINITE, above=True),
+    "train.steps": Range(1, _ANY),
+    "train.seed": SEEDS,
+    "train.batch_size": Range(1, 2**20),
+    "train.grad_accumulation": Range(1, 2**16),
+    "train.loss_chunk": Range(1, _ANY),
+    "train.eval_every": Range(0, _ANY),
+    "train.eval_batches": Range(1, _ANY),  # no more than the text has
+    "train.bad_in_a_row": Range(1, _ANY),
+    "train.spike_factor": Range(1, _FINITE),
+    "checkpoint.every": Range(0, _ANY),
+    "checkpoint.keep": Range(1, _ANY),
+    "checkpoint.safety_copies_every": Range(0, _ANY),
+    "tune.samples": Range(2, _PARTS),
+    "tune.iterations": Range(1, _ANY),
+    "tune.band": Range(0, _LARGE, above=True),
+    "tune.patience": Range(1, _ANY),
+    "migration.every": Range(1, _ANY),
+    "migration.threshold": Range(1, _LARGE),
+    "migration.patience": Range(1, _ANY),
+    "migration.payback_steps": Range(1, _ANY),
+    "migration.replicas": Range(0, _PARTS),
+    "log.every": Range(1, _ANY),
+    "log.expert_load_every": Range(1, _ANY),
+    "log.alarm_unused_steps": Range(1, _ANY),
+    "log.alarm_entropy": Range(0, 1, below=True),
+    "log.trace_step": Range(2, _ANY),  # of each of its numbers; check_training holds them against the run's steps
+    "log.sample_tokens": SAMPLED,
 }
-_AT_MOST = 2**31 - 1  # of whole numbers: jax counts steps and takes seeds in 32 bits
-_SIMULATED_AT_MOST = 512  # devices, each with several threads and copies of what is not cut
-# Numbers that must lie above 0.
-_POSITIVE = (
-    "model.norm_eps",
-    "model.latent.norm_eps",
-    "model.rope_scaling.slow_turns",
-    "model.rope_scaling.fast_turns",
-    "model.rope_scaling.attention_factor",
-    "model.moe.capacity_factor",
-    "model.moe.routed_scale",
-    "optimizer.eps",
-    "optimizer.clip_norm",
-    "schedule.chunk_mb",
-    "schedule.device_tflops",
-    "schedule.link_gb_per_s",
-    "schedule.network_gb_per_s",
-    "tune.band",
-)
-# Parts with a name of their own; others are named package.module:name.
-OWN_PARTS = {
-    "model.moe.gate": tuple(GATES),
-    "model.moe.order": ("sort", "einsum"),
-    "model.moe.hooks": ("none", "bf16", "fp8"),
-    "schedule.policy": ("vanilla", "expert_pipeline", "unified"),
-    "exchange.algorithm": ("auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"),
-}
-_OPEN = ("schedule.policy",)  # of these, what may say auto until it is planned
-_ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-# Numbers that must lie in [0, 1).
-_FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "log.alarm_entropy")
 
 
 def setting(config: "Sections", name: str) -> object:
@@ -129,49 +145,37 @@ def setting(config: "Sections", name: str) -> object:
 
 def check_ranges(config: "Sections") -> None:
     """Raise ConfigError for a number out of its range."""
-    for name, value in _numbers(config, _AT_LEAST):
-        if value < _AT_LEAST[name]:
-            raise ConfigError(f"{name}={value} must be at least {_AT_LEAST[name]}{_or_null(config, name)}")
-        if isinstance(value, int) and value > _AT_MOST:
-            raise ConfigError(f"{name}={value} must be at most {_AT_MOST}")
-    if (devices := config.mesh.cpu_devices) is not None and devices > _SIMULATED_AT_MOST:
-        raise ConfigError(
-            f"mesh.cpu_devices={devices} simulated devices are more than one machine can run: use "
-            f"{_SIMULATED_AT_MOST} or fewer, or python -m moe_jax.plan, which plans for clusters that need not be there"
-        )
-    for name, value in _numbers(config, _POSITIVE):
-        if value <= 0:
-            raise ConfigError(f"{name}={value} must be above 0{_or_null(config, name)}")
-    for name, value in _numbers(config, _FRACTIONS):
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name}={value} must be at least 0 and below 1")
-
-
-def _numbers(config: "Sections", names: Iterable[str]) -> Iterator[tuple[str, float]]:
-    """Those that are given."""
-    for name, value in zip(names, operator.attrgetter(*names)(config), strict=True):
-        if value is None:
+    for name, value in zip(RANGES, operator.attrgetter(*RANGES)(config), strict=True):
+        if value is None or isinstance(value, tuple):
             continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}={value} must be a finite number")
-        yield name, value
+        most = RANGES["mesh.cpu_devices"].most
+        if name == "mesh.cpu_devices" and value > most:
+            raise ConfigError(
+                f"mesh.cpu_devices={value} must be at most {most}, which one machine can simulate: use fewer, or "
+                "python -m moe_jax.plan, which plans for clusters that need not be there"
+            )
+        check_number(name, value, RANGES[name], _or_null(config, name))
+
+
+def check_number(name: str, value: float | None, allowed: Range, or_null: str = "") -> None:
+    """Raise ConfigError for a number that is given, of a config or a command line, and out of its range."""
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}={value} must be a finite number")
+    least, most, above, below = allowed
+    too_small = value <= least if above else value < least
+    too_large = value >= most if below else value > most
+    if not too_small and not too_large:
+        return
+    if below:
+        words = f"lie between {least} and {most}" if above else f"be at least {least} and below {most}"
+    else:
+        words = f"be at most {most:.15g}" if too_large else f"be {'above' if above else 'at least'} {least}{or_null}"
+    raise ConfigError(f"{name}={value} must {words}")
 
 
 def _or_null(config: "Sections", name: str) -> str:
     section, _, own = name.rpartition(".")
     kind = type(setting(config, section)).__annotations__[own]
     return " (or null)" if isinstance(None, kind) else ""
-
-
-def check_parts(config: "Sections") -> None:
-    """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
-    for name, own in OWN_PARTS.items():
-        value = str(setting(config, name))
-        if value not in own and not _ELSEWHERE.fullmatch(value):
-            near = difflib.get_close_matches(value, [*own, "auto"] if name in _OPEN else own, n=1)
-            cure = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name}={value} must be {_either(own)} or package.module:name{cure}")
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return " or ".join(names) if len(names) <= 3 else f"{', '.join(names[:-1])} or {names[-1]},"

@@ -10,6 +10,8 @@ from moe_jax.errors import ConfigError
 if TYPE_CHECKING:
     from moe_jax.config import Config, Mesh
 
+_MOST_TASKS = 2**14  # 128 layers with 128 microbatches
+
 
 def check_schedule(config: "Config") -> None:
     """Raise ConfigError for parts that a policy does not make, or that something must not be cut into."""
@@ -38,7 +40,20 @@ def check_schedule(config: "Config") -> None:
             f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
             "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
         )
+    _check_tasks(config)
     _check_whole_batch(config)
+
+
+def _check_tasks(config: "Config") -> None:
+    """Each task of a step is an object that is put in order, timed and emitted by itself."""
+    layers, settings = config.model.num_layers, config.schedule
+    tasks = layers * settings.microbatches * settings.expert_chunks
+    if tasks > layers and tasks > _MOST_TASKS:
+        raise ConfigError(
+            f"schedule.microbatches={settings.microbatches} × schedule.expert_chunks={settings.expert_chunks} × "
+            f"model.num_layers={layers} are {tasks} tasks of one kind, more than {_MOST_TASKS}: use "
+            f"schedule.microbatches={max(_MOST_TASKS // layers // settings.expert_chunks, 1)}, or fewer chunks"
+        )
 
 
 def _check_whole_batch(config: "Config") -> None:

@@ -20,11 +20,6 @@ _NAMES = {
 
 def check_training(config: "Config") -> None:
     """Raise ConfigError for fractions and names out of range, and for a step that is never reached."""
-    fraction = config.data.validation_fraction
-    if not 0 < fraction < 1:
-        raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
-    if not 0 <= config.optimizer.final_fraction <= 1:
-        raise ConfigError(f"optimizer.final_fraction={config.optimizer.final_fraction} must lie in 0..1")
     if not config.data.path:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:

@@ -1,5 +1,7 @@
 """Numbers that a refusal suggests."""
 
+import math
+
 
 def nearest_multiples(number: int, unit: int) -> str:
     """The positive multiples of `unit` next to a number that is none: "6 or 9" for 8 and 3."""
@@ -9,7 +11,8 @@ def nearest_multiples(number: int, unit: int) -> str:
 
 def divisors_text(n: int) -> str:
     """The divisors of `n`: "1, 2 or 4" for 4."""
-    divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    divisors = [str(d) for d in sorted({*small, *(n // d for d in small)})]
     if len(divisors) > 6:
         divisors = [*divisors[:5], divisors[-1]]
         return ", ".join(divisors[:-1]) + f" … or {divisors[-1]}"

@@ -103,7 +103,7 @@ def chosen_experts(hf: HfConfig, normalized: bool) -> dict[str, Any]:
 def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
     """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
     layers, step, dense = (
-        hf.whole("num_hidden_layers"),
+        hf.num_layers(),
         max(hf.whole("decoder_sparse_step", default=1), 1),
         hf.listed("mlp_only_layers"),
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from moe_jax.convert.hf_config import ConvertError, read_json
+from moe_jax.foreign_files import check_regular
 
 SUFFIX = ".safetensors"
 _SINGLE = f"model{SUFFIX}"
@@ -140,6 +141,7 @@ class Weights:
 
     def _open_file(self, name: str, opening: ExitStack) -> Any:
         try:
+            check_regular(self._folder / name)
             return opening.enter_context(safetensors.safe_open(self._folder / name, framework="numpy"))
         except FileNotFoundError:
             raise ConvertError(f"{self._folder / name} is missing, and {INDEX} names it: fetch it, too") from None

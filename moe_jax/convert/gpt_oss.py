@@ -36,7 +36,7 @@ def _model(hf: HfConfig) -> Model:
 
 
 def _windows(hf: HfConfig) -> dict[str, Any]:
-    layers = hf.whole("num_hidden_layers")
+    layers = hf.num_layers()
     types = hf.listed("layer_types") or [_FULL if i % 2 else _WINDOW for i in range(layers)]
     if types == [_FULL] * layers:
         return {"window": None}

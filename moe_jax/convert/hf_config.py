@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_jax import foreign_files
+from moe_jax.config_checks.ranges import RANGES
 from moe_jax.errors import UserError
 
 FILE = "config.json"
@@ -32,9 +34,17 @@ class HfConfig:
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these names that is given; a whole number of at least 0."""
         value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(names[0], value, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            raise self._wrong(names[0], value, f"0..{2**31 - 1}" if is_whole else "a whole number")
         return value
+
+    def num_layers(self) -> int:
+        """Blocks, as many as a config may have: they are looked at one by one."""
+        name, most = "num_hidden_layers", round(RANGES["model.num_layers"].most)
+        if (layers := self.whole(name)) > most:
+            raise self._wrong(name, layers, f"at most {most}")
+        return layers
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite one."""
@@ -114,14 +124,14 @@ def read_config(folder: Path) -> HfConfig:
 def read_json(file: Path) -> dict[str, Any]:
     """An object. Raises ConvertError."""
     try:
-        found = json.loads(file.read_bytes())
+        found = foreign_files.read_json(file)
     except FileNotFoundError:
         raise ConvertError(f"{file} does not exist: name the folder of a Hugging Face model") from None
     except OSError as error:
         raise ConvertError(
             f"{file} cannot be read ({error.strerror}): name the folder of a Hugging Face model"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConvertError(f"{file} is not JSON ({str(error)[:80]}): fetch it again") from None
     if not isinstance(found, dict):
         raise ConvertError(f"{file} holds no JSON object: fetch it again")

@@ -3,10 +3,8 @@
 from typing import Any
 
 from moe_jax.config import Model
-from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.rope import hf_rope, rope_settings
-
-_MOST_LAYERS = 10_000
 
 
 def shared_settings(hf: HfConfig) -> dict[str, Any]:
@@ -15,12 +13,10 @@ def shared_settings(hf: HfConfig) -> dict[str, Any]:
     hf.only("quantization_config")
     hf.only("mlp_bias", False)
     heads, d_model = hf.whole("num_attention_heads"), hf.whole("hidden_size")
-    if (layers := hf.whole("num_hidden_layers")) > _MOST_LAYERS:
-        raise ConvertError(f"{hf.where}: num_hidden_layers={layers} must be at most {_MOST_LAYERS}")
     return {
         "vocab_size": hf.whole("vocab_size"),
         "d_model": d_model,
-        "num_layers": layers,
+        "num_layers": hf.num_layers(),
         "num_heads": heads,
         "norm_eps": hf.number("rms_norm_eps"),
         "tie_embeddings": hf.flag("tie_word_embeddings", False),

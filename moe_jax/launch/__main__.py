@@ -10,9 +10,10 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from moe_jax.config_checks.ranges import Range, check_number
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.launch.follower import follow
-from moe_jax.launch.hosts import add_arguments, hosts_from
+from moe_jax.launch.hosts import LONGEST_S, add_arguments, hosts_from
 from moe_jax.launch.start import TRAINING, Launch, LaunchError
 from moe_jax.launch.supervisor import PORTS, supervise
 
@@ -60,20 +61,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(arguments: argparse.Namespace, hosts: int) -> None:
-    if arguments.processes < 1:
-        raise LaunchError(f"--processes={arguments.processes} must be at least 1")
+    check_number("--processes", arguments.processes, Range(1, 1024))
     count, of = arguments.processes * hosts, "--processes" if hosts == 1 else "--processes × --hosts"
     if arguments.min_processes is not None and not 1 <= arguments.min_processes <= count:
         raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{count} ({of})")
     if arguments.port is not None and not 0 < arguments.port <= 2**16 - PORTS:
         raise LaunchError(f"--port={arguments.port} must be 1..{2**16 - PORTS}")
-    if not arguments.grace >= 0:
-        raise LaunchError(f"--grace={arguments.grace:g} must be 0 seconds or more")
-    if arguments.retries < 0:
-        raise LaunchError(f"--retries={arguments.retries} must be 0 or more")
-    for name in ("progress_timeout", "start_timeout"):
-        if not getattr(arguments, name) > 0:
-            raise LaunchError(f"--{name.replace('_', '-')}={getattr(arguments, name):g} must be above 0 seconds")
+    check_number("--grace", arguments.grace, Range(0, LONGEST_S))
+    check_number("--retries", arguments.retries, Range(0, 10**6))
+    check_number("--progress-timeout", arguments.progress_timeout, Range(0, LONGEST_S, above=True))
+    check_number("--start-timeout", arguments.start_timeout, Range(0, LONGEST_S, above=True))
     if not _exists(arguments.module):
         raise LaunchError(f"--module={arguments.module} is not found: name what python -m can run, e.g. moe_jax.train")
 

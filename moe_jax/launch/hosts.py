@@ -5,11 +5,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.config_checks.ranges import CLUSTER, Range, check_number
 from moe_jax.launch.start import TOKEN, LaunchError
 from moe_jax.launch.supervisor import PORTS
 from moe_jax.train.address import split_address
 
 _SHORTEST_TOKEN = 16
+LONGEST_S = 10**7  # of a wait: four months
 _SLURM = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")  # of a task, not of sbatch's own shell
 
 
@@ -37,8 +39,7 @@ def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
             )
         hosts, host = tasks, node if tasks > 1 and host is None else host
     hosts = 1 if hosts is None else hosts
-    if hosts < 1:
-        raise LaunchError(f"--hosts={hosts} must be at least 1")
+    check_number("--hosts", hosts, CLUSTER)
     if host is None and hosts > 1:
         raise LaunchError(f"--hosts={hosts} also needs --host, this one's number in 0..{hosts - 1}")
     host = host or 0
@@ -47,8 +48,7 @@ def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
     least = hosts if arguments.min_hosts is None else arguments.min_hosts
     if not 1 <= least <= hosts:
         raise LaunchError(f"--min-hosts={least} must be 1..{hosts} (--hosts)")
-    if not arguments.host_timeout > 0:
-        raise LaunchError(f"--host-timeout={arguments.host_timeout:g} must be above 0 seconds")
+    check_number("--host-timeout", arguments.host_timeout, Range(0, LONGEST_S, above=True))
     address, token = _meeting(hosts, arguments, environ) if hosts > 1 else (("127.0.0.1", 0), b"")
     return {
         "hosts": hosts,

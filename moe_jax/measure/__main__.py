@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.config_checks.ranges import CLUSTER, SIMULATED, Range, check_number
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files import check_writable
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
@@ -41,11 +42,9 @@ def main() -> None:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ProfileError(f"--only={unknown[0]} is unknown: choose of {', '.join(KINDS)}")
     rounds = (3 if arguments.quick else 15) if arguments.rounds is None else arguments.rounds
-    if rounds < 1:
-        raise ProfileError(f"--rounds={rounds} must be at least 1")
-    for name in ("cpu_devices", "node_devices"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ProfileError(f"--{name.replace('_', '-')}={value} must be at least 1")
+    check_number("--rounds", rounds, Range(1, 10_000))
+    check_number("--cpu-devices", arguments.cpu_devices, SIMULATED)
+    check_number("--node-devices", arguments.node_devices, CLUSTER)
     if arguments.out.suffix != ".json" or arguments.out.is_dir():
         raise ProfileError(f"--out={arguments.out} must be a file that ends in .json, e.g. cluster_profile.json")
     processes.initialize(processes.options_from(arguments), arguments.cpu_devices)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.attention_kernels import HOPPER
+from moe_jax.config_checks.ranges import SIMULATED, check_number
 from moe_jax.errors import UserError
 from moe_jax.plan.clusters import PRESETS, preset_of
 from moe_jax.plan.task_times import Linear
@@ -93,6 +94,7 @@ _PRODUCTS_PER_CYCLE = {
     "tpu7x": 4 * _MXU_256,
 }
 _KINDS = (*_PRODUCTS_PER_CYCLE, "h100", "h200", "cpu")  # that there is a compiler for
+_MOST_DIGITS = 9  # as many devices as no machine simulates
 _FORMS = {"tpu": r"\d+(x\d+){1,2}", "gpu": r"\d+x\d+x\d+", "cpu": r"\d+"}
 _EXAMPLES = {"tpu": "2x2x2", "gpu": "1x8x8 (slices × hosts × GPUs per host)", "cpu": "8"}
 
@@ -122,7 +124,10 @@ def find_target(name: str) -> Target:
     platform = "cpu" if kind == "cpu" else PRESETS[kind].device.platform
     if not re.fullmatch(_FORMS[platform], layout, re.ASCII):
         raise TargetError(f"--compile {name}: {layout!r} is no layout of {kind}: write {kind}:{_EXAMPLES[platform]}")
-    return _cpu(name) if platform == "cpu" else _of_cluster(name, platform)
+    if platform == "cpu":
+        check_number(f"--compile {name}: devices", int(layout[:_MOST_DIGITS]), SIMULATED)
+        return _cpu(name)
+    return _of_cluster(name, platform)
 
 
 def target_of(devices: Sequence[Any], hosts: Sequence[int]) -> Target | None:

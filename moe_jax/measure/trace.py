@@ -1,7 +1,6 @@
 """What ran when, read from a trace of jax.profiler: operations with their tasks, devices, threads and times."""
 
 import gzip
-import json
 import math
 import zlib
 from collections import Counter, defaultdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.errors import UserError
+from moe_jax.foreign_files import check_regular, parse_json
 from moe_jax.measure.costs import collective_of
 from moe_jax.measure.hlo import Instruction, Program, parse
 from moe_jax.measure.tasks import action_of, turn_names
@@ -18,6 +18,7 @@ from moe_jax.schedule.schedule import Schedule
 
 FOLDER, PROGRAM = "trace", "step.hlo"  # of a run that traces a step, and the program in it
 FILES = "*.trace.json.gz"
+MOST_BYTES = 2**30  # of a program's text, and of what a trace file unpacks to
 Event = dict[str, Any]  # of Chrome's trace format
 
 
@@ -127,8 +128,12 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _events(path: Path) -> list[Event]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return [dict(event) for event in json.load(file)["traceEvents"]]
+        check_regular(path)
+        with gzip.open(path) as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        return [dict(event) for event in parse_json(content)["traceEvents"]]
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path} is no trace of jax.profiler ({error}): trace the program again") from None
 

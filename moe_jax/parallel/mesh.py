@@ -69,9 +69,25 @@ def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
     return f"use mesh.expert={nearest} with mesh.data=-1"
 
 
+def found_devices() -> list[jax.Device]:
+    """Those of all processes. Raises MeshError if there is none of the kind that JAX_PLATFORMS asks for."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plug-in
+        said = str(error).strip().partition("\n")[0]
+        if said and not said.startswith("Unable to initialize backend"):  # another process is lost
+            raise
+        reason = said.partition(": ")[2].partition(" (set JAX_PLATFORMS")[0] or "it has no plug-in for them"
+        asked: str = jax.config.jax_platforms  # type: ignore[attr-defined]
+        raise MeshError(
+            f"JAX_PLATFORMS={asked}: jax finds no such devices here ({reason}): "
+            "install what they need, or set JAX_PLATFORMS=cpu, or leave it out"
+        ) from None
+
+
 def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh over `devices` (default: all of all processes). Raises MeshError."""
-    devices = jax.devices() if devices is None else devices
+    devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
     try:
         return jax.make_mesh(

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_jax import foreign_files
 from moe_jax.errors import UserError
 
 
 def read_json(path: Path, name: str, cure: str, error: type[UserError]) -> Any:
     """What a file holds. Raises `error`, which calls the file by `name`, if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return foreign_files.read_json(path)
     except (OSError, ValueError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is no JSON"
+        is_json = not isinstance(problem, json.JSONDecodeError | UnicodeDecodeError)
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem) if is_json else "it is no JSON"
         raise error(f"{name} cannot be read ({reason}): {cure}") from None

@@ -21,6 +21,7 @@ OPS = ("embed", "attend", "dense", "expert", "head")
 _FIELDS = {"forward_s": "F", "backward_s": "B", "weight_s": "W"}
 _REST = "rest_s"
 _LONGEST_S = 1e6
+_MOST_DIGITS = 9  # of a number of parts
 
 Seconds = Mapping[str, Mapping[int, Mapping[str, float]]]  # of each op, number of parts, and direction: F, B, W
 
@@ -75,7 +76,7 @@ def _is_stage(found: object) -> bool:
     return (
         isinstance(found, dict)
         and bool(found)
-        and all(parts.isdecimal() and int(parts) > 0 for parts in found)
+        and all(parts.isdecimal() and len(parts) <= _MOST_DIGITS and int(parts) > 0 for parts in found)
         and all(map(_is_entry, found.values()))
     )
 

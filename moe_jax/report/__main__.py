@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from moe_jax.config_checks.ranges import Range, check_number
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.files import check_writable
 from moe_jax.measure.provenance import origin
@@ -15,6 +16,8 @@ from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import compiled_bars, draw, measured_bars, predicted_bars, write_trace
 from moe_jax.report.watch import watch
 from moe_jax.schedule.xla_flags import Value
+
+_DAY_S = 86_400
 
 
 class UsageError(UserError):
@@ -73,8 +76,7 @@ def _page(arguments: argparse.Namespace) -> None:
     if every_s is None:
         print(f"wrote {write_report(run)}")
         return
-    if every_s < 1:
-        raise UsageError(f"--watch={every_s} must be at least 1 second")
+    check_number("--watch", every_s, Range(1, _DAY_S))
     watch(run, every_s)
 
 

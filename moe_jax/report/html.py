@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from moe_jax.foreign_files import read_text
+
 
 def plots(found: Iterable[tuple[str, str]], kind: str = "plots") -> str:
     """Titles and SVGs side by side; nothing if there are none."""
@@ -25,5 +27,5 @@ def text(path: Path) -> str:
     """What a file says, word for word; nothing if there is none."""
     if not path.is_file():
         return ""
-    content = re.sub(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", "�", path.read_text(encoding="utf-8", errors="replace"))
+    content = re.sub(r"[^\n\t\x20-\x7e\x80-\U0010ffff]", "�", read_text(path, errors="replace"))
     return f"<pre>{escape(content)}</pre>\n"

@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.config_files import load_config
+from moe_jax.foreign_files import read_text
 from moe_jax.measure.hlo import HloError, Program, parse
 from moe_jax.measure.tasks import action_of
-from moe_jax.measure.trace import FILES, FOLDER, PROGRAM, Operation, TraceError, joined, of_one_device, read_trace
+from moe_jax.measure.trace import (
+    FILES,
+    FOLDER,
+    MOST_BYTES,
+    PROGRAM,
+    Operation,
+    TraceError,
+    joined,
+    of_one_device,
+    read_trace,
+)
 from moe_jax.report.compiled import Compiled
 from moe_jax.report.compiled_text import columns, ms
 from moe_jax.schedule.schedule import Schedule
@@ -52,7 +63,7 @@ def read_traced(folder: Path) -> Traced:
         raise TraceError(f"--trace {folder} has no {PROGRAM}: {cure}")
     if not any(folder.rglob(FILES)):
         raise TraceError(f"--trace {folder} has no {FILES} in it: let log.trace_step fill it again")
-    text = (folder / PROGRAM).read_text(encoding="utf-8", errors="replace")
+    text = read_text(folder / PROGRAM, MOST_BYTES, errors="replace")
     try:
         program, operations = parse(text), read_trace(folder, text)
     except HloError:

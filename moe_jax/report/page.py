@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_jax import __version__
 from moe_jax.files import write_atomically
+from moe_jax.foreign_files import read_json
 from moe_jax.report.html import plots, table, text
 from moe_jax.report.load_sections import expert_section, rank_section
 from moe_jax.report.loads import loads_of
@@ -132,7 +133,7 @@ def _provenance(path: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except ValueError:
         values = None
     if not isinstance(values, dict):

@@ -1,9 +1,9 @@
 """From a policy's name to a schedule: cut, order, place weight gradients, place reductions, merge."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_jax.errors import ConfigError
-from moe_jax.named import named
+from moe_jax.named import guarded, named
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_chunks import by_readiness, fill_gaps
@@ -86,6 +86,9 @@ def _orders(name: str, shape: Shape) -> Orders:
     orders = _policy(name).orders(shape)
     if name in POLICIES:
         return orders
+    lists = orders.values() if isinstance(orders, Mapping) else [None]
+    if not all(isinstance(tasks, list) and all(isinstance(task, Action) for task in tasks) for tasks in lists):
+        raise ConfigError(f"schedule.policy={name}: orders returns no lists of tasks by stream: {_ORDERS}")
     for stream, tasks in by_phase.orders(shape).items():
         listed = orders.get(stream, [])
         if wrong := set(tasks) ^ set(listed):
@@ -106,4 +109,23 @@ def _policy(name: str) -> Policy:
             f"schedule.policy={name} is of type {type(policy).__name__}: "
             "name a moe_jax.schedule.policies.protocol.Policy"
         )
-    return policy
+    return policy if name in POLICIES else _guarded(name, policy)
+
+
+_MOST_PARTS = 2**16
+_PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
+_ORDERS = "it must take a moe_jax.schedule.shape.Shape and return a list of tasks for each stream"
+
+
+def _guarded(name: str, policy: Policy) -> Policy:
+    """The same functions; ConfigError names the policy where one takes or returns something else than policies do."""
+    part = f"schedule.policy={name}"
+
+    def parts(degree: int) -> Parts:
+        found = guarded(f"{part}: parts", _PARTS, policy.parts)(degree)
+        numbers = found if isinstance(found, tuple) and len(found) == len(Parts._fields) else (0,)
+        if not all(isinstance(each, int) and 1 <= each <= _MOST_PARTS for each in numbers):
+            raise ConfigError(f"{part}: parts returns {str(found)[:80]} for {degree}: {_PARTS}")
+        return Parts(*numbers)
+
+    return Policy(parts, guarded(f"{part}: orders", _ORDERS, policy.orders))

@@ -1,6 +1,5 @@
 """The files of a run's checkpoints: which there are, and whether they are whole. Nothing is changed here."""
 
-import json
 import re
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import tensorstore
 
 from moe_jax.errors import CheckpointError
+from moe_jax.foreign_files import read_json
 from moe_jax.train.checkpoint_record import Record, read_record
 
 FOLDER = "checkpoints"
@@ -108,8 +108,8 @@ def _check_arrays(checkpoint: Path) -> None:
 def _json(checkpoint: Path, name: str) -> dict[str, object]:
     _require(checkpoint, name, 1)
     try:
-        found = json.loads((checkpoint / name).read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = read_json(checkpoint / name)
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{name} holds no JSON object")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_jax.foreign_files import read_json
 from moe_jax.train.digest import Digest
 
 RECORD = "record"  # the item's folder in a checkpoint
@@ -66,12 +67,12 @@ def read_record(checkpoint: Path) -> Record:
     """Of a checkpoint's folder. Raises ValueError if it is missing or damaged."""
     name = f"{RECORD}/metadata"
     try:
-        return Record.from_json(json.loads((checkpoint / name).read_bytes()))
+        return Record.from_json(read_json(checkpoint / name))
     except FileNotFoundError:
         raise ValueError(f"{name} is missing") from None
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from None
 
 

@@ -14,9 +14,12 @@ from typing import Any, Self, final
 
 from moe_jax.errors import UserError
 from moe_jax.files import Appended, write_atomically
+from moe_jax.foreign_files import read_text
+from moe_jax.train.record_form import FormError, TornError, read_record, shapes_of
 from moe_jax.train.wandb_run import WandbRun
 
 FILE_NAME = "metrics.jsonl"
+_MOST_BYTES = 2**32  # of it
 _SCALARS_ROOM = 10**6  # bytes on the disk without which TensorBoard gets no scalars: its thread would not survive it
 
 
@@ -151,15 +154,29 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise MetricsError(f"run {folder} does not exist: {cure}")
     if not path.is_file():
         raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
-    lines = path.read_text(errors="replace").splitlines()
-    records = []
+    lines = read_text(path, _MOST_BYTES, errors="replace").splitlines()
+    records: list[dict[str, Any]] = []
+    shapes: dict[str, tuple[int, ...]] = {}  # of lists, which are those of the first record that has them
     for number, line in enumerate(lines, start=1):
-        record = _from_json(line)
-        if record is not None:
+        try:
+            record = read_record(line)
+            found = shapes_of(record)
+            if wrong := [key for key in found if shapes.setdefault(key, found[key]) != found[key]]:
+                raise FormError(
+                    f"its {wrong[0]} has {_sizes(found[wrong[0]])} numbers, and {_sizes(shapes[wrong[0]])} before"
+                )
+        except FormError as error:
+            if number < len(lines) or not isinstance(error, TornError):
+                raise MetricsError(
+                    f"{path} line {number} is not a record of metrics ({error}): delete the line"
+                ) from None
+        else:
             records.append(record)
-        elif number < len(lines):
-            raise MetricsError(f"{path} line {number} is not a record of metrics: delete the line")
     return records
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))
 
 
 def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float, width: int | None = None) -> str:
@@ -242,16 +259,3 @@ def _finite_or_null(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite_or_null(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        return None
-    try:
-        return record | {key: float(text) for key, text in record.pop("not_finite", {}).items()}
-    except (AttributeError, ValueError):
-        return None

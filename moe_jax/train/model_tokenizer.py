@@ -1,12 +1,12 @@
 """Whether tokens are those of a model: the data that it is trained with, and the text that it is sampled with."""
 
-import json
 from pathlib import Path
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_config
 from moe_jax.convert.source import is_imported, origin_of
 from moe_jax.errors import ConfigError, DataError
+from moe_jax.foreign_files import read_json
 from moe_jax.train.processes import is_main_process
 from moe_jax.train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
 from moe_jax.train.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
@@ -100,9 +100,9 @@ def _check_older(data: Path, file: Path, new: bool) -> None:
     """Of a folder made when settings of tokenizer.json were obeyed, and long texts cut before they were encoded."""
     again = f"make the folder again with scripts/prepare_text.py TEXT FOLDER --tokenizer {data}"
     try:
-        saved = json.loads(file.read_bytes())
+        saved = read_json(file)
         obeyed = [name for name in ("truncation", "padding") if saved.get(name)]
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file} cannot be read ({error}): {again}") from None
     if obeyed:
         problem = f"data.path={data} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"

@@ -18,7 +18,9 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from moe_jax.config_checks import nearest_multiples
+from moe_jax.config_checks.ranges import CLUSTER, check_number
 from moe_jax.errors import ConfigError, UserError
+from moe_jax.parallel.mesh import found_devices
 from moe_jax.train.address import split_address
 from moe_jax.train.host_memory import keep_freed_memory
 
@@ -61,8 +63,7 @@ class Processes:
             raise ProcessError(f"--coordinator={self.coordinator} contradicts --distributed=off: drop one of them")
         _address(self.coordinator or "")
         count, rank = self.num_processes or 0, self.process_id or 0
-        if count < 1:
-            raise ProcessError(f"--num-processes={count} must be at least 1")
+        check_number("--num-processes", count, CLUSTER)
         if not 0 <= rank < count:
             raise ProcessError(f"--process-id={rank} must be 0..{count - 1} with --num-processes={count}")
 
@@ -131,6 +132,7 @@ def initialize(
         jax.distributed.initialize(
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S
         )
+    found_devices()
 
 
 def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:

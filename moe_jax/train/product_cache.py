@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.files import reason, write_atomically
+from moe_jax.foreign_files import read_json
 
 Times = dict[str, float]
 
@@ -51,7 +52,7 @@ def _entries(file: Path) -> list[dict[str, Any]]:
     """Raises OSError, and ValueError for a damaged file."""
     if not file.exists():
         return []
-    entries = json.loads(file.read_text(encoding="utf-8"))
+    entries = read_json(file)
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ValueError(f"{file}: no list of times")
     return entries

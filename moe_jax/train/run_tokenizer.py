@@ -10,6 +10,7 @@ from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
 from moe_jax.errors import DataError, UserError
 from moe_jax.files import write_atomically, write_together
+from moe_jax.foreign_files import read_text
 from moe_jax.train.tokenizer import of_model
 from moe_jax.train.tokens import Meta, read_meta
 
@@ -21,7 +22,7 @@ def keep_tokenizer(config: Config, run: Path) -> None:
     """
     origin, given = origin_of(config), set[str]()
     if origin is not None:
-        write_atomically(run / ORIGIN, origin.read_text(encoding="utf-8"))
+        write_atomically(run / ORIGIN, read_text(origin))
         copy_with_model(origin.parent, run)
         given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     meta, file = _meta(config), Path(config.data.path) / TOKENIZER

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.files import is_own, write_atomically
+from moe_jax.foreign_files import read_json
 from moe_jax.train.checkpoint_record import Record
 
 _WRITERS = 4  # threads
@@ -50,7 +51,7 @@ def whole_slots(folder: Path) -> list[Slot]:
     for path in sorted(folder.glob("*.json")) if folder.exists() and is_own(folder) else ():
         # what is damaged is none
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            content = json.loads(path.read_bytes())
+            content = read_json(path)
             found.append(
                 Slot(
                     path=path.with_suffix(".bin"),

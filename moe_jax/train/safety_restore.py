@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Config
 from moe_jax.errors import CheckpointError
+from moe_jax.foreign_files import read_text
 from moe_jax.parallel.pieces import by_device, sum_words
 from moe_jax.train.checkpoint_arrays import leaves_of
 from moe_jax.train.checkpoint_record import Record
@@ -53,7 +54,7 @@ class Version(NamedTuple):
 def _read_run_id(folder: Path) -> int:
     """The number that process 0 finds in a run's folder; 0: none. All processes call it."""
     try:
-        number = int((folder / RUN_ID).read_text())
+        number = int(read_text(folder / RUN_ID))
     except (OSError, ValueError):
         number = 0
     return allgather(number)[0]

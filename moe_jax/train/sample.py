@@ -17,7 +17,7 @@ from moe_jax.files import write_atomically
 from moe_jax.models.decode import sample
 from moe_jax.models.stages import in_order
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import found_devices, make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.stages import Stages
 from moe_jax.train.tokenizer import Tokenizer, load_tokenizer
@@ -25,6 +25,7 @@ from moe_jax.train.tokenizer import Tokenizer, load_tokenizer
 
 def one_device_mesh() -> jax.sharding.Mesh:
     """All axes of size 1 over this process's first device."""
+    found_devices()
     return make_mesh(Mesh(), jax.local_devices()[:1])
 
 

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import io
-import json
 import os
 import stat
 import zlib
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import parse_json
 from moe_jax.train.tokenizer import optional_package
 from moe_jax.train.tokens import ENCODING_BYTES, META_FILE, check_utf8
 
@@ -155,10 +155,10 @@ def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
 
 def _parsed(where: str, text: bytes) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return parse_json(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}): repair or remove it") from None
 
 

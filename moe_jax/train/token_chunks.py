@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import check_regular
 
 CHUNK_BYTES = 2**16  # about what a disk reads at once for a short sequence
 AGAIN = "make the folder again with scripts/prepare_text.py"
@@ -71,6 +72,7 @@ class Chunks:
 def _read_checksums(file: Path, count: int) -> NDArray[np.uint32]:
     path = checksum_file(file)
     try:
+        check_regular(path)
         sums = np.fromfile(path, "<u4")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import check_regular, read_json
 from moe_jax.train.long_text import Encoded, encode_long
 from moe_jax.train.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
 
@@ -139,7 +140,10 @@ def _open(file: Path, cure: str) -> Any:
     """A file's tokenizer without what would make tokens depend on more than the text. Raises DataError."""
     tokenizers = optional_package("tokenizers")
     try:
+        check_regular(file)
         found = tokenizers.Tokenizer.from_file(str(file))
+    except OSError as error:
+        raise DataError(f"{file} is no tokenizer ({error.strerror}): {cure}") from None
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is no tokenizer ({error}): {cure}") from None
     found.no_truncation()
@@ -198,10 +202,10 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
         return file, BpeTokenizer(file, meta.end_of_text, meta.begin_of_text)
     settings = file.with_name("tokenizer_config.json")
     try:
-        found = json.loads(settings.read_bytes()) if settings.exists() else {}
+        found = read_json(settings) if settings.exists() else {}
         begin, end = (_name(found.get(key)) for key in ("bos_token", "eos_token"))
         adds = found.get("add_bos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
     cure = f"fetch it again, with the {settings.name} that names the end of a text as eos_token"
     tokenizer = BpeTokenizer(file, end or _END_OF_TEXT, cure=cure)

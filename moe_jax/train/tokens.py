@@ -2,7 +2,6 @@
 
 import codecs
 import difflib
-import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Data
 from moe_jax.errors import DataError
+from moe_jax.foreign_files import check_regular, read_json
 from moe_jax.train.token_chunks import AGAIN, CHUNK_BYTES, Chunks
 
 FORMAT = 1  # of a folder; raised when an older reader would misread it
@@ -142,7 +142,7 @@ def read_meta(folder: Path) -> Meta:
     if not file.exists():
         raise DataError(f"{folder} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
     try:
-        values = json.loads(file.read_bytes())
+        values = read_json(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not readable JSON ({error}): {AGAIN}") from None
     if not isinstance(values, dict):
@@ -217,6 +217,7 @@ def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
 
 def _map(file: Path, dtype: str) -> TokenArray:
     try:
+        check_regular(file)
         if file.stat().st_size == 0:
             raise DataError(f"{file} is empty: give some text")
         return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")

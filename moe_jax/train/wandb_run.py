@@ -8,6 +8,7 @@ from typing import Any, Self, final
 
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files import write_atomically
+from moe_jax.foreign_files import read_text
 
 _ID = "wandb_id"  # the file in log.dir that says which run there it is
 
@@ -42,7 +43,7 @@ class WandbRun:
         import wandb
 
         file = self._folder / _ID
-        known = file.read_text(encoding="utf-8").strip() if file.exists() else None
+        known = read_text(file).strip() if file.exists() else None
         try:
             self._run = wandb.init(
                 project=self._project,

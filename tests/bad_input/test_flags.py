@@ -10,7 +10,7 @@ from tests.bad_input.cases import ROOT, Command, Refusal, Said, cases, tree
 
 LAUNCHED = [
     ("launch: no processes", "launch --processes 0", "--processes=0 must be at least 1"),
-    ("launch: less than no time", "launch --processes 2 --grace -1", "--grace=-1 must be 0 seconds or more"),
+    ("launch: less than no time", "launch --processes 2 --grace -1", "--grace=-1.0 must be at least 0"),
     *(
         (
             f"launch: no such module: {name}",
@@ -20,7 +20,7 @@ LAUNCHED = [
         for name in ("nothere", "not.here", "moe_jax.nothere")
     ),
     ("launch: no such port", "launch --processes 2 --port 70000", "--port=70000 must be 1..65520"),
-    ("launch: less than no tries", "launch --processes 2 --retries -1", "--retries=-1 must be 0 or more"),
+    ("launch: less than no tries", "launch --processes 2 --retries -1", "--retries=-1 must be at least 0"),
     (
         "launch: more than all",
         "launch --processes 2 --min-processes 3",
@@ -29,12 +29,12 @@ LAUNCHED = [
     (
         "launch: no time for a step",
         "launch --processes 2 --progress-timeout 0",
-        "--progress-timeout=0 must be above 0 seconds",
+        "--progress-timeout=0.0 must be above 0",
     ),
     (
         "launch: no time to start",
         "launch --processes 2 --start-timeout nan",
-        "--start-timeout=nan must be above 0 seconds",
+        "--start-timeout=nan must be a finite number",
     ),
 ]
 
@@ -48,7 +48,7 @@ ON_SEVERAL_HOSTS = [
     (
         "launch: no time for hosts",
         f"{TWO_HOSTS} --host 1 --host-timeout 0",
-        "--host-timeout=0 must be above 0 seconds",
+        "--host-timeout=0.0 must be above 0",
     ),
     (
         "launch: hosts that meet nowhere",

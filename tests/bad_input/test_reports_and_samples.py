@@ -22,7 +22,7 @@ NO_RUNS = [
     (
         "generate: a negative temperature",
         "generate --run full --temperature -1",
-        "--temperature=-1.0 must be 0 or more",
+        "--temperature=-1.0 must be at least 0",
     ),
     (
         "report: nothing named",
@@ -35,7 +35,7 @@ NO_RUNS = [
         "report full",
         "full is not a run (no metrics.jsonl in it): give the folder that a run has as log.dir",
     ),
-    ("report: no seconds", "report runn --watch 0", "--watch=0 must be at least 1 second"),
+    ("report: no seconds", "report runn --watch 0", "--watch=0 must be at least 1"),
     (
         "report: a missing run to watch",
         "report runn --watch 5",
@@ -155,7 +155,7 @@ SAMPLED = [
         "the tokenizer is gone",
         "no_tokenizer",
         "",
-        "no_tokenizer/tokenizer.json is no tokenizer (No such file or directory (os error 2)): make the folder again",
+        "no_tokenizer/tokenizer.json is no tokenizer (No such file or directory): make the folder again",
     ),
 ]
 

@@ -228,8 +228,9 @@ def test_a_file_in_the_place_of_the_checkpoints_is_no_new_run(run: Path, assert_
 def test_damaged_records_stop_a_resume_and_a_report(run: Path, assert_refused: Refusal) -> None:
     records = run / "metrics.jsonl"
     records.write_text("\0\0\0\n" + records.read_text())
+    reason = "it is not JSON: Expecting value: line 1 column 1 (char 0)"
     for line in ("report run", "train --config tiny.yaml train.steps=6"):
-        assert_refused(line, "run/metrics.jsonl line 1 is not a record of metrics: delete the line")
+        assert_refused(line, f"run/metrics.jsonl line 1 is not a record of metrics ({reason}): delete the line")
 
 
 def test_the_run_of_these_cases_can_be_resumed_and_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_measured_ops_replace_estimated_ones(tmp_path: Path) -> None:
         ('{"expert": {"1": {"forward_s": true, "backward_s": 1, "weight_s": 1}}}', "is no file of measured times"),
         (
             '{"expert": {"1": {"forward_s": 1' + "0" * 400 + ', "backward_s": 1, "weight_s": 1}}}',
-            "is no file of measured times",
+            "cannot be read (it has a whole number of 401 digits): name a file",
         ),
         ('{"expert": {"1": {"forward_s": "1", "backward_s": 1, "weight_s": 1}}}', "is no file of measured times"),
         ('{"rest_s": -1}', "is no file of measured times: its rest_s is to be seconds from 0 up"),

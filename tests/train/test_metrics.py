@@ -222,15 +222,45 @@ def test_nan_and_infinity_are_strict_json_and_come_back(tmp_path: Path) -> None:
         write_steps(tmp_path, range(0), start_step=1)
 
 
-@pytest.mark.parametrize("line", ["{torn", "3", '{"loss": 1.0}'])
-def test_damage_in_the_middle_is_named_and_not_overwritten(tmp_path: Path, line: str) -> None:
+STEP = "its step is not a whole number from 0 to 2147483647"
+DAMAGED = {
+    "{torn": "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    "3": "it is no JSON object",
+    '{"loss": 1.0}': STEP,
+    '{"step": true}': STEP,
+    '{"step": -1}': STEP,
+    '{"step": 2147483648}': STEP,
+    '{"step": 2, "not_finite": {"step": "nan"}}': STEP,
+    '{"step": 2, "not_finite": {"loss": [1]}}': "its not_finite holds no numbers",
+    '{"step": 2, "loss": "low"}': "its loss is not a number",
+    '{"step": 2, "grad_norm": true}': "its grad_norm is not a number",
+    '{"step": 2, "mfu": [0.5]}': "its mfu is not a number",
+    '{"step": 2, "loss": 1e300}': "its loss is beyond 1e+39",
+    f'{{"step": 2, "loss": 1{"0" * 400}}}': "it is not JSON: it has a whole number of 401 digits",
+    f'{{"step": 2, "note": {"[" * 9999}{"]" * 9999}}}': "it is not JSON: it is nested more than 64 deep",
+    '{"step": 2, "expert_load": [0.5]}': "its expert_load is not a list of lists",
+    '{"step": 2, "expert_load": [[0.5, 0.5], [1.0]]}': "its expert_load has rows of several lengths, or of none",
+    '{"step": 2, "expert_load": [["even"]]}': "its expert_load is not a number",
+    '{"step": 2, "rank_load": [1.0, 1.5]}': "its rank_load has 2 numbers, and 1 before",
+    '{"step": 2, "rank_load": 1.0}': "its rank_load is not a list of numbers",
+    '{"step": 2, "rank_load": [1.0], "migrated_blocks": [1]}': (
+        "its migrated_blocks are not numbers of the blocks in its rank_load"
+    ),
+    '{"step": 2, "rank_load": [1.0], "migrated_blocks": [0]}': (
+        "its migrated_blocks come without migration_swaps and migration_load_after"
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), DAMAGED.items(), ids=lambda text: text[:60])
+def test_damage_in_the_middle_is_named_and_not_overwritten(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    path.write_text(f'{{"step": 1, "rank_load": [1.0]}}\n{line}\n{{"step": 3}}\n')
     before = path.read_text()
     for read in (lambda: read_metrics(tmp_path), lambda: write_steps(tmp_path, range(4, 5), start_step=3)):
         with pytest.raises(MetricsError) as error:
             read()
-        assert str(error.value) == f"{path} line 2 is not a record of metrics: delete the line"
+        assert str(error.value) == f"{path} line 2 is not a record of metrics ({reason}): delete the line"
     assert path.read_text() == before
 
 

@@ -27,7 +27,7 @@ from moe_jax.models.gates import (
 )
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
-from moe_jax.named import named
+from moe_jax.named import guarded, named, told
 
 GATES: dict[str, Gate] = {
     "softmax": of_biased_logits(softmax.choose),
@@ -60,7 +60,12 @@ def _check(gate: Any, moe: MoE) -> None:
         raise ConfigError(f"model.moe.gate={moe.gate} is of type {type(gate).__name__}: name a function")
     tokens = moe.num_experts + 1  # T and E must not be mistaken for each other
     logit_TE = jax.ShapeDtypeStruct((tokens, moe.num_experts), jnp.float32)
-    found = jax.eval_shape(lambda logit_TE: gate(logit_TE, moe), logit_TE)
+    form = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.Choice"
+    call = guarded(f"model.moe.gate={moe.gate}", form, gate)
+    try:
+        found = jax.eval_shape(lambda logit_TE: call(logit_TE, moe), logit_TE)
+    except TypeError as error:  # of jax, for what is no array
+        raise ConfigError(f"model.moe.gate={moe.gate} returns what is no array ({told(error)}): {form}") from error
     own = jax.eval_shape(lambda logit_TE: softmax.choose(logit_TE, moe), logit_TE)
     if not isinstance(found, Choice):
         raise ConfigError(

@@ -1,10 +1,16 @@
 """Functions around the MoE layer and its exchanges: one file each, as `Hooks`."""
 
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
 from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
 from moe_jax.models.hooks import bf16, fp8
-from moe_jax.models.hooks.protocol import Hooks
-from moe_jax.named import named
+from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.named import guarded, named, told
 
 HOOKS = {"none": Hooks(), "bf16": bf16.HOOKS, "fp8": fp8.HOOKS}
 
@@ -16,4 +22,46 @@ def hooks_of(moe: MoE) -> Hooks:
         raise ConfigError(
             f"model.moe.hooks={moe.hooks} is of type {type(hooks).__name__}: name a moe_jax.models.hooks.protocol.Hooks"
         )
+    if moe.hooks not in HOOKS:
+        _check(moe.hooks, hooks)
     return hooks
+
+
+@functools.cache
+def _check(name: str, hooks: Hooks) -> None:
+    """Raise ConfigError for functions that take or return something else than hooks do."""
+    x_TD, rows = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((24, 128), (2, 4, 128)))
+    for field in Hooks._fields:
+        part, hook = f"model.moe.hooks={name}: {field}", getattr(hooks, field)
+        if field.endswith("_layer"):
+            _same(part, "it must take rows [T, D] and return rows of the same shape and type", x_TD, hook)
+            continue
+        if not isinstance(hook, Around):
+            raise ConfigError(f"{part} is of type {type(hook).__name__}: use a moe_jax.models.hooks.protocol.Around")
+        before = "before must take rows [P, …, D] and return an array that keeps P"
+        sent = _traced(part, before, rows, hook.before)
+        if sent.shape[:1] != rows.shape[:1]:
+            raise ConfigError(f"{part} makes {_form(sent)} of {_form(rows)}: {before}")
+        after = "after must take what before returned and a type, and return rows [P, …, D] of this type"
+        _same(part, after, rows, lambda x, around=hook: around.after(around.before(x), x.dtype))
+
+
+def _traced(part: str, form: str, x: jax.ShapeDtypeStruct, hook: Any) -> jax.ShapeDtypeStruct:
+    call = guarded(part, form, hook)
+    try:
+        found = jax.eval_shape(lambda x: call(x), x)
+    except TypeError as error:  # of jax, for what is no array
+        raise ConfigError(f"{part} returns what is no array ({told(error)}): {form}") from error
+    if not isinstance(found, jax.ShapeDtypeStruct):
+        raise ConfigError(f"{part} returns {type(found).__name__}: {form}")
+    return found
+
+
+def _same(part: str, form: str, x: jax.ShapeDtypeStruct, hook: Any) -> None:
+    found = _traced(part, form, x, hook)
+    if (found.shape, found.dtype) != (x.shape, x.dtype):
+        raise ConfigError(f"{part} makes {_form(found)} of {_form(x)}: {form}")
+
+
+def _form(x: jax.ShapeDtypeStruct) -> str:
+    return f"{x.dtype}{list(x.shape)}"

@@ -11,11 +11,17 @@ its batch; D model width.
 - `cut(sent, pieces)` → the same in pieces along the slots, which exchange and experts may treat one by one.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
 from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
 from moe_jax.models.orders import dropless, irregular, mixed, one_hot, picked, slots
 from moe_jax.models.orders.protocol import Order
-from moe_jax.named import named
+from moe_jax.named import guarded, named
 
 ORDERS: dict[str, Order] = {
     "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),
@@ -46,4 +52,40 @@ def order_of(moe: MoE, ragged: bool = False) -> Order:
             f"model.moe.order={moe.order} is of type {type(order).__name__}: "
             "name a moe_jax.models.orders.protocol.Order"
         )
-    return order
+    return order if moe.order in ("sort", "einsum") else _guarded(moe.order, order)
+
+
+@functools.cache
+def _guarded(name: str, order: Order) -> Order:
+    """The same functions; ConfigError names the order where one takes or returns something else than orders do."""
+    part, parts = f"model.moe.order={name}", "moe_jax/models/orders/__init__.py says what the four functions take"
+
+    def call(field: str) -> Callable[..., Any]:
+        return guarded(f"{part}: {field}", parts, getattr(order, field))
+
+    def ordered(x_TD: jax.Array, *rest: Any) -> tuple[Any, Any]:
+        found = call("order")(x_TD, *rest)
+        if not isinstance(found, tuple) or len(found) != len(("sent", "ticket")):
+            raise ConfigError(f"{part}: order returns {type(found).__name__}: return what is sent and a ticket")
+        sent, ticket = found
+        rows = [leaf for leaf in jax.tree.leaves(sent) if leaf.ndim > 1 and leaf.shape[-1] == x_TD.shape[-1]]
+        if len(rows) == 1:
+            back = jax.eval_shape(call("inverse"), rows[0], ticket)
+            if getattr(back, "shape", None) != x_TD.shape:
+                raise ConfigError(
+                    f"{part}: inverse returns {getattr(back, 'shape', type(back).__name__)} for {len(x_TD)} tokens of "
+                    f"width {x_TD.shape[-1]}: return a weighted sum of each, [T, D]"
+                )
+        return sent, ticket
+
+    def computed(params: Any, received: Any, *rest: Any) -> Any:
+        found = call("experts")(params, received, *rest)
+        shape, rows = getattr(found, "shape", None), [leaf.shape for leaf in jax.tree.leaves(received)]
+        if shape not in rows:
+            raise ConfigError(
+                f"{part}: experts returns {shape or type(found).__name__} for received rows {rows[0]}: return outputs "
+                "of the same shape"
+            )
+        return found
+
+    return Order(ordered, computed, call("inverse"), call("cut"), order.slot_axis)

@@ -86,6 +86,10 @@ def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
         raise ConfigError(
             f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({told}): mend it"
         ) from error
+    if not isinstance(arrived, jax.ShapeDtypeStruct):
+        raise ConfigError(
+            f"exchange.algorithm={algorithm} makes {type(arrived).__name__} of rows: finish must return one array"
+        )
     if (arrived.shape, arrived.dtype) != (rows.shape, rows.dtype):
         forms = [f"{x.dtype}[{x.shape[0] // size}, {', '.join(map(str, x.shape[1:]))}]" for x in (arrived, rows)]
         raise ConfigError(

@@ -1,0 +1,88 @@
+"""The reader of all files that others may have written: regular files only, of bounded size, depth and numbers.
+
+What is wrong with a file is an OSError with the file's name, or a ValueError whose text is a reason to stand in
+brackets.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 2**26  # of settings and records, which have a few thousand lines at most
+MOST_DEPTH = 64  # lists and objects in each other
+_MOST_DIGITS = 308  # a float holds every whole number of as many
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless a file is there that ends: opening a FIFO would wait for a writer, a device has no end."""
+    os.close(_open_regular(path))
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """What a regular file of at most `most` bytes holds. Raises OSError."""
+    with os.fdopen(_open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str:
+    """The same as UTF-8, with the ends of lines as they are in Python. Raises OSError and UnicodeDecodeError."""
+    text = read_bytes(path, most).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """The value in a JSON file. Raises OSError and ValueError."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError, also for what is nested too deep or a number of too many digits."""
+    try:
+        found = json.loads(content, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
+    _check_depth(found)
+    return found
+
+
+def _open_regular(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a NUL byte or a lone surrogate
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise _not_regular(path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _check_depth(found: object) -> None:
+    level = [found] if isinstance(found, dict | list) else []
+    for _ in range(MOST_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
