@@ -125,7 +125,8 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     try:
         with checkpoints:
             checkpoints.save(0, state, data={})
-    except CheckpointError:
+    except CheckpointError:  # in all processes
+        processes.allgather(0)  # until none writes there any more
         reason, cure = checkpoints.last_failure
         raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
