@@ -1,4 +1,7 @@
-"""Processes that have joined, and have connected what listens in a run, until they are told to end."""
+"""Processes that have joined, and have connected what listens in a run, until they are told to end.
+
+Meanwhile they meet again and again, and tell so when they get SIGUSR1.
+"""
 
 import argparse
 import os
@@ -18,8 +21,22 @@ arguments = parser.parse_args()
 initialize(options_from(arguments), arguments.num_processes)
 post = Post(tuple(device.process_index for device in jax.devices()))
 multihost_utils.sync_global_devices("all have connected")
+asked: list[int] = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # jax's own handler waits for a step
-sys.stderr.write(f"rank {arguments.process_id} runs as {os.getpid()}\n")
-sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+say(f"rank {arguments.process_id} runs as {os.getpid()}")
 while True:
-    time.sleep(0.1)  # a signal that comes just before a sleep does not end it
+    multihost_utils.sync_global_devices("a step")
+    if asked:
+        asked.clear()
+        multihost_utils.sync_global_devices("a step")
+        say(f"rank {arguments.process_id} is well")
+    time.sleep(0.1)
