@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to call what listens on all interfaces
 _TIMEOUT_S = 2
 _MOST_OPEN = 256  # connections that stay
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing sends a reset
@@ -71,7 +72,8 @@ class Strangers:
         taken = 0
         for said, end in _WAYS:
             with suppress(OSError):  # it refuses, or hangs up
-                connection = socket.create_connection(port, timeout=_TIMEOUT_S)
+                address = _OWN.get(port.address, port.address), port.port
+                connection = socket.create_connection(address, timeout=_TIMEOUT_S)
                 taken += 1
                 if end == "reset":
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -109,7 +111,7 @@ def _sockets(process: int) -> list[str]:
 
 
 def _address(words: str, family: int) -> str:
-    """As /proc has it: words of four bytes, each in the order of the machine; one that all may reach is local."""
+    """As /proc has it: words of four bytes, each in the order of the machine."""
     numbers = bytes.fromhex(words)
     text = socket.inet_ntop(family, b"".join(numbers[i : i + 4][::-1] for i in range(0, len(numbers), 4)))
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(text, text).removeprefix("::ffff:")
+    return text.removeprefix("::ffff:")  # IPv4 in IPv6

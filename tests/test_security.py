@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import random
-import re
 import signal
 import socket
 import time
@@ -153,21 +152,6 @@ def test_a_checkpoint_of_another_name_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-def listening(process: int) -> set[str]:
-    """Addresses at which a process listens."""
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-    inodes = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and inode in inodes:
-                words = bytes.fromhex(local.partition(":")[0])
-                address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.add(socket.inet_ntop(family, address).removeprefix("::ffff:"))  # IPv4 in IPv6
-    return found
-
-
 def test_a_launched_run_listens_where_it_should_and_strangers_do_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +162,9 @@ def test_a_launched_run_listens_where_it_should_and_strangers_do_not_end_it(
     poking = importlib.import_module("chaos_poke")
     strangers, rng = poking.Strangers(), random.Random(0)
     with Hosts(tmp_path, "tests.launched.joined", address="127.0.0.2") as hosts, closing(strangers):
+
+        def listening(process: int) -> set[str]:
+            return {port.address for port in poking.listening_ports([process])}
 
         def poke() -> set:
             tree = {id for launcher in hosts.launchers.values() for id in poking.process_tree(launcher.pid)}
@@ -195,7 +182,7 @@ def test_a_launched_run_listens_where_it_should_and_strangers_do_not_end_it(
         own = socket.gethostbyname(socket.gethostname())
         assert [listening(hosts.launchers[host].pid) for host in (0, 1)] == [{"127.0.0.2"}, set()]
         assert [listening(*hosts.ids(host)) for host in (0, 1)] == [{"127.0.0.2", own}, {own}]
-        poke()
+        poked |= poke()
         for host in (0, 1):
             os.kill(*hosts.ids(host), signal.SIGUSR1)
         for host in (0, 1):
