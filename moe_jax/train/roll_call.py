@@ -22,7 +22,7 @@ from moe_jax.train.progress import PIPE, is_supervised
 
 QUIET_S = 1  # of a wait about which nothing is said: processes that are started together come within it
 QUIET_SUPERVISED_S = 30  # the same under the launcher, which watches all of them
-_CALL_S = 10  # that a call of process 0 may take
+_CALL_S = 3  # that a call of process 0 may take, which may not answer at all
 _LONGEST = 4096  # bytes of a line
 _AGAIN_S = 0.1  # between calls of process 0
 _LOOK_S = 0.25
