@@ -1,7 +1,6 @@
 """Processes that were given different settings or data, or hold different replicas, end before they do harm."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train.digest import ReplicasError, agreed, digest_program, digests
-from tests.launch.test_launch import run
+from tests.launch.test_launch import started
+from tests.train.test_roll_call import ended
 
 ROOT = Path(__file__).parents[2]
 SAME = "as it should be"
@@ -23,8 +23,9 @@ DATA = r": give all processes copies of one text \(here it is .*/own[01]/s.txt\)
 
 def test_settings_data_and_replicas_of_two_processes_are_compared(tmp_path: Path) -> None:
     """All cases in one start: both processes hear the same."""
-    code, _, err = run("--processes=2", "--retries=0", "--module=tests.launched.unequal", str(tmp_path))
-    assert code == 0, err
+    with started("--processes=2", "--retries=0", "--module=tests.launched.unequal", str(tmp_path)) as process:
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     tokens = r"\d+ tokens of uint8 with crc32 \w{8}"
     expected = {
         "nothing else": SAME,
@@ -61,12 +62,9 @@ def test_a_training_with_another_text_on_one_process_is_refused_by_both(tmp_path
         meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes=2", "--process-id"]
         training = ["--config", "configs/shakespeare_cpu.yaml", "mesh.cpu_devices=2", f"log.dir={tmp_path / 'run'}"]
         command = [sys.executable, "-m", "moe_jax.train", *training]
-        started = [
-            subprocess.Popen([*command, *more, *meeting, str(i)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-            for i, more in enumerate(([], [f"data.path={other}"]))
-        ]
-        errors = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2], errors
+        settings = ([], [f"data.path={other}"])
+        codes, errors = ended([[*command, *more, *meeting, str(i)] for i, more in enumerate(settings)])
+    assert codes == [2, 2], errors
     for error in errors:
         (told,) = (line for line in error.splitlines() if line.startswith("error: "))
         assert re.match(
