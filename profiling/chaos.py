@@ -7,11 +7,16 @@ Trains a small model under the launcher twice: while faults come over it, and un
     nan                one device's copy of a parameter becomes NaN
     full               the run's disk is full, before a save or in the middle of one (a tmpfs: left out if not root)
     slow               ranks are stopped half of the time, for five seconds
+    poke               strangers connect to all ports of all processes, send nothing, garbage or half a message, and
+                       leave or stay; not drawn, but before each fault of the other kinds
+    second             a second run is started in the same folder, which has to be refused with exit code 2; not
+                       drawn, but before every fourth fault of the other kinds
 
 By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json. Exit code 1 if they
-differ, more steps were lost than the newest checkpoints may cost, or a SIGTERM did not end the run. Cut links are tried
-by lost_peer.py.
+bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json (of kill, poke and
+second: chaos_poked.json). Exit code 1 if they differ, more steps were lost than the newest checkpoints may cost, a
+SIGTERM did not end the run, strangers or a second run did, or a second run was not refused. Cut links are tried by
+lost_peer.py.
 """
 
 import random
@@ -33,7 +38,7 @@ from count_argument import check_least
 from results_file import quartiles, rounded, write_result
 from training_run import tiny
 
-from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.errors import EXIT_BAD_INPUT, CommandParser, ConfigError, run_command
 from moe_jax.train.metrics import read_metrics
 
 LONGEST_START_S = 8  # into which they come
@@ -41,6 +46,8 @@ DISK_BYTES = 256 * 10**6
 # Checkpoints that a fault may cost: the next one, and one whose save is under way; one that is damaged; and any for
 # which there was no room
 MOST_LOST = {"kill": 2, "stop": 2, "term": 0, "bit": 3, "cut": 3, "nan": 2, "full": 0, "slow": 0}
+MOST_LOST |= {"poke": 0, "second": 0}
+NAMES = {frozenset(KINDS): "chaos", frozenset({"kill", "poke", "second"}): "chaos_poked"}  # of results
 TIMES = ("restart_s", "first_new_step_s", "exit_s")
 
 
@@ -75,13 +82,22 @@ def main() -> None:
     kinds = arguments.kinds.split(",")
     if unknown := sorted(set(kinds) - KINDS.keys()):
         raise ConfigError(f"--kinds={unknown[0]} is unknown: choose of {', '.join(KINDS)}")
-    weights = [KINDS[kind].weight for kind in kinds]
-    drawn = random.Random(arguments.seed).choices(kinds, weights, k=arguments.faults)
-    values = come_through(Chaos(drawn, arguments.processes, arguments.seed))
-    path = write_result("chaos" if set(kinds) == KINDS.keys() else f"chaos_{'_'.join(kinds)}", values)
+    values = come_through(Chaos(_drawn(kinds, arguments.faults, arguments.seed), arguments.processes, arguments.seed))
+    path = write_result(NAMES.get(frozenset(kinds), f"chaos_{'_'.join(kinds)}"), values)
     write_picture(values, path.with_suffix(".png"))
     if values["broken"]:
         sys.exit(f"{len(values['broken'])} promises were broken: {values['broken'][0]}")
+
+
+def _drawn(kinds: Sequence[str], count: int, seed: int) -> list[str]:
+    """So many faults, and others that come before some of them; those alone, if there are no others."""
+    others = [kind for kind in kinds if KINDS[kind].before_every]
+    main = [kind for kind in kinds if kind not in others] or others
+    found = []
+    for number, kind in enumerate(random.Random(seed).choices(main, [KINDS[each].weight for each in main], k=count)):
+        found += [each for each in others if main != others and number % (KINDS[each].before_every or 1) == 0]
+        found.append(kind)
+    return found
 
 
 def come_through(chaos: Chaos) -> dict[str, Any]:
@@ -131,8 +147,9 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     run.start()
     for name in kinds:
         kind = KINDS[name]
-        starts = bool(faults) and "at" in faults[-1]
-        starting = starts and kind.at_starts and rng.random() < chaos.while_starting
+        starts = bool(faults) and ("at" in faults[-1] or faults[-1]["while_starting"])
+        share = chaos.while_starting * (3 if kind.before_every else 1)  # what ends nothing may come more often
+        starting = starts and kind.at_starts and rng.random() < share
         if starting:
             time.sleep(rng.uniform(0, LONGEST_START_S))
         else:
@@ -184,6 +201,10 @@ def _broken(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
             broken.append(f"fault {number}, {kind}: exit code {code}")
         if not fault.get("replaced", True):
             broken.append(f"fault {number}, {kind}: the run goes on")
+        if fault.get("restarted"):
+            broken.append(f"fault {number}, {kind}: the run started again")
+        if fault.get("second_exit_code", EXIT_BAD_INPUT) != EXIT_BAD_INPUT:
+            broken.append(f"fault {number}, {kind}: the second run ended with {fault['second_exit_code']}")
     return broken
 
 

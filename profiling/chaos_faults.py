@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
+from chaos_poke import Port, listening_ports, process_tree
 from chaos_run import DisturbedRun
 from results_file import rounded
 
@@ -19,6 +20,9 @@ from moe_jax.train.checkpoint_files import FOLDER
 
 _TERM_S = 60  # until a run that was told to end has to be hit again: it may be stopped as well
 _SLOW_S, _TURN_S = 5.0, 0.1  # how long a process is slowed down, and stopped and let go on in turn meanwhile
+_POKE_S = 3.0
+_SECOND_S = 120  # for a second run to be refused, which imports take most of
+_STEPS_AFTER = 3  # that come after what should not have disturbed the run
 
 Strike = Callable[[DisturbedRun, Random, Sequence[int]], dict[str, Any]]
 
@@ -29,6 +33,7 @@ class Kind(NamedTuple):
     strike: Strike
     weight: float  # how often it is drawn
     at_starts: bool = False  # may hit a run that starts, too
+    before_every: int | None = None  # comes before every n-th fault of the other kinds, and is not drawn with them
 
 
 def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: signal.Signals) -> dict[str, Any]:
@@ -94,6 +99,34 @@ def _slowed(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, A
     return {"step": step, "steps_meanwhile": run.step - step}
 
 
+def _poked(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """All ports of all processes, for some seconds; what is left open stays so until the next time."""
+    before, step = len(run.stretches), run.step
+    run.strangers.close()
+    found: set[Port] = set()
+    connections = 0
+    run.wait_for(lambda: bool(listening_ports(process_tree(run.process_id))), "ports to poke at")
+    until = time.monotonic() + _POKE_S
+    while time.monotonic() < until:
+        ports = listening_ports(process_tree(run.process_id))
+        found |= ports
+        connections += sum(run.strangers.poke(port, rng) for port in sorted(ports))
+        time.sleep(_TURN_S)
+    facts = {"step": step, "ports": len(found), "connections": connections}
+    if step:  # or it has just been started again
+        run.wait_for_step(step + _STEPS_AFTER)
+        facts["restarted"] = len(run.stretches) > before
+    return facts
+
+
+def _started_twice(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """The same training in the same folder, which has to be refused."""
+    before, step = len(run.stretches), run.step
+    code, said = run.second(_SECOND_S)
+    run.wait_for_step(step + _STEPS_AFTER)
+    return {"step": step, "second_exit_code": code, "said": said, "restarted": len(run.stretches) > before}
+
+
 KINDS = {
     "kill": Kind(partial(_signalled, number=signal.SIGKILL), 3, at_starts=True),
     "stop": Kind(partial(_signalled, number=signal.SIGSTOP), 2, at_starts=True),
@@ -103,4 +136,6 @@ KINDS = {
     "nan": Kind(_nan, 1),
     "full": Kind(_full, 1),
     "slow": Kind(_slowed, 1),
+    "poke": Kind(_poked, 1, at_starts=True, before_every=1),
+    "second": Kind(_started_twice, 1, before_every=4),
 }

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 _COLORS = {
     **{"kill": "#c0392b", "stop": "#2a6fd0", "term": "#3a8f4d", "bit": "#8e44ad", "cut": "#d35400"},
     **{"nan": "#16a2a2", "full": "#7f6a3a", "slow": "#8a8a8a"},
+    **{"poke": "#c9a400", "second": "#1b3a5c"},
 }
 
 

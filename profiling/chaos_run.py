@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_disk import SmallDisk
+from chaos_poke import Strangers
 from results_file import rounded
 from training_run import CONFIG
 
@@ -62,8 +63,10 @@ class DisturbedRun:
         self.stretches: list[Stretch] = []
         self._had_faults: set[int] = set()  # stretches
         self.said: list[str] = []
-        command = [sys.executable, "-m", "moe_jax.launch", *launcher, "--config", CONFIG, f"log.dir={folder}"]
-        self._command = [*command, *settings]
+        self.strangers = Strangers()
+        training = ["--config", CONFIG, f"log.dir={folder}", *settings]
+        self._command = [sys.executable, "-m", "moe_jax.launch", *launcher, *training]
+        self._alone = [sys.executable, "-m", "moe_jax.train", *training]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -98,9 +101,24 @@ class DisturbedRun:
 
     def stop(self) -> None:
         """End what runs, if anything."""
+        self.strangers.close()
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self.wait()
+
+    def second(self, at_most_s: float) -> tuple[int | None, str]:
+        """Start the same training as one process; its exit code, None if it had to be killed, and its last line."""
+        try:
+            done = subprocess.run(self._alone, capture_output=True, text=True, errors="replace", timeout=at_most_s)
+        except subprocess.TimeoutExpired:
+            return None, ""
+        return done.returncode, (done.stderr.splitlines() or [""])[-1]
+
+    @property
+    def process_id(self) -> int:
+        """Of the launcher."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def step(self) -> int:

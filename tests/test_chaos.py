@@ -1,4 +1,4 @@
-"""A run of two processes comes through ten faults of all kinds: `profiling/chaos.py`, made small."""
+"""A run of two processes comes through eleven faults of all kinds: `profiling/chaos.py`, made small."""
 
 import importlib
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 from tests.results import result
 
 EVERY = 10  # steps between checkpoints
-ORDER = ("nan", "slow", "bit", "term", "stop", "kill", "nan", "cut", "full", "slow", "kill")
+ORDER = ("nan", "slow", "bit", "term", "poke", "stop", "kill", "nan", "cut", "full", "slow", "kill")
 
 
 def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six of the faults make all processes start again. Without root no disk is full, and ten are left of eleven."""
+    """Six of the faults make all processes start again. Without root no disk is full, and eleven are left of twelve."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiling")
     module = importlib.import_module("chaos")
     chaos = module.Chaos(
@@ -25,6 +25,7 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_happens(monkeypatch: py
         kind = fault["kind"]
         assert fault.get("exit_code", 0) == 0
         assert fault.get("steps_lost", 0) <= module.MOST_LOST[kind] * EVERY
+        assert kind != "poke" or (fault["ports"] >= 3 and fault["connections"] > 3 and not fault["restarted"])
         assert kind != "nan" or "going back to the checkpoint" in fault["told"]
     assert not found["broken"]
     assert found["checkpoints_put_aside"] >= 1

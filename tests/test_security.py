@@ -1,11 +1,15 @@
 """What others can do to a run: what they may make it load, name and run, and where it listens."""
 
 import ast
+import importlib
 import json
 import os
-import re
+import random
+import signal
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -148,30 +152,41 @@ def test_a_checkpoint_of_another_name_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-def listening(process: int) -> set[str]:
-    """Addresses at which a process listens."""
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-    inodes = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and inode in inodes:
-                words = bytes.fromhex(local.partition(":")[0])
-                address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.add(socket.inet_ntop(family, address).removeprefix("::ffff:"))  # IPv4 in IPv6
-    return found
-
-
-def test_a_launched_run_listens_at_the_address_given_and_at_that_of_its_hosts_name_only(tmp_path: Path) -> None:
+def test_a_launched_run_listens_where_it_should_and_strangers_do_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two launchers, one of which listens at 127.0.0.2, as rank 0 does. Gloo listens at the address of the host's name;
-    training adds none.
+    training adds none. Strangers call all ports from the start, and some stay.
     """
-    with Hosts(tmp_path, "tests.launched.joined", address="127.0.0.2") as hosts:
+    monkeypatch.syspath_prepend(ROOT / "profiling")
+    poking = importlib.import_module("chaos_poke")
+    strangers, rng = poking.Strangers(), random.Random(0)
+    with Hosts(tmp_path, "tests.launched.joined", address="127.0.0.2") as hosts, closing(strangers):
+
+        def listening(process: int) -> set[str]:
+            return {port.address for port in poking.listening_ports([process])}
+
+        def poke() -> set:
+            tree = {id for launcher in hosts.launchers.values() for id in poking.process_tree(launcher.pid)}
+            ports = poking.listening_ports(tree)
+            for port in ports:
+                strangers.poke(port, rng)
+            return ports
+
         for host in (0, 1):
-            hosts.start(host, "--grace=60")
-        for host in (0, 1):
-            hosts.wait_for(host, f"rank {host} runs as ", seconds=120)
+            hosts.start(host, "--grace=60", "--retries=0")
+        poked, deadline = set(), time.monotonic() + 120
+        while not (hosts.ids(0) and hosts.ids(1)):
+            poked |= poke()
+            assert time.monotonic() < deadline, hosts.said(0) + hosts.said(1)
         own = socket.gethostbyname(socket.gethostname())
         assert [listening(hosts.launchers[host].pid) for host in (0, 1)] == [{"127.0.0.2"}, set()]
         assert [listening(*hosts.ids(host)) for host in (0, 1)] == [{"127.0.0.2", own}, {own}]
+        poked |= poke()
+        for host in (0, 1):
+            os.kill(*hosts.ids(host), signal.SIGUSR1)
+        for host in (0, 1):
+            hosts.wait_for(host, f"rank {host} is well", seconds=60)
+        hosts.launchers[0].terminate()
+        hosts.codes(seconds=90)
+    assert len(poked) >= 4, "the launcher's, the coordinator's, and Gloo's of two processes"

@@ -91,7 +91,12 @@ class Rendezvous:
 
     def _meet(self, connection: socket.socket) -> None:
         """Admit a host, and hear it until it is lost."""
-        channel = Channel(connection)
+        try:
+            channel = Channel(connection)
+        except OSError:  # it is gone
+            connection.close()
+            self._admitting.release()
+            return
         too_slow = threading.Timer(SILENCE_S, channel.close)
         too_slow.start()
         try:

@@ -5,6 +5,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from typing import NamedTuple
 
 import jax
@@ -12,11 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.errors import MeshError
+from moe_jax.parallel.reception import Reception
 from moe_jax.parallel.trace_names import ARRIVING
 
 _HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
 _HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
 _PATIENCE_S = 60  # for other processes to connect
+_LOOK_S = 0.5
 _UNSENT_BYTES = 2**17  # at most in the kernel, as nothing urgent gets past them there
 
 
@@ -130,7 +133,6 @@ def _connections() -> dict[int, socket.socket]:
     address = socket.gethostbyname(socket.gethostname())
     secret = secrets.randbits(62)
     with socket.create_server((address, 0), backlog=count) as server:
-        server.settimeout(_PATIENCE_S)
         card = [*socket.inet_aton(address), server.getsockname()[1], *_words(secret)]
         cards = multihost_utils.process_allgather(np.array(card, np.int32))
         connections = {}
@@ -139,13 +141,7 @@ def _connections() -> dict[int, socket.socket]:
             connection = _called(socket.inet_ntoa(bytes(ip)), port, process)
             connection.sendall(_HELLO.pack(own, _number(low, high)))
             connections[process] = connection
-        while len(connections) < count - 1:
-            connection = _caller(server, address)
-            process, given = _HELLO.unpack(_exactly(connection, np.empty(_HELLO.size, np.uint8)).tobytes())
-            if given == secret:
-                connections[process] = connection
-            else:
-                connection.close()
+        connections |= _callers(server, address, secret, set(range(own + 1, count)))
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -164,16 +160,25 @@ def _called(address: str, port: int, process: int) -> socket.socket:
         ) from None
 
 
-def _caller(server: socket.socket, address: str) -> socket.socket:
-    try:
-        connection, _ = server.accept()
-    except TimeoutError:
-        raise MeshError(
-            f"not all processes called {address} within {_PATIENCE_S} s: let this host's name resolve to an address "
-            "that the others reach, or leave exchange.algorithm and exchange.reduction to XLA's own collectives"
-        ) from None
-    connection.settimeout(_PATIENCE_S)
-    return connection
+def _callers(server: socket.socket, address: str, secret: int, awaited: set[int]) -> dict[int, socket.socket]:
+    """The connections of these processes, as soon as all have called; strangers are dropped."""
+    found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + _PATIENCE_S
+    with Reception(server, _HELLO.size, lambda said: False) as reception:
+        while missing := awaited - found.keys():
+            if time.monotonic() > deadline:
+                raise MeshError(
+                    f"process {min(missing)} did not call {address} within {_PATIENCE_S} s: let this host's name "
+                    "resolve to an address that the others reach, or leave exchange.algorithm and exchange.reduction "
+                    "to XLA's own collectives"
+                )
+            for connection, said in reception.hear(_LOOK_S):
+                process, given = _HELLO.unpack(said)
+                if given == secret and process in awaited - found.keys():
+                    found[process] = connection
+                else:
+                    connection.close()
+    return found
 
 
 def _words(number: int) -> tuple[int, int]:

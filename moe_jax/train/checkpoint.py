@@ -18,6 +18,7 @@ from moe_jax.plan.plan_text import size
 from moe_jax.train.checkpoint_arrays import leaves_of
 from moe_jax.train.checkpoint_files import FOLDER, first_line
 from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.digest import agreed
 from moe_jax.train.metrics import RunLog
 from moe_jax.train.processes import allgather
 from moe_jax.train.save_meeting import SaveMeeting
@@ -66,7 +67,8 @@ class Checkpoints:
         """Start saving; the state may be donated as soon as this returns. A step that is saved already is kept.
 
         `host` is what the record has of the run besides arrays: `data`, `tuner`, `recent_losses`. All processes call
-        it. What went wrong with the save before is told first.
+        it. What went wrong with the save before is told first. Raises ReplicasError for a state that devices do not
+        agree on.
         """
         self._finish()
         if step == self._manager.latest_step():
@@ -76,7 +78,7 @@ class Checkpoints:
         if any(allgather(free < needed + LEFT_FREE)):  # or it would fail in the middle
             self._tell_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "make room")
             return
-        self._under_way, leaves = step, leaves_of(state, jax.device_get(self._digests(state)))
+        self._under_way, leaves = step, leaves_of(state, agreed(self._digests(state), step, state))
         record = Record(step=step, leaves=leaves, **host, **self._about)
         items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record.to_json())}
         self._meeting.begin()

@@ -15,6 +15,7 @@ from moe_jax.errors import ConfigError, MeshError, UserError
 from moe_jax.parallel.mesh import mesh_sizes
 from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
 from moe_jax.plan.planner import plan
+from moe_jax.train.alike import check_same_settings
 from moe_jax.train.newest import agreed_newest
 from moe_jax.train.processes import allgather
 
@@ -28,6 +29,7 @@ class Chosen(NamedTuple):
 
 def choose(draft: Draft) -> Chosen:
     """Choose what is open, in every process the same. Raises UserError; writes nothing."""
+    check_same_settings(draft)
     if not draft.open:
         return Chosen(draft.choose(), {})
     if draft.exchange.algorithm == "auto":  # which a run without a plan has, too

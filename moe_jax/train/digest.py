@@ -1,22 +1,33 @@
 """Digests of arrays: two numbers for each, made where the arrays lie, and the same however they are cut over devices.
 
-L arrays.
+L arrays, P processes.
 """
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
+from moe_jax.errors import EXIT_TRY_AGAIN, UserError
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.train.processes import allgather, allgather_rows
 
 Digest = tuple[int, int]
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by the bytes of an element; 8 are two words
+
+
+class ReplicasError(UserError):
+    """Devices that should hold the same numbers, and do not. The newest checkpoint is of a step at which they did."""
+
+    exit_code = EXIT_TRY_AGAIN
 
 
 def digests(tree: Any) -> UInt32[Array, "L 2"]:
@@ -34,6 +45,39 @@ def digest_program(like: Any) -> Wrapped:
     placed = jax.tree.leaves(like)[0].sharding
     whole = NamedSharding(placed.mesh, REPLICATED) if isinstance(placed, NamedSharding) else None
     return jax.jit(digests, out_shardings=whole)
+
+
+def agreed(found: Any, step: int, state: Any) -> UInt32[np.ndarray, "L 2"]:
+    """Digests of a state, which `digest_program` has made of the replicas of each device.
+
+    All processes call it. Raises ReplicasError on all of them if two replicas of an array differ, anywhere.
+    """
+    shards = getattr(found, "addressable_shards", None)
+    rows = np.stack([np.asarray(shard.data) for shard in shards]) if shards else np.asarray(found)[None]
+    codes = set(allgather(zlib.crc32(rows[0].tobytes()) | 1 if (rows == rows[0]).all() else 0))
+    if len(codes) == 1 and 0 not in codes:
+        return rows[0]
+    ends_P2L2 = allgather_rows(np.stack([rows.min(axis=0), rows.max(axis=0)]))
+    differs_L = (ends_P2L2 != ends_P2L2[:1, :1]).any(axis=(0, 1, 3))
+    number = int(np.argmax(differs_L))
+    raise ReplicasError(
+        f"replicas of {names_of(state)[number]} are not the same after step {step} ({_where(ends_P2L2[:, :, number])}; "
+        f"{differs_L.sum()} of {len(differs_L)} arrays differ), so this state is not saved: run the same command to "
+        "resume from the newest checkpoint; if it happens again, check the memory of these devices"
+    )
+
+
+def _where(ends_P22: UInt32[np.ndarray, "P 2 2"]) -> str:
+    """Which replicas of one array differ, by its least and largest digests on each process."""
+    apart = [process for process, (least, largest) in enumerate(ends_P22) if (least != largest).any()]
+    if apart:
+        return f"devices of process {', '.join(map(str, apart))} differ"
+    of_process = [ends.tobytes() for ends in ends_P22]
+    most, count = Counter(of_process).most_common(1)[0]
+    others = [process for process, each in enumerate(of_process) if each != most]
+    if count > len(others):
+        return f"process {', '.join(map(str, others))} differs from the others"
+    return f"processes {', '.join(map(str, range(len(of_process))))} differ"
 
 
 def names_of(tree: Any) -> list[str]:

@@ -10,6 +10,7 @@ from jax.profiler import StepTraceAnnotation
 from moe_jax.config import Config
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.train import faults
+from moe_jax.train.alike import check_same_settings
 from moe_jax.train.behind import Behind
 from moe_jax.train.capacities import Capacities
 from moe_jax.train.checkpoint import Checkpoints
@@ -43,6 +44,7 @@ def train(config: Config) -> State:
     `train.bad_in_a_row` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
     has not helped, and for such a validation loss before its state is saved.
     """
+    check_same_settings(config)  # for programs of one's own
     failed_at = 0
     with stop_on_signals() as stop:
         while True:

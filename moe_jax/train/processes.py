@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import socket
-import time
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -14,19 +13,22 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax._src import clusters  # no public interface tells what jax finds out about a cluster
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from moe_jax.config_checks import nearest_multiples
 from moe_jax.config_checks.ranges import CLUSTER, check_number
-from moe_jax.errors import ConfigError, UserError
+from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
 from moe_jax.train.address import split_address
 from moe_jax.train.host_memory import keep_freed_memory
+from moe_jax.train.roll_call import Meeting, ProcessError, assemble
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 300  # until every process has come
+JOIN_TIMEOUT_S = 300  # until every process has come
+_LONGEST_JOIN_S = 7 * 24 * 3600
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
 SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
 THREADS_PER_DEVICE = 2  # of simulated ones
@@ -37,10 +39,6 @@ NO_UNROLLING = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"}
 OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
 
 
-class ProcessError(UserError):
-    """Processes that cannot form one run."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Processes:
     """How this process finds the others of its run. Making it checks it: raises ProcessError."""
@@ -49,8 +47,13 @@ class Processes:
     coordinator: str | None = None  # host:port of process 0, which serves it
     num_processes: int | None = None
     process_id: int | None = None
+    join_timeout_s: float = JOIN_TIMEOUT_S  # until all processes have come
 
     def __post_init__(self) -> None:
+        if not 0 < self.join_timeout_s <= _LONGEST_JOIN_S:
+            raise ProcessError(
+                f"--join-timeout={self.join_timeout_s:g} must be above 0 and at most {_LONGEST_JOIN_S} seconds"
+            )
         given = [self.coordinator, self.num_processes, self.process_id]
         if all(value is None for value in given):
             return
@@ -61,7 +64,10 @@ class Processes:
             raise ProcessError(f"{' '.join(values)} also needs {' and '.join(missing)}: give all three or none")
         if self.mode == "off":
             raise ProcessError(f"--coordinator={self.coordinator} contradicts --distributed=off: drop one of them")
-        _address(self.coordinator or "")
+        if split_address(self.coordinator or "") is None:
+            raise ProcessError(
+                f"--coordinator={self.coordinator} must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476"
+            )
         count, rank = self.num_processes or 0, self.process_id or 0
         check_number("--num-processes", count, CLUSTER)
         if not 0 <= rank < count:
@@ -87,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, instead of finding a cluster")
     group.add_argument("--num-processes", type=int, metavar="N", help="processes in the run, with --coordinator")
     group.add_argument("--process-id", type=int, metavar="I", help="of this process, 0..N-1, with --coordinator")
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        default=JOIN_TIMEOUT_S,
+        metavar="SECONDS",
+        help="until all processes have come; then exit code 2 (default: %(default)s)",
+    )
 
 
 def options_from(arguments: argparse.Namespace) -> Processes:
@@ -96,13 +109,13 @@ def options_from(arguments: argparse.Namespace) -> Processes:
         coordinator=arguments.coordinator,
         num_processes=arguments.num_processes,
         process_id=arguments.process_id,
+        join_timeout_s=arguments.join_timeout,
     )
 
 
 def initialize(
     options: Processes,
     cpu_devices: int | None,
-    connect_timeout_s: float = CONNECT_TIMEOUT_S,
     in_background: bool = True,
     quick_compile: bool = False,
 ) -> None:
@@ -111,7 +124,7 @@ def initialize(
     `in_background` says whether steps may wait for exchanges in the background, of `exchange.algorithm` or
     `.reduction`; `quick_compile` is that of the config.
 
-    Raises ProcessError for devices that do not divide over the processes or a coordinator that cannot be reached.
+    Raises ProcessError for devices that do not divide over the processes, or other processes that do not come in time.
     """
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -127,11 +140,12 @@ def initialize(
     if cpu_devices is not None:
         _simulate(cpu_devices, num_processes, cluster, in_background, quick_compile)
     if options.coordinator is not None:
-        _join_at(options.coordinator, options, connect_timeout_s)
+        bind = os.environ.get(
+            "JAX_COORDINATOR_BIND_ADDRESS", options.coordinator
+        )  # jax would listen on every interface
+        _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
-        jax.distributed.initialize(
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S
-        )
+        _join_cluster(options.join_timeout_s)
     found_devices()
 
 
@@ -207,21 +221,36 @@ def read_alike(read: Callable[[], T], name: str) -> T:
     return typing.cast(T, found)
 
 
-def _join_at(coordinator: str, options: Processes, timeout_s: float) -> None:
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
-    if options.process_id == 0:
-        _check_free(bind)
-    else:
-        _await_coordinator(coordinator, timeout_s)
+def _join_cluster(timeout_s: float) -> None:
+    """With what jax finds out about its cluster."""
+    own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        None,
+        None,
+        [int(text) for text in own_devices.split(",")] if own_devices else None,
+        None,
+        round(timeout_s),
+    )
+    if coordinator is None or count is None or rank is None:
+        raise ProcessError(
+            "--distributed: jax finds no coordinator here: pass --coordinator, --num-processes and --process-id"
+        )
+    _join(coordinator, count, rank, devices, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), timeout_s)
+
+
+def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str | None, timeout_s: float) -> None:
+    assemble(Meeting(address=coordinator, bind=bind, num_processes=count, process_id=rank, timeout_s=timeout_s))
     jax.distributed.initialize(
         coordinator,
-        options.num_processes,
-        options.process_id,
+        count,
+        rank,
+        local_devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=round(timeout_s),
+        initialization_timeout=max(60, round(timeout_s)),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
-        coordinator_bind_address=bind,  # jax would listen on every interface
+        coordinator_bind_address=bind,
     )
 
 
@@ -265,42 +294,3 @@ def _set_xla_flags(flags: Mapping[str, str]) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     own = [f"{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *own])
-
-
-def _address(text: str) -> tuple[str, int]:
-    found = split_address(text)
-    if found is None:
-        raise ProcessError(f"--coordinator={text} must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476")
-    return found
-
-
-def _check_free(bind: str) -> None:
-    """Raise ProcessError unless process 0 can serve there: jax would crash without a word."""
-    host, port = _address(bind)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(address)
-    except OSError as error:
-        raise ProcessError(
-            f"--coordinator={bind} cannot be opened by process 0 ({error.strerror}): "
-            "name an address of its own host and a free port"
-        ) from None
-
-
-def _await_coordinator(coordinator: str, timeout_s: float) -> None:
-    """Raise ProcessError unless process 0 answers in time: jax would abort with a C++ stack."""
-    address = _address(coordinator)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ProcessError(
-                    f"--coordinator={coordinator} does not answer for {timeout_s:g} s ({error.strerror or error}): "
-                    "start process 0 there, or correct the address"
-                ) from None
-            time.sleep(0.1)

@@ -21,6 +21,7 @@ from moe_jax.parallel.pieces import send_pieces
 from moe_jax.plan.plan_text import size
 from moe_jax.train.checkpoint_arrays import leaves_of
 from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.digest import agreed
 from moe_jax.train.diverged import GoBack
 from moe_jax.train.metrics import RunLog, human_seconds
 from moe_jax.train.processes import allgather, from_process, is_main_process
@@ -94,7 +95,7 @@ class Safety:
         assert self._plan is not None
         digests = self._compiled()
         began = time.perf_counter()
-        leaves = leaves_of(state, jax.device_get(digests(state)))
+        leaves = leaves_of(state, agreed(digests(state), step, state))
         host["tuner"] = from_process(0, host["tuner"]) if self._run.choices else None
         record = Record(step=step, leaves=leaves, **host, **self._about)
         problem = self._write(state)

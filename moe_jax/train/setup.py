@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -24,11 +24,12 @@ from moe_jax.measure.targets import Target
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
+from moe_jax.train.alike import check_same_data
 from moe_jax.train.capacities import Change, changes_of
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
-from moe_jax.train.digest import digest_program
+from moe_jax.train.digest import ReplicasError, agreed, digest_program
 from moe_jax.train.grouped_product import with_fastest_product
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.model_tokenizer import check_tokens
@@ -105,6 +106,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     if choices := choices_of(config, mesh):
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
+    check_same_data(tokens)
     folder = Path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
@@ -179,7 +181,17 @@ def first_state(run: Run, programs: Programs) -> State:
     config, init = run.config, programs.init.result()
     if jax.default_backend() == "gpu":  # whose compiler times kernels, which takes room
         programs.step.result()
-    state: State = init() if config.train.init_from is None else init(source_params(config, run.trainer.param_shapes))
+    if config.train.init_from is None:
+        return cast(State, init())
+    state: State = init(source_params(config, run.trainer.param_shapes))
+    if jax.process_count() > 1:
+        try:
+            agreed(programs.digests.result()(state), 0, state)
+        except ReplicasError:
+            raise ConfigError(
+                f"train.init_from={config.train.init_from} holds other parameters on other processes: "
+                "give them copies of one folder"
+            ) from None
     return state
 
 

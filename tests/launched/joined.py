@@ -1,14 +1,19 @@
-"""Processes that have joined, and have connected what listens in a run, until they are told to end."""
+"""Processes that have joined, and have connected what listens in a run, until they are told to end.
+
+Meanwhile they meet again and again, and tell so when they get SIGUSR1.
+"""
 
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 
 import jax
 from jax.experimental import multihost_utils
 
+from moe_jax.parallel import post
 from moe_jax.parallel.post import Post
 from moe_jax.train.processes import add_arguments, initialize, options_from
 
@@ -16,10 +21,40 @@ parser = argparse.ArgumentParser()
 add_arguments(parser)
 arguments = parser.parse_args()
 initialize(options_from(arguments), arguments.num_processes)
-post = Post(tuple(device.process_index for device in jax.devices()))
+call = post._called
+
+
+strangers: list[socket.socket] = []
+
+
+def call_last(address: str, port: int, process: int) -> socket.socket:
+    """Strangers call before: one is silent and stays."""
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((address, port)) as stranger:
+            stranger.sendall(said)
+    strangers.append(socket.create_connection((address, port)))
+    return call(address, port, process)
+
+
+post._called = call_last
+own = Post(tuple(device.process_index for device in jax.devices()))
 multihost_utils.sync_global_devices("all have connected")
+asked: list[int] = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # jax's own handler waits for a step
-sys.stderr.write(f"rank {arguments.process_id} runs as {os.getpid()}\n")
-sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+say(f"rank {arguments.process_id} runs as {os.getpid()}")
 while True:
-    time.sleep(0.1)  # a signal that comes just before a sleep does not end it
+    multihost_utils.sync_global_devices("a step")
+    if asked:
+        asked.clear()
+        multihost_utils.sync_global_devices("a step")
+        say(f"rank {arguments.process_id} is well")
+    time.sleep(0.1)

@@ -1,5 +1,6 @@
 """Collectives in the background: many at a time in any order, and what becomes of them when a process ends."""
 
+import contextlib
 import socket
 import threading
 
@@ -135,12 +136,28 @@ def test_urgent_jobs_overtake_others_and_none_of_their_kind():
 def test_a_process_that_nobody_calls_gives_up(monkeypatch):
     monkeypatch.setattr(post, "_PATIENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.05)
-        with pytest.raises(MeshError, match=r"not all processes called 127\.0\.0\.1 within 0\.05 s"):
-            post._caller(server, "127.0.0.1")
         port = server.getsockname()[1]
+        with pytest.raises(MeshError, match=r"process 3 did not call 127\.0\.0\.1 within 0\.05 s"):
+            post._callers(server, "127.0.0.1", 7, {3, 4})
     with pytest.raises(MeshError, match=rf"process 1 does not answer at 127\.0\.0\.1:{port}"):
         post._called("127.0.0.1", port, 1)
+
+
+def test_strangers_who_call_keep_no_process_out():
+    """They leave at once, or say too little, or have another secret; and process 1 has begun to send."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(socket.create_connection(server.getsockname())) for _ in range(6)]
+        callers[0].close()
+        callers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        callers[2].sendall(b"GET /")
+        callers[3].sendall(post._HELLO.pack(1, 8))
+        callers[4].sendall(post._HELLO.pack(5, 7))
+        callers[5].sendall(post._HELLO.pack(1, 7) + b"content")
+        found = post._callers(server, "127.0.0.1", 7, {1})
+        assert found.keys() == {1}
+        with found[1] as connection:
+            assert connection.getpeername() == callers[5].getsockname()
+            assert connection.recv(100) == b"content"
 
 
 def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):

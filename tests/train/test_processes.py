@@ -63,6 +63,8 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         (["--coordinator=h:65536", "--num-processes=2", "--process-id=0"], "port in 1..65535"),
         (["--coordinator=h:1", "--num-processes=2", "--process-id=2"], "--process-id=2 must be 0..1"),
         (["--coordinator=h:1", "--num-processes=2", "--process-id=-1"], "--process-id=-1 must be 0..1"),
+        (["--join-timeout=0"], "--join-timeout=0 must be above 0"),
+        (["--join-timeout=nan"], "--join-timeout=nan must be above 0"),
         (["--coordinator=h:1", "--num-processes=0", "--process-id=0"], "--num-processes=0 must be at least 1"),
         (["--coordinator=h:1", "--num-processes=1", "--process-id=0", "--distributed=off"], "drop one of them"),
     ],
@@ -168,8 +170,8 @@ def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environme
 def test_a_coordinator_that_does_not_answer_is_one_line(clear: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        options = f"Processes(coordinator={address!r}, num_processes=2, process_id=1)"
-        code, out, err = run_python(f"initialize({options}, None, connect_timeout_s=0.5)")
+        options = f"Processes(coordinator={address!r}, num_processes=2, process_id=1, join_timeout_s=0.5)"
+        code, out, err = run_python(f"initialize({options}, None)")
     assert (code, out) == (2, "")
     assert err.startswith(f"error: --coordinator={address} does not answer for 0.5 s (Connection refused)")
     assert err.count("\n") == 1
