@@ -13,8 +13,10 @@ from typing import Any, Literal, Union
 import yaml
 
 from moe_jax.config import Config, Sections
+from moe_jax.config_checks import plain_setting
 from moe_jax.draft import PLANNED, Draft
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, given_path
+from moe_jax.paths import SETTINGS
 
 # What stands for something other than text where it is not quoted. PyYAML's own table, of YAML 1.1, reads 3e-4 as
 # text, 010 as 8, 1:30 as 90, and on as true.
@@ -60,7 +62,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Draft:
     """The same, where settings may say auto and contradict each other. Raises ConfigError."""
-    values = _read(Path(path)) if path is not None else {}
+    if isinstance(path, str):
+        path = given_path("config file", path)
+    values = _read(path) if path is not None else {}
     for text in overrides:
         _override(values, text)
     return _draft_from(values)
@@ -200,7 +204,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     elif float in options and isinstance(value, int | float):
         return float(value)
     elif str in options and isinstance(value, str):
-        return value
+        return plain_setting(name, value) if name in SETTINGS else value
     _refuse_auto(name, value)
     expected = {
         int: "a whole number",

@@ -15,6 +15,11 @@ STATE = "state"  # the item's folder in a checkpoint
 _COMMITTED = "_CHECKPOINT_METADATA"  # orbax's, with the time of the commit
 
 
+def home(run: Path) -> Path:
+    """Where a run's checkpoints are, as tensorstore and orbax take it: absolute, without `..`."""
+    return (run / FOLDER).resolve()
+
+
 class DamagedError(Exception):
     """A checkpoint that is not what was saved. The message is the reason, to stand in brackets."""
 
@@ -44,7 +49,7 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
 
 def check_files(run: Path, step: int) -> Record:
     """The record of a step whose files are all there in full length. Raises DamagedError."""
-    checkpoint = run / FOLDER / str(step)
+    checkpoint = home(run) / str(step)
     try:
         _check_commit(checkpoint)
         record = read_record(checkpoint)
@@ -89,7 +94,7 @@ def _check_arrays(checkpoint: Path) -> None:
     """
     _json(checkpoint, f"{STATE}/_METADATA")
     _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)
-    store = tensorstore.KvStore.open({"driver": "file", "path": f"{(checkpoint / STATE).absolute()}/"}).result()
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{checkpoint / STATE}/"}).result()
     nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
     sizes: dict[str, int] = {}
     while nodes:

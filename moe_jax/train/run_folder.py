@@ -5,6 +5,8 @@ from pathlib import Path
 
 from moe_jax.config import Config
 from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.paths import for_checkpoints
+from moe_jax.train.checkpoint_files import FOLDER
 from moe_jax.train.metrics import FILE_NAME, read_metrics
 from moe_jax.train.newest import agreed_newest
 from moe_jax.train.same_run import check_same_run
@@ -15,7 +17,7 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
 
     All processes call it. Raises UserError if the folder cannot be made, is of another run, or not the same for all.
     """
-    _check_folder(folder)
+    check_folder(folder)
     step = agreed_newest(folder, damaged)
     if step is None:
         return 0
@@ -35,15 +37,23 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
     return step
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder cannot be made."""
+def check_folder(folder: Path, name: str = "log.dir") -> None:
+    """Raise ConfigError if the folder cannot be made, or can have no checkpoints."""
+    if reason := for_checkpoints(str(folder)):
+        raise ConfigError(f"{name}={folder} can have no checkpoints ({reason}): use another name")
     existing = folder
     try:
         while not existing.exists():
             existing = existing.parent
     except OSError as error:
-        raise ConfigError(f"log.dir={folder} cannot be created ({error.strerror}): name another folder") from None
+        raise ConfigError(f"{name}={folder} cannot be created ({error.strerror}): name another folder") from None
     if not existing.is_dir():
-        raise ConfigError(f"log.dir={folder} cannot be created ({existing} is a file): name another folder")
+        raise ConfigError(f"{name}={folder} cannot be created ({existing} is a file): name another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"log.dir={folder} cannot be created (no right to write in {existing}): name another folder")
+        raise ConfigError(f"{name}={folder} cannot be created (no right to write in {existing}): name another folder")
+    checkpoints = folder / FOLDER
+    if checkpoints.is_dir() and not os.access(checkpoints, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{name}={folder} cannot have more checkpoints (no right to write in {checkpoints}): make it writable, or "
+            "name another folder"
+        )
