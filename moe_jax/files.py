@@ -30,7 +30,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     Raises OSError.
     """
     parts = {path: _part(path) for path in contents}
-    with _folders_above(contents):
+    with folders_above(contents):
         try:
             for path, part in parts.items():
                 with part.open("wb") as file:
@@ -118,7 +118,7 @@ def check_writable(*paths: Path) -> None:
         above = next(each for each in path.parents if each.exists())
         if not above.is_dir():
             raise _problem(errno.ENOTDIR, above)
-    with _folders_above(paths):
+    with folders_above(paths):
         for path in paths:  # rights alone tell too little: some file systems take no files, whoever asks
             try:
                 _part(path).open("ab").close()
@@ -133,7 +133,7 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def _folders_above(paths: Collection[Path]) -> Iterator[None]:
+def folders_above(paths: Collection[Path]) -> Iterator[None]:
     """Make what is missing of them; what is empty at the end goes again."""
     missing = {each for path in paths for each in path.parents if not each.exists()}
     try:
