@@ -32,7 +32,9 @@ class Checkpoints:
 
     A save counts once its files have been read back, and only then are older ones deleted. One that fails is told,
     recorded as an alarm and counted, and the run goes on; CheckpointError is raised on leaving if it was the last one.
-    Entering raises ConfigError if the folder cannot be written. `digests` makes those of a state, `about` is what records say of the run.
+    Entering raises ConfigError if the folder cannot be written.
+
+    `digests` makes those of a state, `about` is what records say of the run.
     """
 
     def __init__(
@@ -150,7 +152,9 @@ class Checkpoints:
             return
         if missing:
             steps = ", ".join(map(str, missing))
-            self._log.alarm(step, f"checkpoints of steps {steps} in {self._run / FOLDER} were deleted while the run goes on")
+            self._log.alarm(
+                step, f"checkpoints of steps {steps} in {self._run / FOLDER} were deleted while the run goes on"
+            )
         self._close()
         self._manager = self._new_manager()
 

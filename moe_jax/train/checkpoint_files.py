@@ -11,6 +11,7 @@ from moe_jax.errors import CheckpointError
 from moe_jax.train.checkpoint_record import Record, read_record
 
 FOLDER = "checkpoints"
+PROVENANCE = "provenance.json"  # in a run's folder, with the number of the run
 STATE = "state"  # the item's folder in a checkpoint
 _COMMITTED = "_CHECKPOINT_METADATA"  # orbax's, with the time of the commit
 
@@ -55,10 +56,22 @@ def check_files(run: Path, step: int) -> Record:
         record = read_record(checkpoint)
         if record.step != step:
             raise ValueError(f"it holds step {record.step}")
+        here = saved_run_id(run)
+        if here and record.run and record.run != here:
+            raise ValueError(f"it is of another run, {record.run}, and {PROVENANCE} has {here}")
         _check_arrays(checkpoint)
     except Exception as error:  # tensorstore's errors have no common type
         raise DamagedError(first_line(error)) from error
     return record
+
+
+def saved_run_id(folder: Path) -> str:
+    """That of the run in a folder, "" if nobody has noted it."""
+    try:
+        found = json.loads((folder / PROVENANCE).read_bytes())["run"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def first_line(error: Exception) -> str:

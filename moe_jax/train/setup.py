@@ -26,11 +26,13 @@ from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.train.capacities import Change, changes_of, config_at
+from moe_jax.train.checkpoint_files import PROVENANCE
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import digest_program
 from moe_jax.train.grouped_product import with_fastest_product
+from moe_jax.train.identity import Identity, identity_of
 from moe_jax.train.init_from import check_source, check_text, source_params
 from moe_jax.train.placement import slots_of
 from moe_jax.train.processes import is_main_process, read_alike
@@ -54,6 +56,7 @@ class Run:
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
     validation: list[NDArray[np.int32]]
     first_step: int  # steps done before; 0: a new run
+    identity: Identity
     choices: Choices | None  # that it may change to while it trains
     changes: tuple[Change, ...] = ()  # of its capacity, ahead
     cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
@@ -133,6 +136,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             chunks=tokens.train_chunks,
         ),
         first_step=first_step,
+        identity=identity_of(folder, first_step, tokens),
         choices=choices,
         changes=changes_of(config, mesh, first_step),
         cluster=_cluster_of_prices(config),
@@ -178,18 +182,19 @@ def first_state(run: Run, programs: Programs) -> State:
 
 def about(run: Run) -> dict[str, Any]:
     """What each checkpoint's record says of the run."""
-    return {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
+    facts = {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
+    return facts | run.identity._asdict()
 
 
 def write_start(run: Run) -> None:
     """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written."""
     if not is_main_process():
         return
-    facts = provenance() | {"mesh": _sizes(run)}
+    facts = provenance() | {"mesh": _sizes(run), "run": run.identity.run}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
-        write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_atomically(run.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         if origin := origin_of(run.config):  # for exports, when that folder may be gone
             write_atomically(run.folder / ORIGIN, origin.read_text(encoding="utf-8"))
             copy_beside(origin.parent, run.folder)

@@ -15,7 +15,9 @@ A_URL = "is a URL, and only folders and files of this machine (or mounted there)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://b/x", "file:///tmp/x", "https://a.org/x.txt", "gs:/bucket/run"])
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/run", "s3://b/x", "file:///tmp/x", "https://a.org/x.txt", "gs:/bucket/run"]
+)
 def test_a_url_as_a_setting_is_refused_before_anything_is_made(name: str, url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(overrides=[f"{name}={url}"])

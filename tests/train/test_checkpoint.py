@@ -255,9 +255,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_orbax_has_threads(tmp
     assert threading.active_count() == before
 
 
-def test_a_run_below_another_folder_s_parent_can_be_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_below_another_folder_s_parent_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     log, checkpoints = saving(Path("../runs/a"))

@@ -169,7 +169,9 @@ def test_a_run_that_another_one_took_for_dead_ends(tmp_path: Path, monkeypatch: 
         while lock._lost_to is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        with pytest.raises(ConfigError, match="was taken over by process 77 on host there, as this process gave no sign"):
+        with pytest.raises(
+            ConfigError, match="was taken over by process 77 on host there, as this process gave no sign"
+        ):
             lock.check()
     assert holder_of(tmp_path) == other, "which is not this one's to remove"
 

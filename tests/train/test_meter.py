@@ -262,7 +262,9 @@ class Planned:
 
 def rates(every: int, ends: list[tuple[float, bool]], rate: float = MATRIX_RATE) -> Records:
     config = Config(
-        data=Data(seq_len=LENGTH), train=Train(steps=len(ends), batch_size=BATCH), log=Log(every=every, tensorboard=False)
+        data=Data(seq_len=LENGTH),
+        train=Train(steps=len(ends), batch_size=BATCH),
+        log=Log(every=every, tensorboard=False),
     )
     records = Records()
     meter = Meter(config, records, rate, finishes=Planned(ends))
