@@ -35,12 +35,13 @@ def main() -> None:
     if arguments.verify:
         folder, meta = arguments.input, verify_tokens(arguments.input)
     else:
+        tokenizer = arguments.tokenizer
         folder, meta = (
             arguments.output,
             prepare_text(
                 arguments.input,
                 arguments.output,
-                tokenizer=arguments.tokenizer if arguments.tokenizer in ("bytes", "bpe") else given_path("--tokenizer", arguments.tokenizer),
+                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else given_path("--tokenizer", tokenizer),
                 vocab_size=arguments.vocab_size,
                 validation_fraction=arguments.validation_fraction,
                 text_key=arguments.text_key,

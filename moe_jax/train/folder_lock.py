@@ -103,8 +103,8 @@ class FolderLock:
                     return
             if (is_here and silent_s > _ENDING_S) or (not is_here and beats not in (-1, holder.beats)):
                 raise ConfigError(
-                    f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: wait for its "
-                    "end, or use another log.dir"
+                    f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: "
+                    "wait for its end, or use another log.dir"
                 )
             if not is_here and not told:
                 told, beats = True, holder.beats

@@ -28,8 +28,8 @@ def identity_of(folder: Path, first_step: int, tokens: Tokens) -> Identity:
     if is_main_process():
         record = _record(folder, first_step)
         known = saved_run_id(folder) if first_step else ""
-        run = known or (record and record.run) or secrets.token_hex(8)
-        found = Identity(run, _text_of(tokens, record and record.text))
+        run = known or (record.run if record else None) or secrets.token_hex(8)
+        found = Identity(run, _text_of(tokens, record.text if record else None))
     return Identity(*from_process(0, found))
 
 

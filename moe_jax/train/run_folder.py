@@ -1,4 +1,4 @@
-"""Whether a run can have its folder, and from which of the checkpoints there it goes on. Only a lock is written here."""
+"""Whether a run can have its folder, and from which of the checkpoints there it goes on. Only its lock is written."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -91,7 +91,7 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
                 f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
-    return Tokens(train, validation, needed, path, *chunks, meta)
+    return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
 
 
 def find_data(path: str | Path) -> Path:

@@ -238,7 +238,8 @@ def test_a_folder_that_cannot_be_written_any_more_is_tried_again_at_each_save(tm
         checkpoints.save(3, damaged.state_of(3), data={})
     assert sorted(path.name for path in folder.iterdir()) == ["1", "3"]
     assert alarms_of(tmp_path)[-1] == (
-        f"the checkpoint of step 2 was not saved ({folder} cannot be written: File exists), none is there yet: see to it"
+        f"the checkpoint of step 2 was not saved ({folder} cannot be written: File exists), none is there yet: "
+        "see to it"
     )
 
 

@@ -39,7 +39,7 @@ def test_the_last_step_has_the_final_rate_and_no_earlier_one(schedule, warmup, s
 
 
 def test_a_run_that_gets_more_steps_decays_to_the_new_last_one():
-    """Its rate depends on the step and `train.steps` alone, so that it is that of a run which had them from the start."""
+    """Its rates are then those of a run that had them from the start: the step and `train.steps` alone count."""
     settings = Optimizer(schedule="linear", warmup_steps=2, final_fraction=0)
     shorter, longer = (learning_rate(Config(optimizer=settings, train=Train(steps=steps))) for steps in (11, 21))
     assert float(shorter(10)) == float(longer(20)) == 0
