@@ -8,6 +8,7 @@ from moe_jax.files import check_writable
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
+from moe_jax.report.alarms import alarm_text
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
 from moe_jax.report.compiled_text import assumptions, compare, describe
 from moe_jax.report.measured import Measured, describe_measured, measure, read_traced, variant_of
@@ -72,6 +73,8 @@ def _page(arguments: argparse.Namespace) -> None:
     run, every_s = given_path("RUN", arguments.run), arguments.watch
     if every_s is None:
         print(f"wrote {write_report(run)}")
+        if text := alarm_text(run):
+            print(text)
         return
     if every_s < 1:
         raise UsageError(f"--watch={every_s} must be at least 1 second")
