@@ -91,7 +91,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         capacities = Capacities(run.changes, run.batch_shape, log)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
-        behind = Behind(run, programs.evaluate, meter, tuning, checkpoints, safety)
+        behind = Behind(run, programs.evaluate, meter, tuning, checkpoints, safety, log)
         behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
             behind.validate_and_save(step, state, restored.is_validated)

@@ -369,6 +369,38 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
 
 
+def test_a_run_whose_folder_is_deleted_meanwhile_says_so_and_can_be_resumed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All that it has is put back at the next save."""
+    remove("checkpoints/4")(run)
+    save = Checkpoints.save
+
+    def save_after_a_deletion(self: Checkpoints, step: int, *args: Any, **named: Any) -> None:
+        save(self, step, *args, **named)
+        if step == 4:
+            self.newest()
+            shutil.rmtree(run)
+
+    monkeypatch.setattr(Checkpoints, "save", save_after_a_deletion)
+    for line in ("train --config tiny.yaml train.steps=6", "train --config tiny.yaml train.steps=8 checkpoint.every=0"):
+        monkeypatch.setattr(sys, "argv", line.split())
+        run_command(COMMANDS["train"])
+    said = capfd.readouterr().out
+    for name in (
+        "metrics.jsonl was deleted",
+        "config.yaml was deleted",
+        "checkpoints of steps 2, 4 in run/checkpoints",
+    ):
+        assert name in said
+    assert said.count("going on from step 6\n") == 1
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 6, 8]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "8"]
+    assert (run / "config.yaml").exists()
+    assert (run / "provenance.json").exists()
+
+
 @pytest.mark.parametrize("full_at", [4, 6])
 def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
     full_at: int, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
