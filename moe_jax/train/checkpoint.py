@@ -44,6 +44,7 @@ class Checkpoints:
         self._under_way: int | None = None  # the step of the save that may not be done yet
         self._problem: Exception | None = None  # with which it could not even begin
         self._failed, self._lost = 0, ""  # saves, and why the last one failed if it did
+        self._deleted: set[int] = set()  # steps
         self._meeting, self._leaving = SaveMeeting(), ExitStack()
 
     def __enter__(self) -> "Checkpoints":
@@ -135,19 +136,27 @@ class Checkpoints:
             self._log.warn(str(error))
 
     def _delete_old(self) -> None:
-        """All but the newest, once these have been read back."""
-        for step in sorted(self._manager.all_steps())[: -self._keep]:
-            try:
-                self._manager.delete(step)
-            except Exception as error:
-                self._log.warn(f"the checkpoint of step {step} in {self._run} is not deleted ({first_line(error)})")
+        """All but the newest, once these have been read back. Not by orbax, whose other processes would wait for one
+        that cannot.
+        """
+        for step in self._steps()[: -self._keep]:
+            self._deleted.add(step)
+            if is_main_process():
+                try:
+                    shutil.rmtree(home(self._run) / str(step))
+                except OSError as error:
+                    self._log.warn(f"the old checkpoint of step {step} in {self._run} stays ({error.strerror})")
+
+    def _steps(self) -> list[int]:
+        """Of the checkpoints that the manager knows and this has not deleted."""
+        return sorted({*self._manager.all_steps()} - self._deleted) if self._manager else []
 
     def _look_for_deleted(self, step: int) -> None:
         """Tell that somebody has deleted checkpoints, or all of the folder; both are made again."""
         if self._manager is None:
             return
         there = home(self._run)
-        missing = [each for each in sorted(self._manager.all_steps()) if not (there / str(each)).is_dir()]
+        missing = [each for each in self._steps() if not (there / str(each)).is_dir()]
         if not any(allgather(bool(missing) or not there.is_dir())):
             return
         if missing:
