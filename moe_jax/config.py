@@ -321,8 +321,8 @@ class Optimizer:
 
     learning_rate: float = 1e-3  # at the end of the warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 100
-    final_fraction: float = 0.1  # of learning_rate, at the last step
+    warmup_steps: int = 100  # before the first step at learning_rate
+    final_fraction: float = 0.1  # of learning_rate, in the last step of train.steps
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

@@ -15,10 +15,12 @@ from typing import Any, Literal, Union
 import yaml
 
 from moe_jax.config import Config, Sections
+from moe_jax.config_checks import plain_setting
 from moe_jax.config_yaml import Dumper, parse_yaml
 from moe_jax.draft import PLANNED, Draft
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, given_path
 from moe_jax.foreign_files import read_text
+from moe_jax.paths import SETTINGS
 
 _MOST_BYTES = 2**20  # of a config file
 _MOST_SHOWN = 200  # characters of a value in a message
@@ -35,7 +37,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Draft:
     """The same, where settings may say auto and contradict each other. Raises ConfigError."""
-    values = _read(Path(path)) if path is not None else {}
+    if isinstance(path, str):
+        path = given_path("config file", path)
+    values = _read(path) if path is not None else {}
     for text in overrides:
         _override(values, text)
     return _draft_from(values)
@@ -170,7 +174,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
                 f"{name}={_shown(value)} has the character U+{ord(strange[0]):04X}, which no text or name of a file "
                 "has: use it without"
             )
-        return value
+        return plain_setting(name, value) if name in SETTINGS else value
     _refuse_auto(name, value)
     expected = {
         int: "a whole number",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_jax.environment import flags_problem, stream_problem
+from moe_jax.paths import plain_path
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
@@ -104,10 +105,21 @@ def is_full_disk(error: BaseException | None) -> bool:
     return told or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
 
 
+def given_path(name: str, text: str) -> Path:
+    """A path that stands on a command line as `name`. Raises ConfigError."""
+    try:
+        return Path(plain_path(text))
+    except ValueError as error:
+        raise ConfigError(f"{name} {text} {error}") from None
+
+
 def _path(text: str) -> Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} names no file or folder")
-    return Path(text)
+    try:
+        return Path(plain_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
 
 
 def _escaped(character: str) -> str:

@@ -31,7 +31,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     Raises OSError.
     """
     parts = {path: _part(path) for path in contents}
-    with _folders_above(contents):
+    with folders_above(contents):
         try:
             for path, part in parts.items():
                 with part.open("wb") as file:
@@ -66,27 +66,67 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
 
 @final
 class Appended:
-    """A file that grows by lines, as a context; what finds no room on the disk waits in memory until there is some."""
+    """A file that grows, as a context; the run that it tells of never waits for it, nor fails with it.
+
+    What cannot be written, as on a full disk, is kept in memory until it can. A file that was deleted is put back.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file, self._waiting = path.open("ab", buffering=0), b""
+        self.path, self._file, self._waiting = path, path.open("a+b", buffering=0), b""
+        self._told_problem = False
+        self._news: list[str] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.append(b"")
         self._file.close()
 
     def write(self, line: str) -> bool:
-        """Append a line behind those that wait; returns whether all are written. Raises OSError, but of a full disk."""
-        self._waiting += f"{line}\n".encode()
+        """Append a line after those that wait; returns whether all are written."""
+        return self.append(f"{line}\n".encode())
+
+    def append(self, data: bytes) -> bool:
+        """The same of bytes."""
+        self._waiting += data
         try:
+            self._put_back()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            if not is_full_disk(error):
-                raise
+            if not self._told_problem:
+                full = is_full_disk(error)
+                reason = "finds no room on the disk" if full else f"cannot be written ({error.strerror})"
+                cure = "make room" if full else "make it writable"
+                self._news.append(f"{self.path} {reason}, and what it lacks waits in memory: {cure}")
+            self._told_problem = True
         return not self._waiting
+
+    def news(self) -> list[str]:
+        """What has gone wrong since this was last asked; that something cannot be written is said once."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def lacks(self) -> int:
+        """Bytes that wait."""
+        return len(self._waiting)
+
+    def _put_back(self) -> None:
+        """If there is no such file any more, make it again of what the open one holds."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+                return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.open("a+b", buffering=0)
+        if new.tell() == 0:  # else somebody else has put one there
+            self._news.append(f"{self.path} was deleted while the run writes it: it is put back")
+            with suppress(OSError):  # on network disks it can be gone for good
+                self._file.seek(0)
+                self._waiting = self._file.read() + self._waiting
+        self._file.close()
+        self._file = new
 
 
 def check_writable(*paths: Path) -> None:
@@ -97,7 +137,7 @@ def check_writable(*paths: Path) -> None:
         above = next(each for each in path.parents if each.exists())
         if not above.is_dir():
             raise _problem(errno.ENOTDIR, above)
-    with _folders_above(paths):
+    with folders_above(paths):
         for path in paths:  # rights alone tell too little: some file systems take no files, whoever asks
             try:
                 _part(path).open("ab").close()
@@ -112,7 +152,7 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def _folders_above(paths: Collection[Path]) -> Iterator[None]:
+def folders_above(paths: Collection[Path]) -> Iterator[None]:
     """Make what is missing of them; what is empty at the end goes again."""
     missing = {each for path in paths for each in path.parents if not each.exists()}
     try:

@@ -9,7 +9,7 @@ python scripts/prepare_text.py --verify tokens/mine                             
 import argparse
 from pathlib import Path
 
-from moe_jax.errors import CommandParser, run_command
+from moe_jax.errors import CommandParser, given_path, run_command
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.tokens import verify_tokens
 
@@ -39,12 +39,13 @@ def main() -> None:
     if arguments.verify:
         folder, meta = arguments.input, verify_tokens(arguments.input)
     else:
+        tokenizer = arguments.tokenizer
         folder, meta = (
             arguments.output,
             prepare_text(
                 arguments.input,
                 arguments.output,
-                tokenizer=arguments.tokenizer if arguments.tokenizer in ("bytes", "bpe") else Path(arguments.tokenizer),
+                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else given_path("--tokenizer", tokenizer),
                 vocab_size=arguments.vocab_size,
                 validation_fraction=arguments.validation_fraction,
                 text_key=arguments.text_key,

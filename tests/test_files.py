@@ -61,22 +61,63 @@ def test_what_can_be_written_is_not_touched_by_the_question(tmp_path: Path) -> N
     assert tree(tmp_path) == {"a": b"old"}
 
 
+class AlmostFull(io.FileIO):
+    """A file on a disk that has little room, and then more."""
+
+    room = 6
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def on_a_full_disk(file: Appended) -> AlmostFull:
+    """What the file is written to from now on."""
+    file._file.close()
+    file._file = AlmostFull(file.path, "ab")
+    return file._file
+
+
 def test_lines_that_find_no_room_wait_for_some(tmp_path: Path) -> None:
-    class AlmostFull(io.FileIO):
-        room = 6
-
-        def write(self, data: Any) -> int:
-            if not self.room:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = super().write(data[: self.room])
-            self.room -= written
-            return written
-
-    with Appended(tmp_path / "lines") as lines, AlmostFull(tmp_path / "lines", "ab") as disk:
-        lines._file.close()
-        lines._file = disk
+    with Appended(tmp_path / "lines") as lines:
+        disk = on_a_full_disk(lines)
         assert [lines.write(text) for text in ("one", "two", "three")] == [True, False, False]
         assert (tmp_path / "lines").read_text() == "one\ntw"
+        assert lines.news() == [
+            f"{tmp_path}/lines finds no room on the disk, and what it lacks waits in memory: make room"
+        ]
+        assert lines.news() == []
         disk.room = 1000
         assert lines.write("four")
     assert (tmp_path / "lines").read_text() == "one\ntwo\nthree\nfour\n"
+
+
+@pytest.mark.parametrize("with_its_folder", [False, True])
+def test_a_file_that_is_deleted_while_it_grows_is_put_back(with_its_folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lines"
+    path.parent.mkdir()
+    with Appended(path) as lines:
+        lines.write("one")
+        path.unlink()
+        if with_its_folder:
+            path.parent.rmdir()
+        assert lines.write("two")
+        assert lines.news() == [f"{path} was deleted while the run writes it: it is put back"]
+        assert lines.write("three")
+        assert lines.news() == []
+    assert path.read_text() == "one\ntwo\nthree\n"
+
+
+def test_a_file_that_another_one_replaces_is_followed(tmp_path: Path) -> None:
+    """As an editor does it that saves."""
+    path = tmp_path / "lines"
+    with Appended(path) as lines:
+        lines.write("one")
+        (tmp_path / "edited").write_text("ONE\n")
+        (tmp_path / "edited").replace(path)
+        lines.write("two")
+        assert lines.news() == []
+    assert path.read_text() == "ONE\ntwo\n"

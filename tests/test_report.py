@@ -16,6 +16,7 @@ from moe_jax.config import Config
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report import write_report
+from moe_jax.report.alarms import alarm_text
 from moe_jax.report.load_plots import experts_svg, ranks_svg
 from moe_jax.report.loads import loads_of
 from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, thin
@@ -122,6 +123,42 @@ def test_key_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert page.row("MFU")[0] == "38.0%"
     assert page.row("Dropped share")[0] == "0.4%"
     assert page.row("Load max/mean")[0] == "2.00"
+
+
+def test_alarms_and_failed_saves_are_on_the_page_and_in_the_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert alarm_text(run) == ""
+    lost = "the checkpoint of step 62 was not saved (no room on the disk), none is there yet: make room"
+    with RunLog(run, 60, 100, tokens_per_step=8192, tensorboard=False, quiet=False) as log:
+        log.write({"step": 61, "alarm": "block 1: <unused>"})
+        log.alarm(62, lost, failed_saves=1)
+        log.write({"step": 63, "alarm_over": "block 1 has recovered"})
+        log.write({"step": 20, "back_from_step": 64})
+    page = Page(write_report(run))
+    assert page.texts["h2"] == [SECTIONS[0], "Alarms", *SECTIONS[1:6]]
+    wanted = {
+        "step 61": "block 1: <unused>",
+        "step 62": lost,
+        "step 63": "over: block 1 has recovered",
+        "step 20": "went back to this step from step 64, as training had diverged",
+    }
+    for name, text in wanted.items():
+        assert text in page.texts["td"]
+        assert name in page.texts["th"]
+    assert "1 checkpoints were not saved." in page.texts["p"]
+    assert alarm_text(run) == "\n".join(["alarms of the run:", *(f"  {name}: {text}" for name, text in wanted.items())])
+
+
+def test_of_many_alarms_the_last_ones_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=1, validate=False)
+    with RunLog(run, 1, 200, tokens_per_step=8192, tensorboard=False, quiet=False) as log:
+        for step in range(2, 152):
+            log.alarm(step, f"trouble {step}")
+    page = Page(write_report(run))
+    told = [text for text in page.texts["td"] if text.startswith("trouble")]
+    assert told == [f"trouble {step}" for step in range(52, 152)]
+    assert "The last 100 of 150." in page.texts["p"]
+    assert alarm_text(run).splitlines()[1:3] == ["  … and 145 before, see the page", "  step 147: trouble 147"]
 
 
 def test_dense_run_has_no_expert_panels(tmp_path: Path) -> None:

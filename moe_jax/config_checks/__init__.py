@@ -16,6 +16,7 @@ from moe_jax.config_checks.mesh import (
 from moe_jax.config_checks.migration import check_migration
 from moe_jax.config_checks.model import check_model
 from moe_jax.config_checks.parts import check_parts
+from moe_jax.config_checks.paths import check_paths, plain_setting
 from moe_jax.config_checks.pipeline import check_pipeline
 from moe_jax.config_checks.ranges import check_ranges, setting
 from moe_jax.config_checks.schedule import check_exchange, check_node_split, check_schedule
@@ -35,12 +36,14 @@ __all__ = [
     "check_ranges",
     "check_tensor_split",
     "nearest_multiples",
+    "plain_setting",
     "setting",
 ]
 
 
 def check_config(config: "Config") -> None:
     """Raise ConfigError for a value out of range, and for settings that contradict each other."""
+    check_paths(config)
     check_ranges(config)
     check_parts(config)
     check_model(config.model)

@@ -37,6 +37,7 @@ from moe_jax.train.failures import fail_fast
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.load import load_params
 from moe_jax.train.metrics import RunLog
+from moe_jax.train.run_folder import check_folder
 from moe_jax.train.run_tokenizer import special_tokens_of
 from moe_jax.train.sample import one_device_mesh
 
@@ -71,6 +72,7 @@ def main() -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     run, source = arguments.out, arguments.source
+    check_folder(run, "--out")
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
     special_tokens(read_config(source))

@@ -27,7 +27,7 @@ def follow(launch: Launch) -> int:
     """
     events: Events = queue.SimpleQueue()
     put_stop_signals(events)
-    with worker_environ() as environ:
+    with worker_environ(launch) as environ:
         tells = True
         while True:
             found = _join(launch, events, tells)

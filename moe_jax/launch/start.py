@@ -1,5 +1,6 @@
 """What is started, and how one worker of it is: the same on every host of a run."""
 
+import hmac
 import os
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from moe_jax.errors import UserError
 from moe_jax.launch.events import Events
 from moe_jax.launch.places import settings_of_fewer
 from moe_jax.launch.worker import Worker
+from moe_jax.train.folder_lock import LAUNCH
 from moe_jax.train.progress import PROGRAMS
 
 TRAINING = "moe_jax.train"  # a module
@@ -54,12 +56,18 @@ class Part(NamedTuple):
 
 
 @contextmanager
-def worker_environ() -> Iterator[dict[str, str]]:
-    """The environment of workers, with a folder that keeps compiled programs from generation to generation."""
+def worker_environ(launch: Launch) -> Iterator[dict[str, str]]:
+    """The environment of workers, with a folder that keeps compiled programs from generation to generation.
+
+    It names the launch, the same on all hosts and after any of them has started again, and not its secret.
+    """
     with tempfile.TemporaryDirectory(prefix="moe_jax_programs_") as programs:
         environ = {PROGRAMS: programs, **os.environ}
         environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # of another address than ours
         environ.pop(TOKEN, None)
+        if launch.hosts > 1:
+            meeting = f"{launch.rendezvous[0]} {launch.rendezvous[1]}".encode()
+            environ[LAUNCH] = hmac.digest(launch.token, meeting, "sha256").hex()[:16]
         yield environ
 
 

@@ -41,7 +41,7 @@ def supervise(launch: Launch) -> int:
     """Run generations until one ends well, or has to end the run; the launcher's exit code. Raises LaunchError."""
     events: Events = queue.SimpleQueue()
     put_stop_signals(events)
-    with Rendezvous(launch, events) as others, worker_environ() as environ:
+    with Rendezvous(launch, events) as others, worker_environ(launch) as environ:
         code = _run_generations(launch, others, environ, events)
         others.end(code)
     return code

@@ -4,11 +4,12 @@ import argparse
 from pathlib import Path
 
 from moe_jax.config_checks.ranges import Range, check_number
-from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.errors import CommandParser, UserError, given_path, run_command
 from moe_jax.files import check_writable
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.report import write_report
+from moe_jax.report.alarms import alarm_text
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
 from moe_jax.report.compiled_text import assumptions, compare, describe
 from moe_jax.report.measured import Measured, describe_measured, measure, read_traced, variant_of
@@ -72,9 +73,11 @@ def _page(arguments: argparse.Namespace) -> None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
         raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
-    run, every_s = Path(arguments.run), arguments.watch
+    run, every_s = given_path("RUN", arguments.run), arguments.watch
     if every_s is None:
         print(f"wrote {write_report(run)}")
+        if text := alarm_text(run):
+            print(text)
         return
     check_number("--watch", every_s, Range(1, _DAY_S))
     watch(run, every_s)
@@ -85,6 +88,7 @@ def _compiled(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--watch={arguments.watch} is for the page of a run, and --compile writes none: drop one")
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
+    arguments.config = str(given_path("--config", arguments.config))
     target = find_target(arguments.compile)
     if arguments.out:
         check_writable(*(arguments.out / name for name in ("report.txt", "timeline.png", "trace.json")))

@@ -10,6 +10,7 @@ from typing import Any
 from moe_jax import __version__
 from moe_jax.files import write_atomically
 from moe_jax.foreign_files import read_json
+from moe_jax.report.alarms import alarm_section
 from moe_jax.report.html import plots, table, text
 from moe_jax.report.load_sections import expert_section, rank_section
 from moe_jax.report.loads import loads_of
@@ -80,6 +81,7 @@ def _page(run: Path, records: Records, refresh_s: int | None) -> str:
 
 def _sections(run: Path, records: Records) -> Iterator[tuple[str, str]]:
     yield "Key numbers", _warning(records) + table("numbers", key_numbers(records))
+    yield "Alarms", alarm_section(records)
     yield "Loss", _hint(records) + plots(_loss_plots(records))
     for heading, wanted in _CURVES.items():
         yield heading, plots(_curve_plots(records, wanted))

@@ -12,15 +12,16 @@ import jax
 
 from moe_jax.config import Config
 from moe_jax.config_files import load_draft
-from moe_jax.errors import CommandParser, MeshError, run_command
+from moe_jax.errors import CommandParser, MeshError
 from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
+from moe_jax.report.alarms import alarm_text
 from moe_jax.report.plots import PlotError
 from moe_jax.stages import Stages
 from moe_jax.train import processes
 from moe_jax.train.choose import choose
 from moe_jax.train.describe import dry_run, table
-from moe_jax.train.failures import fail_fast, leave
+from moe_jax.train.failures import fail_fast, run_and_leave
 from moe_jax.train.loop import train
 from moe_jax.train.placement import params_in_order
 from moe_jax.train.progress import tell_no_mesh, tell_start
@@ -79,10 +80,11 @@ def _write_results(config: Config, state: State) -> None:
     if processes.is_main_process():
         try:
             print(f"report: {write_report(run)}")
+            if text := alarm_text(run):
+                print(text)
         except PlotError as error:  # the run itself is done
             print(f"no report: {error}")
 
 
 if __name__ == "__main__":
-    run_command(main)
-    leave()
+    run_and_leave(main)

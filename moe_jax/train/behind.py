@@ -6,12 +6,15 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
+from moe_jax.errors import ConfigError
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.meter import Meter
+from moe_jax.train.metrics import RunLog
 from moe_jax.train.placement import slots_of
+from moe_jax.train.processes import is_main_process
 from moe_jax.train.programs import Pending
 from moe_jax.train.safety import Safety
-from moe_jax.train.setup import Run
+from moe_jax.train.setup import Programs, Run, write_start
 from moe_jax.train.step import State
 from moe_jax.train.tuning import Tuning
 
@@ -22,15 +25,17 @@ class Behind:
     def __init__(
         self,
         run: Run,
-        evaluate: Pending,
+        programs: Programs,
         meter: Meter,
         tuning: Tuning,
         checkpoints: Checkpoints,
         safety: Safety,
+        log: RunLog,
     ):
         self._run, self._meter, self._tuning = run, meter, tuning
-        self._checkpoints, self._safety = checkpoints, safety
-        self.evaluate: Pending = evaluate  # its program
+        self._checkpoints, self._safety, self._log = checkpoints, safety, log
+        self.evaluate: Pending = programs.evaluate
+        self._fingerprint = programs.fingerprint
 
     def keep_safe(self, step: int, state: State) -> None:
         """Make the copies that are due, before the step is recorded."""
@@ -51,7 +56,15 @@ class Behind:
                     self.save(step, state)
 
     def save(self, step: int, state: State) -> None:
-        """Start to save a checkpoint."""
+        """Start to save a checkpoint. Without the run's config nobody could read it: that is put back if it is gone."""
+        folder = self._run.folder
+        if is_main_process() and not (folder / "config.yaml").exists():
+            try:
+                write_start(self._run, self._fingerprint)
+                told = "is put back"
+            except ConfigError as error:
+                told = f"cannot be put back: {error}"
+            self._log.alarm(step, f"{folder / 'config.yaml'} was deleted while the run goes on: it {told}")
         self._checkpoints.save(step, state, **self._on_host())
 
     def _on_host(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import tensorstore
 from numpy.typing import NDArray
 
 from moe_jax.errors import CheckpointError
-from moe_jax.train.checkpoint_files import FOLDER, STATE, DamagedError, first_line
+from moe_jax.train.checkpoint_files import FOLDER, STATE, DamagedError, first_line, home
 from moe_jax.train.checkpoint_record import Leaf, Record
 from moe_jax.train.digest import digest_program, names_of
 from moe_jax.train.processes import allgather
@@ -35,7 +35,7 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
     Raises CheckpointError for arrays of another model, and DamagedError for such that are not what was saved.
     """
     _check_shapes(run, record, shapes)
-    path = run.absolute() / FOLDER / str(record.step) / STATE
+    path = home(run) / str(record.step) / STATE
     found, problem = None, ""
     try:
         found = _read(path, shapes)

@@ -11,8 +11,14 @@ from moe_jax.foreign_files import read_json
 from moe_jax.train.checkpoint_record import Record, read_record
 
 FOLDER = "checkpoints"
+PROVENANCE = "provenance.json"  # in a run's folder, with the number of the run
 STATE = "state"  # the item's folder in a checkpoint
 _COMMITTED = "_CHECKPOINT_METADATA"  # orbax's, with the time of the commit
+
+
+def home(run: Path) -> Path:
+    """Where a run's checkpoints are, as tensorstore and orbax take it: absolute, without `..`."""
+    return (run / FOLDER).resolve()
 
 
 class DamagedError(Exception):
@@ -44,16 +50,28 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
 
 def check_files(run: Path, step: int) -> Record:
     """The record of a step whose files are all there in full length. Raises DamagedError."""
-    checkpoint = run / FOLDER / str(step)
+    checkpoint = home(run) / str(step)
     try:
         _check_commit(checkpoint)
         record = read_record(checkpoint)
         if record.step != step:
             raise ValueError(f"it holds step {record.step}")
+        here = saved_run_id(run)
+        if here and record.run and record.run != here:
+            raise ValueError(f"it is of another run, {record.run}, and {PROVENANCE} has {here}")
         _check_arrays(checkpoint)
     except Exception as error:  # tensorstore's errors have no common type
         raise DamagedError(first_line(error)) from error
     return record
+
+
+def saved_run_id(folder: Path) -> str:
+    """That of the run in a folder, "" if nobody has noted it."""
+    try:
+        found = read_json(folder / PROVENANCE)["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def first_line(error: Exception) -> str:
@@ -89,7 +107,7 @@ def _check_arrays(checkpoint: Path) -> None:
     """
     _json(checkpoint, f"{STATE}/_METADATA")
     _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)
-    store = tensorstore.KvStore.open({"driver": "file", "path": f"{(checkpoint / STATE).absolute()}/"}).result()
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{checkpoint / STATE}/"}).result()
     nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
     sizes: dict[str, int] = {}
     while nodes:

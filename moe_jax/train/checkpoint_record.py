@@ -37,6 +37,8 @@ class Record:
     mesh: Mapping[str, int]  # for readers, as are the versions
     versions: Mapping[str, str | None]
     tuner: Mapping[str, Any] | None = None  # the search of settings under way
+    run: str | None = None  # see train/identity.py; None, as the next: of an older version, or of an imported model
+    text: Mapping[str, Any] | None = None
     recent_losses: Sequence[tuple[int, float]] = ()  # of steps, by which the next ones are told to jump
 
     @property

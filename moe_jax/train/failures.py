@@ -5,12 +5,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import jax
 
-from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError
+from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError, run_command
 from moe_jax.train.progress import is_supervised, steps_done
 
 FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
@@ -68,7 +70,23 @@ def is_of_a_peer(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and any(word in said for word in _OF_PEERS)
 
 
-def leave() -> None:
+def run_and_leave(main: Callable[[], None]) -> NoReturn:
+    """Run a command as `run_command` does, and end this process, whatever threads of libraries would keep it.
+
+    Those of orbax do, after some errors. A process of many that fails ends by `fail_fast`.
+    """
+    try:
+        run_command(main)
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        _exit_now(_exit_code(error))
+    leave()
+
+
+def leave() -> NoReturn:
     """End this process, whose work is done, once all others have come here.
 
     Taking apart what Python and XLA hold would take seconds on a busy machine.
@@ -89,7 +107,7 @@ def _leave(code: int) -> None:
     _exit_now(code)
 
 
-def _exit_now(code: int) -> None:
+def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+from collections.abc import Callable
 
 import jax
 from jax.profiler import StepTraceAnnotation
@@ -29,6 +30,7 @@ from moe_jax.train.programs import kept
 from moe_jax.train.progress import end_of_progress, tell_progress
 from moe_jax.train.restore import restore_newest
 from moe_jax.train.room import check_room
+from moe_jax.train.run_folder import locked
 from moe_jax.train.safety import Safety
 from moe_jax.train.setup import Programs, Run, about, compile_programs, first_state, open_run, write_start
 from moe_jax.train.step import State
@@ -46,16 +48,16 @@ def train(config: Config) -> State:
     """
     check_same_settings(config)  # for programs of one's own
     failed_at = 0
-    with stop_on_signals() as stop:
+    with locked(config) as check_lock, stop_on_signals() as stop:
         while True:
             try:
-                return _train(config, stop, failed_at)
+                return _train(config, stop, check_lock, failed_at)
             except GoBack as back:
                 failed_at = back.step
                 config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
 
 
-def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
+def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], failed_at: int) -> State:
     """Raises GoBack, too. `failed_at`: the step for which the run has gone back, or 0."""
     run = open_run(config)
     tell_progress(run.first_step)
@@ -91,11 +93,12 @@ def _train(config: Config, stop: StopRequest, failed_at: int) -> State:
         capacities = Capacities(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
-        behind = Behind(run, programs.evaluate, meter, tuning, checkpoints, safety)
+        behind = Behind(run, programs, meter, tuning, checkpoints, safety, log)
         behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
             behind.validate_and_save(step, state, restored.is_validated)
         while step < last and not stop.reached() and not bad_steps.too_many:
+            check_lock()
             state = faults.struck_as_asked(state)
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1

@@ -1,8 +1,7 @@
 """Turns the numbers that a step leaves on the devices into the records of a run."""
 
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -16,29 +15,37 @@ from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.train.alarms import Alarms, load_statistics
 from moe_jax.train.bad_steps import BadSteps, slower
 from moe_jax.train.energy import Joules
+from moe_jax.train.finishes import Clock, Finish, Finishes, Spent
 from moe_jax.train.metrics import RunLog
 
 Metrics = dict[str, jax.Array]
 
 _LOADS_OF_A_RECORD = 1024  # of experts, on average
+_SHORTEST_S = 0.1  # that a rate is of; steps are heard of some milliseconds late, on a busy machine more
 
 
-class Spent(NamedTuple):
-    """Up to a moment."""
+class Mark(NamedTuple):
+    """A step that was recorded: where a later record's time may begin."""
 
-    time_s: float
-    energy_j: float
-
-    def without(self, start: "Spent", end: "Spent") -> "Spent":
-        """A beginning moved by what lies between two moments, so that it does not count."""
-        return Spent(self.time_s + end.time_s - start.time_s, self.energy_j + end.energy_j - start.energy_j)
+    spent: Spent
+    timed_steps: int  # up to then
+    step: int
 
 
 class Meter:
     """Reads each step's metrics while the next step runs, so that the devices never wait for the host."""
 
-    def __init__(self, config: Config, log: RunLog, peak_flops_per_s: float, joules: Joules | None = None):
-        self._config, self._log, self._peak, self._joules = config, log, peak_flops_per_s, joules
+    def __init__(
+        self,
+        config: Config,
+        log: RunLog,
+        peak_flops_per_s: float,
+        joules: Joules | None = None,
+        finishes: Callable[[Clock], Finishes] = Finishes,
+    ):
+        self._config, self._log, self._peak = config, log, peak_flops_per_s
+        self._now = Clock(joules, log.warn)
+        self._finishes = finishes(self._now)
         self._tokens = config.train.batch_size * config.data.seq_len
         self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq_len)
         moe = config.model.moe
@@ -47,10 +54,12 @@ class Meter:
         self._drops_are_known = moe.num_experts == 0 or not moe.sends_sized_rows
         self._alarms = Alarms(config, log)
         self.bad_steps = BadSteps(config, log)
-        self._waiting: tuple[int, Metrics, bool] | None = None
+        self._waiting: tuple[int, Finish, bool] | None = None
         self._done: tuple[int, Metrics] | None = None  # and not recorded
         self._ended = self._now()  # the step before, or a pause
-        self._since, self._timed_steps = self._ended, 0  # of the next record
+        self._timed_steps = self._recorded_steps = 0  # the same up to the last record
+        self._marks = [Mark(self._ended, 0, 0)]  # in order
+        self._peak_was_exceeded = False
         self.step_s: float | None = None  # seconds of the step that `add` has waited for; None: not timed
 
     def add(self, step: int, metrics: Metrics, timed: bool = True) -> None:
@@ -58,21 +67,24 @@ class Meter:
 
         A step that ran while the meter was `paused` is not timed.
         """
+        finish = self._finishes.of(metrics)
         self.finish()
-        self._waiting = step, metrics, timed
+        self._waiting = step, finish, timed
         self._timed_steps += timed
 
     def wait(self) -> None:
         """Wait for the last step handed over, and see what became of it; `finish` records it."""
         if self._waiting is None:
             return
-        step, metrics, timed = self._waiting
+        step, finish, timed = self._waiting
         self._waiting = None
-        jax.block_until_ready(metrics)
-        now = self._now()
-        self.step_s = now.time_s - self._ended.time_s if timed else None
+        now, is_late = finish.wait()
+        metrics: Metrics = finish.arrays
+        self.step_s = now.time_s - self._ended.time_s if timed and not is_late else None
         if not timed:
-            self._since = self._since.without(self._ended, now)
+            self._leave_out(self._ended, now)
+        if is_late and len(self._marks) > 1 and self._marks[-1].step == step - 1:
+            self._marks.pop()
         self._ended = now
         self._warn_of_drops(step, metrics)
         self.bad_steps.look(step, metrics)
@@ -116,7 +128,11 @@ class Meter:
         start = self._now()
         yield
         self._ended = self._now()
-        self._since = self._since.without(start, self._ended)
+        self._leave_out(start, self._ended)
+
+    def _leave_out(self, start: Spent, end: Spent) -> None:
+        """What was spent between two moments is no training."""
+        self._marks = [mark._replace(spent=mark.spent.without(start, end)) for mark in self._marks]
 
     def _warn_of_drops(self, step: int, metrics: Metrics) -> None:
         """Once, when rows find no room though experts have no capacity."""
@@ -131,7 +147,6 @@ class Meter:
         )
 
     def _record(self, step: int, metrics: Metrics) -> None:
-        now = self._ended  # what came between is not training
         read = jax.device_get(metrics)
         del read["bad_step"]
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
@@ -139,29 +154,34 @@ class Meter:
             read.pop("expert_load", None)
         values = {name: _rounded(value) for name, value in read.items()} | statistics
         values |= self.bad_steps.numbers()
-        if self._timed_steps:
-            step_s = (now.time_s - self._since.time_s) / self._timed_steps
-            values |= {
-                "step_s": step_s,
-                "tokens_per_s": self._tokens / step_s,
-                "mfu": self._flops / step_s / self._peak,
-            }
-            if self._joules is not None:
-                values["energy_j_per_step"] = (now.energy_j - self._since.energy_j) / self._timed_steps
-        self._since, self._timed_steps = now, 0
+        if self._timed_steps > self._recorded_steps:
+            values |= self._rates(step)
+        self._recorded_steps = self._timed_steps
+        self._marks.append(Mark(self._ended, self._timed_steps, step))
         self._log.write({"step": step} | values)
         if statistics:
             self._alarms.look(step, statistics)
 
-    def _now(self) -> Spent:
-        energy_j = 0.0
-        if self._joules is not None:
-            try:
-                energy_j = self._joules()
-            except Exception as error:  # a driver that is loaded anew, say
-                self._joules = None
-                self._log.warn(f"energy is not counted any more ({type(error).__name__}: {error})")
-        return Spent(time.perf_counter(), energy_j)
+    def _rates(self, step: int) -> dict[str, float]:
+        """Means since the last record, or, where that is too short a time, since an earlier one."""
+        now = self._ended
+        early = [mark for mark in self._marks if now.time_s - mark.spent.time_s >= _SHORTEST_S]
+        self._marks = [*early[-1:], *self._marks[len(early) :]]
+        start = self._marks[0]
+        steps = self._timed_steps - start.timed_steps
+        step_s = (now.time_s - start.spent.time_s) / steps
+        rates = {"step_s": step_s, "tokens_per_s": self._tokens / step_s}
+        if (mfu := self._flops / step_s / self._peak) <= 1:
+            rates["mfu"] = mfu
+        elif not self._peak_was_exceeded:
+            self._peak_was_exceeded = True
+            self._log.warn(
+                f"step {step} ran {self._flops / step_s:.3g} FLOP/s, more than the {self._peak:.3g} that were measured "
+                "as the device's peak before the first step, when it was perhaps busy: such steps have no MFU"
+            )
+        if self._now.counts_energy:
+            rates["energy_j_per_step"] = (now.energy_j - start.spent.energy_j) / steps
+        return rates
 
     def _has_loads(self, step: int) -> bool:
         """Whether the record of a step has the load of each expert: the first, the last and every n-th one."""

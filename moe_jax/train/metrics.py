@@ -16,11 +16,11 @@ from moe_jax.errors import UserError
 from moe_jax.files import Appended, write_atomically
 from moe_jax.foreign_files import read_text
 from moe_jax.train.record_form import FormError, TornError, read_record, shapes_of
+from moe_jax.train.scalars import Scalars
 from moe_jax.train.wandb_run import WandbRun
 
 FILE_NAME = "metrics.jsonl"
 _MOST_BYTES = 2**32  # of it
-_SCALARS_ROOM = 10**6  # bytes on the disk without which TensorBoard gets no scalars: its thread would not survive it
 
 
 class MetricsError(UserError):
@@ -55,10 +55,9 @@ class RunLog:
         self._recent_step_s: deque[float] = deque(maxlen=10)
         self._closing = ExitStack()
         self._file: Appended | None = None
-        self._scalars: Any = None
+        self._scalars: Scalars | None = None
         self._wandb = WandbRun(wandb_project, folder, config or {}, self.warn) if wandb_project else None
         self._line_is_open = False
-        self._told_full = False
 
     def __enter__(self) -> Self:
         if self._quiet:
@@ -75,20 +74,16 @@ class RunLog:
             _forget_after(self._folder / FILE_NAME, self._start_step)
             self._file = closing.enter_context(Appended(self._folder / FILE_NAME))
             if self._tensorboard:
-                from tensorboardX import SummaryWriter
-
-                self._scalars = SummaryWriter(
-                    str(self._folder / "tensorboard"),
-                    purge_step=self._start_step + 1 if self._start_step else 0,
-                    filename_suffix=f".from{self._start_step}",
-                    flush_secs=1,  # what it holds back would end its thread if the disk fills up meanwhile
-                )
-                closing.callback(self._scalars.close)
+                scalars = Scalars(self._folder / "tensorboard", self._start_step)
+                self._scalars = closing.enter_context(scalars)
             self._closing = closing.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._closing.__exit__(*error)
+        for file in self._files():
+            if file.lacks:
+                self.warn(f"{file.path} lacks its last {file.lacks} bytes, which could not be written")
         if self._line_is_open:
             print(flush=True)
 
@@ -101,13 +96,11 @@ class RunLog:
         if self._file is None:
             return
         step = record["step"]
-        if not self._file.write(_to_json({**record, "tokens": step * self._tokens_per_step})) and not self._told_full:
-            self._told_full = True
-            self.warn(f"{self._folder / FILE_NAME} finds no room on the disk, and waits for some: make room")
+        self._append(record)
         scalars = _scalars_of(record)
-        if self._scalars is not None and shutil.disk_usage(self._folder).free > _SCALARS_ROOM:
-            for key, value in scalars.items():
-                self._scalars.add_scalar(key, value, step)
+        if self._scalars is not None and scalars:
+            self._scalars.write(step, scalars)
+        self._tell_news(step)
         if self._wandb is not None:
             self._wandb.write(step, scalars)
         if "validation_loss" in record:
@@ -118,6 +111,11 @@ class RunLog:
         if "loss" in record:
             self._show_progress(record, step)
 
+    def alarm(self, step: int, text: str, **numbers: float) -> None:
+        """Record bad news, for the report, and show it."""
+        self.write({"step": step, "alarm": text, **numbers})
+        self.warn(text)
+
     def tell(self, text: str) -> None:
         """Show a line that is no record."""
         if self._file is not None:
@@ -127,9 +125,23 @@ class RunLog:
         """Show a line that is no record, and bad news."""
         self.tell(f"warning: {text}")
 
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(_to_json({**record, "tokens": record["step"] * self._tokens_per_step}))
+
+    def _tell_news(self, step: int) -> None:
+        """Of the files: each trouble once, and recorded."""
+        for text in [text for file in self._files() for text in file.news()]:
+            self._append({"step": step, "alarm": text})
+            self.warn(text)
+
+    def _files(self) -> list[Appended]:
+        return [file for file in (self._file, self._scalars and self._scalars.file) if file is not None]
+
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
         self._recent_step_s += [record["step_s"]] if "step_s" in record else []
-        eta_s = (self._total_steps - step) * fmean(self._recent_step_s)
+        step_s = fmean(self._recent_step_s) if self._recent_step_s else None
+        eta_s = None if step_s is None else (self._total_steps - step) * step_s
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns - 1 if terminal else None
         self._print(format_line(record, self._total_steps, eta_s, width), in_place=terminal)
@@ -179,7 +191,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
-def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float, width: int | None = None) -> str:
+def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None, width: int | None = None) -> str:
     """The progress line of a training record; what the record lacks is left out, as is what exceeds `width`."""
     shown = [
         ("loss", lambda v: f"loss {v:.3f}"),
@@ -191,7 +203,7 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float, width
     ]
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     parts += [text(record[key]) for key, text in shown if key in record]
-    parts.append(f"ETA {_clock(eta_s)}")
+    parts.append(f"ETA {'unknown' if eta_s is None else _clock(eta_s)}")
     while width is not None and len("  ".join(parts)) > width and len(parts) > 2:
         del parts[-2]  # the ETA stays
     return "  ".join(parts)

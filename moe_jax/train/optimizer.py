@@ -15,16 +15,20 @@ from moe_jax.train.balance import score_biases
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Step (0 is the first) → learning rate: linear warm-up, then the configured decay down to the last step."""
+    """Step (0 is the first) → learning rate: linear warm-up, then the configured decay.
+
+    With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W the peak, and the last step of `train.steps` has
+    `final_fraction` of it (the peak, if no step follows W). Later steps have that, too.
+    """
     settings, steps = config.optimizer, config.train.steps
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
-    decay_steps = max(1, steps - settings.warmup_steps)
+    decay_steps = max(1, steps - 1 - settings.warmup_steps)
     decay = {
         "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
         "linear": optax.linear_schedule(peak, end, decay_steps),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # the first step already learns: warm-up starts one step above 0
+    # the first step already learns: a warm-up from 0 would waste it
     warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
     return optax.join_schedules([warmup, decay], [settings.warmup_steps])
 

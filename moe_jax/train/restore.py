@@ -8,6 +8,8 @@ from moe_jax.models.placement import slot_shapes
 from moe_jax.stages import Stages
 from moe_jax.train.checkpoint_arrays import read_arrays
 from moe_jax.train.checkpoint_files import DamagedError
+from moe_jax.train.checkpoint_record import Record
+from moe_jax.train.identity import check_text
 from moe_jax.train.load import told
 from moe_jax.train.newest import agreed_record
 from moe_jax.train.placement import fits, ordered, placement_shapes, with_first_placement
@@ -28,6 +30,7 @@ def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
     """
     safe = newest_safe(config, run)
     if isinstance(safe, Restored):
+        _check_text(run, safe.record)
         run = open_run(config, run.damaged, safe.record.step)
         _put_aside(run, run.damaged)
         return run, safe
@@ -61,6 +64,7 @@ def _restore(run: Run) -> Restored:
     shapes, config = run.trainer.state_shapes, run.config
     record = agreed_record(run.folder, run.first_step)
     check_same_model(config, record.config, run.folder, record.step)
+    _check_text(run, record)
     sharding, slots = shapes["step"].sharding, record.slots
     ranks = config.mesh.expert_ranks(sharding.mesh.shape)
     if slots is not None and slots % ranks:
@@ -82,6 +86,13 @@ def _restore(run: Run) -> Restored:
     if migrates and "placement" not in state:
         state = with_first_placement(state, shapes, config, ranks)
     return Restored(state, record)
+
+
+def _check_text(run: Run, record: Record) -> None:
+    """Raises CheckpointError."""
+    unknown = check_text(run.identity, record, run.folder, run.config.data.path)
+    if unknown and is_main_process():
+        print(f"warning: {unknown}", flush=True)
 
 
 def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:

@@ -12,7 +12,8 @@ from moe_jax.stages import Stages
 
 # What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
 _MODEL = ("model.",)
-_FIXED = (*_MODEL, "data.path", "data.seq_len", "train.seed", "train.batch_size")
+# That the tokens are the same, too, is seen by their checksums (train/identity.py), not by their name.
+_FIXED = (*_MODEL, "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",
@@ -39,7 +40,8 @@ def check_same_run(config: Config, run: Path, but_data: bool = False) -> None:
 
 
 def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: int) -> None:
-    """Raise CheckpointError unless the config that a checkpoint itself was made with has this config's model."""
+    """Raise CheckpointError unless the config that a checkpoint itself was made with has this config's model and order
+    of data."""
     try:
         made_with = config_from(saved)
     except ConfigError as error:
@@ -47,7 +49,7 @@ def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: 
             f"the checkpoint of step {step} in log.dir={run} was made with settings of another version ({error}): "
             "use that version, or another log.dir"
         ) from None
-    _check_same(config, made_with, run, _MODEL)
+    _check_same(config, made_with, run, _FIXED)
 
 
 def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]) -> None:

@@ -26,11 +26,13 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.train.alike import check_same_data
 from moe_jax.train.capacities import Change, changes_of
+from moe_jax.train.checkpoint_files import PROVENANCE
 from moe_jax.train.choices import Choices, choices_of
 from moe_jax.train.choose import run_cluster
 from moe_jax.train.data import Batches, train_batches, validation_batches
 from moe_jax.train.digest import ReplicasError, agreed, digest_program
 from moe_jax.train.grouped_product import with_fastest_product
+from moe_jax.train.identity import Identity, identity_of
 from moe_jax.train.init_from import check_source, source_params
 from moe_jax.train.model_tokenizer import check_tokens
 from moe_jax.train.placement import slots_of
@@ -57,6 +59,7 @@ class Run:
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
     validation: list[NDArray[np.int32]]
     first_step: int  # steps done before; 0: a new run
+    identity: Identity
     choices: Choices | None  # that it may change to while it trains
     changes: tuple[Change, ...] = ()  # of its capacity, ahead
     cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
@@ -139,6 +142,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             chunks=tokens.train_chunks,
         ),
         first_step=first_step,
+        identity=identity_of(folder, first_step, tokens),
         choices=choices,
         changes=changes_of(config, mesh, first_step),
         cluster=_cluster_of_prices(config),
@@ -197,7 +201,8 @@ def first_state(run: Run, programs: Programs) -> State:
 
 def about(run: Run) -> dict[str, Any]:
     """What each checkpoint's record says of the run."""
-    return {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
+    facts = {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
+    return facts | run.identity._asdict()
 
 
 def write_start(run: Run, fingerprint: str) -> None:
@@ -207,11 +212,11 @@ def write_start(run: Run, fingerprint: str) -> None:
     """
     if not is_main_process():
         return
-    facts = provenance() | {"mesh": _sizes(run), STEP_PROGRAM: fingerprint}
+    facts = provenance() | {"mesh": _sizes(run), "run": run.identity.run, STEP_PROGRAM: fingerprint}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
-        write_atomically(run.folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_atomically(run.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         keep_tokenizer(run.config, run.folder)
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None

@@ -72,6 +72,7 @@ class Tokens:
     path: Path
     train_chunks: Chunks | None = None  # to check what is read; None: a .txt file, or checked already
     validation_chunks: Chunks | None = None
+    meta: Meta | None = None  # None: a .txt file
 
 
 def open_tokens(data: Data, vocab_size: int) -> Tokens:
@@ -80,13 +81,14 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
     Raises DataError if they are missing, damaged, of a larger vocabulary, or too few for one sequence.
     """
     path = find_data(data.path)
-    chunks: list[Chunks | None] = []
+    chunks: list[Chunks | None] = [None, None]
+    meta = None
     if path.is_dir():
         meta = read_meta(path)
         needed = meta.vocab_size
         train, validation = (_open_split(path, meta, split) for split in SPLITS)
-        chunks = [_chunks(path, meta, "train", train, data.damaged_chunks)]
-        chunks += [_chunks(path, meta, "validation", validation, data.damaged_chunks)]
+        chunks[0] = _chunks(path, meta, "train", train, data.damaged_chunks)
+        chunks[1] = _chunks(path, meta, "validation", validation, data.damaged_chunks)
     else:
         needed = BYTES_VOCAB_SIZE
         text = _map(path, "uint8")
@@ -106,7 +108,7 @@ def open_tokens(data: Data, vocab_size: int) -> Tokens:
                 f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
-    return Tokens(train, validation, needed, path, *chunks)
+    return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
 
 
 def check_utf8(file: Path, head: bytes) -> None:

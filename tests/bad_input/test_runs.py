@@ -97,6 +97,11 @@ def change_numbers(run: Path) -> None:
     change_record(run, dataclasses.replace(record, leaves={**record.leaves, "params.head": changed}))
 
 
+def change_run(run: Path) -> None:
+    """As if the checkpoint of another run had been put there, which has the same model."""
+    change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), run="0123456789abcdef"))
+
+
 # Which step is damaged, how it is told and where the run goes on. HASH: a name that the storage layer makes up.
 DAMAGED = [
     ("no state", remove("checkpoints/4/state"), 4, "state/_METADATA is missing", 2),
@@ -114,6 +119,7 @@ DAMAGED = [
     ),
     ("another record", change_record, 4, "record/metadata: its checksum is another", 2),
     ("other numbers", change_numbers, 4, "params.head is not what was saved: its digest differs", 2),
+    ("another run", change_run, 4, "it is of another run, 0123456789abcdef, and provenance.json has ID", 2),
     ("an empty folder", lambda run: (run / "checkpoints/9").mkdir(), 9, "_CHECKPOINT_METADATA is missing", 4),
     (
         "another step",
@@ -135,7 +141,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
     _, restored = restore_newest(config, open_run(config))
     assert restored is not None
     assert restored.record.step == restored.state["step"] == restored.record.data["next_index"] == goes_on
-    pattern = re.escape(reason).replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+")
+    pattern = re.escape(reason).replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+").replace("ID", "[0-9a-f]{16}")
     there = f"run/checkpoints/quarantine/{step}"
     line = rf"warning: checkpoint run/checkpoints/{step} is damaged \(({pattern})\): moved to {there}, "
     said = capfd.readouterr()
@@ -170,6 +176,78 @@ def test_where_no_checkpoint_is_whole_none_is_moved(line: str, run: Path, assert
         line,
         f"no checkpoint in run/checkpoints is whole ({reasons}): use another log.dir, or move them away to start again",
     )
+
+
+def test_a_checkpoint_with_another_seed_is_refused_by_name(run: Path, assert_refused: Refusal) -> None:
+    """One of an older version, which does not say of what run it is."""
+    record = read_record(run / "checkpoints/4")
+    train = {**record.config["train"], "seed": 1}
+    change_record(run, dataclasses.replace(record, config=record.config | {"train": train}, run=None))
+    assert_refused(
+        "train --config tiny.yaml train.steps=6",
+        "train.seed=0, but the checkpoints in log.dir=run have train.seed=1: use train.seed=1, or another log.dir",
+    )
+
+
+OTHER_TEXT = (
+    "data.path={} has other tokens to {} on than those of the checkpoint of step 4 in log.dir=run: give it the text "
+    "that the run began with (and its data.validation_fraction), or use another log.dir"
+)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("path", "words", "part"),
+    [
+        ("text.txt", "", "train"),  # another one of this name
+        ("middle.txt", "", "train"),
+        ("text.txt", "data.validation_fraction=0.2", "train"),
+    ],
+)
+def test_other_text_is_refused(path: str, words: str, part: str, folder: Path, assert_refused: Refusal) -> None:
+    if path == "middle.txt":
+        (folder / "middle.txt").write_text("m" * 3000)
+    elif not words:
+        (folder / "text.txt").write_text((folder / "text.txt").read_text().replace("fox", "cat", 1))
+    assert_refused(f"train --config tiny.yaml train.steps=6 data.path={path} {words}", OTHER_TEXT.format(path, part))
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("place", ["./text.txt", "link.txt", "copy/other_name.txt", "absolute"])
+def test_the_same_text_by_another_name_goes_on(place: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "link.txt").symlink_to(folder / "text.txt")
+    (folder / "copy").mkdir()
+    shutil.copy(folder / "text.txt", folder / "copy" / "other_name.txt")
+    path = str(folder / "text.txt") if place == "absolute" else place
+    config = load_config("tiny.yaml", ["train.steps=8", f"data.path={path}"])
+    _, restored = restore_newest(config, open_run(config))
+    assert restored is not None
+    assert restored.record.step == 4
+    assert capfd.readouterr().out == ""
+
+
+def test_a_checkpoint_without_a_checksum_of_its_text_goes_on_with_a_warning(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), text=None, run=None))
+    config = load_config("tiny.yaml", ["train.steps=8"])
+    _, restored = restore_newest(config, open_run(config))
+    assert restored is not None
+    assert capfd.readouterr().out == (
+        "warning: the checkpoint of step 4 in log.dir=run has no checksum of its data, as of an older version: whether "
+        "data.path=text.txt still has the tokens that it was trained on is not known\n"
+    )
+
+
+def test_a_run_keeps_its_number_and_another_one_in_its_place_gets_a_new_one(run: Path, folder: Path) -> None:
+    number = read_record(run / "checkpoints/4").run
+    assert number == json.loads((run / "provenance.json").read_text())["run"]
+    config = load_config("tiny.yaml", ["train.steps=8"])
+    assert open_run(config).identity.run == number
+    remove("provenance.json")(run)
+    assert open_run(config).identity.run == number
+    remove("checkpoints")(run)
+    assert open_run(config).identity.run != number
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_stays(run: Path, assert_refused: Refusal) -> None:
@@ -290,6 +368,38 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
         "not finite: delete it to go on from the one before\n",
     )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_says_so_and_can_be_resumed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All that it has is put back at the next save."""
+    remove("checkpoints/4")(run)
+    save = Checkpoints.save
+
+    def save_after_a_deletion(self: Checkpoints, step: int, *args: Any, **named: Any) -> None:
+        save(self, step, *args, **named)
+        if step == 4:
+            self.newest()
+            shutil.rmtree(run)
+
+    monkeypatch.setattr(Checkpoints, "save", save_after_a_deletion)
+    for line in ("train --config tiny.yaml train.steps=6", "train --config tiny.yaml train.steps=8 checkpoint.every=0"):
+        monkeypatch.setattr(sys, "argv", line.split())
+        run_command(COMMANDS["train"])
+    said = capfd.readouterr().out
+    for name in (
+        "metrics.jsonl was deleted",
+        "config.yaml was deleted",
+        "checkpoints of steps 2, 4 in run/checkpoints",
+    ):
+        assert name in said
+    assert said.count("going on from step 6\n") == 1
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 6, 8]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "8"]
+    assert (run / "config.yaml").exists()
+    assert (run / "provenance.json").exists()
 
 
 @pytest.mark.parametrize("full_at", [4, 6])

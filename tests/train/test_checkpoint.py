@@ -3,9 +3,13 @@
 import json
 import random
 import resource
+import shutil
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +17,13 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.errors import CheckpointError
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.train import checkpoint
 from moe_jax.train.checkpoint import Checkpoints
 from moe_jax.train.checkpoint_arrays import read_arrays
 from moe_jax.train.checkpoint_files import check_files, newest_checkpoint
 from moe_jax.train.digest import digest_program
-from moe_jax.train.metrics import RunLog
+from moe_jax.train.metrics import RunLog, read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 
@@ -166,6 +171,101 @@ def test_a_save_that_fails_is_told_and_the_next_one_tried(tmp_path: Path, capfd:
     ):
         save(checkpoints, 5, 4000)
     assert newest_checkpoint(tmp_path) == 4
+
+
+def saving(folder: Path, keep: int = 2, start_step: int = 0) -> tuple[RunLog, Checkpoints]:
+    log = RunLog(folder, start_step, total_steps=9, tokens_per_step=1, tensorboard=False, quiet=False)
+    about = {"config": {}, "mesh": {}, "versions": {}}
+    return log, Checkpoints(folder, keep, log, digest_program(damaged.state_of(0)), about)
+
+
+def alarms_of(folder: Path) -> list[str]:
+    return [record["alarm"] for record in read_metrics(folder) if "alarm" in record]
+
+
+def test_a_save_that_cannot_be_read_back_costs_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though only one is kept, and orbax takes it for saved."""
+    wait = checkpoint._Manager.wait_until_finished
+
+    def losing_a_file(manager: Any) -> None:
+        wait(manager)
+        (tmp_path / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink(missing_ok=True)
+
+    monkeypatch.setattr(checkpoint._Manager, "wait_until_finished", losing_a_file)
+    log, checkpoints = saving(tmp_path, keep=1)
+    with log, checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, damaged.state_of(step), data={})
+        assert checkpoints.newest() == 1
+        checkpoints.save(3, damaged.state_of(3), data={})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "quarantine"]
+    assert alarms_of(tmp_path) == [
+        "the checkpoint of step 2 was not saved (it cannot be read back: state/manifest.ocdbt is missing), the newest "
+        "is of step 1: see to its disk"
+    ]
+
+
+@pytest.mark.parametrize("what", ["one", "all", "the run's folder"])
+def test_checkpoints_deleted_meanwhile_are_missed_at_the_next_save(what: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    log, checkpoints = saving(run)
+    with log, checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, damaged.state_of(step), data={})
+        assert checkpoints.newest() == 2
+        shutil.rmtree({"one": run / "checkpoints" / "1", "all": run / "checkpoints", "the run's folder": run}[what])
+        checkpoints.save(3, damaged.state_of(3), data={})
+    assert newest_checkpoint(run) == 3
+    steps = {"one": "1"}.get(what, "1, 2")
+    assert f"checkpoints of steps {steps} in {run}/checkpoints were deleted while the run goes on" in alarms_of(run)
+
+
+def test_a_folder_that_cannot_be_written_any_more_is_tried_again_at_each_save(tmp_path: Path) -> None:
+    """A file stands there for a while, which stops root as well."""
+    folder = tmp_path / "checkpoints"
+    log, checkpoints = saving(tmp_path)
+    with log, checkpoints:
+        checkpoints.save(1, damaged.state_of(1), data={})
+        assert checkpoints.newest() == 1
+        folder.rename(tmp_path / "away")
+        folder.write_text("in the way")
+        checkpoints.save(2, damaged.state_of(2), data={})
+        assert checkpoints.newest() is None
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        checkpoints.save(3, damaged.state_of(3), data={})
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "3"]
+    assert alarms_of(tmp_path)[-1] == (
+        f"the checkpoint of step 2 was not saved ({folder} cannot be written: File exists), none is there yet: "
+        "see to it"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_orbax_has_threads(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    log, checkpoints = saving(tmp_path)
+    before = threading.active_count()
+    with pytest.raises(ConfigError) as refused, log, checkpoints:
+        pytest.fail("it cannot be entered")
+    assert str(refused.value) == (
+        f"log.dir={tmp_path}: {tmp_path}/checkpoints cannot be written (File exists): make it a folder that can be, or "
+        "use another log.dir"
+    )
+    assert threading.active_count() == before
+
+
+def test_a_run_below_another_folder_s_parent_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    log, checkpoints = saving(Path("../runs/a"))
+    with log, checkpoints:
+        checkpoints.save(1, damaged.state_of(1), data={})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), damaged.state_of(0))
+    for run in (Path("../runs/a"), tmp_path / "runs" / "a"):
+        assert newest_checkpoint(run) == 1
+        chex.assert_trees_all_equal(read_arrays(run, check_files(run, 1), shapes), damaged.state_of(1))
 
 
 def test_a_resumed_run_of_many_processes_saves_when_it_is_told_to_end(

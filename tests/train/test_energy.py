@@ -12,6 +12,7 @@ from moe_jax.config import Config, Train
 from moe_jax.train.energy import energy_counter
 from moe_jax.train.meter import Meter
 from moe_jax.train.metrics import RunLog
+from tests.train.test_meter import WhenAskedFor
 
 GPUS = [SimpleNamespace(platform="gpu", local_hardware_id=number) for number in range(2)]
 
@@ -72,7 +73,7 @@ def test_a_count_that_fails_later_ends_no_run(tmp_path, capsys) -> None:
 
     metrics = {"loss": np.float32(1), "grad_norm": np.float32(1), "bad_step": np.int32(0)}
     with RunLog(tmp_path, 0, 4, tokens_per_step=8, tensorboard=False, quiet=False) as log:
-        meter = Meter(Config(train=Train(steps=4)), log, 1e9, lost)
+        meter = Meter(Config(train=Train(steps=4)), log, 1e9, lost, WhenAskedFor)
         for step in range(1, 5):
             meter.add(step, metrics)
         meter.finish(stopping=True)
@@ -98,7 +99,7 @@ def test_energy_of_pauses_is_no_step_s(tmp_path) -> None:
     config = Config(train=Train(steps=4))
     metrics = {"loss": np.float32(1), "grad_norm": np.float32(1), "bad_step": np.int32(0)}
     with RunLog(tmp_path, 0, 4, tokens_per_step=8, tensorboard=False, quiet=False) as log:
-        meter = Meter(config, log, 1e9, lambda: used)
+        meter = Meter(config, log, 1e9, lambda: used, WhenAskedFor)
         for step in range(1, 5):
             meter.add(step, metrics)
             used += 5

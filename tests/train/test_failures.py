@@ -78,3 +78,32 @@ def test_a_second_sigterm_ends_a_process_even_in_a_collective() -> None:
 def test_a_sigterm_to_one_process_before_its_first_step_ends_all_well() -> None:
     with two("signalled") as (first, second):
         assert (first.wait(timeout=60), second.wait(timeout=60)) == (0, 0)
+
+
+HELD = """
+import threading
+from moe_jax.errors import ConfigError
+from moe_jax.train.failures import run_and_leave
+
+def main():
+    threading.Thread(target=threading.Event().wait).start()  # as orbax leaves behind
+    {}
+
+run_and_leave(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ('raise ConfigError("log.dir=x is wrong")', 2, "error: log.dir=x is wrong\n"),
+        ('raise RuntimeError("bug")', 1, "RuntimeError: bug\n"),
+        ("raise KeyboardInterrupt", 130, "stopped: interrupted\n"),
+        ("pass", 0, ""),
+    ],
+)
+def test_no_thread_of_a_library_keeps_a_process_that_has_ended(ending: str, code: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", HELD.format(ending)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code
+    assert ended.stderr.endswith(said)
+    assert ended.stderr == said or code == 1

@@ -1,6 +1,8 @@
 """Which steps are recorded, what counts as their time, and the arithmetic of the speeds."""
 
+import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -8,10 +10,12 @@ import pytest
 from moe_jax.config import Config, Data, Exchange, Log, Model, MoE, Train
 from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
+from moe_jax.train.finishes import Clock as TrainClock
+from moe_jax.train.finishes import Finish, Finishes, Spent
 from moe_jax.train.meter import Meter
 
 BATCH, LENGTH = 4, 32
-MATRIX_RATE = 1e9  # FLOP/s
+MATRIX_RATE = 1e11  # FLOP/s
 
 
 class Clock:
@@ -43,8 +47,21 @@ class Records(list):
         self.warnings.append(text)
 
 
+class WhenAskedFor:
+    """In the place of Finishes: a step ends when it is waited for, in the thread that trains."""
+
+    def __init__(self, now: TrainClock) -> None:
+        self.now = now
+
+    def of(self, arrays: dict) -> SimpleNamespace:
+        return SimpleNamespace(arrays=arrays, wait=lambda: (self.now(), False))
+
+
 class GoodSteps(Meter):
     """Takes steps for good that do not say that they are bad."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments, finishes=WhenAskedFor)
 
     def add(self, step: int, metrics: dict, timed: bool = True) -> None:
         super().add(step, {"bad_step": jnp.int32(0)} | metrics, timed)
@@ -227,3 +244,106 @@ def test_a_validation_that_is_not_finite_ends_the_run(clock):
     reader.finish()
     reader.validated(9, float("nan"))  # bad steps have a way out of their own
     assert [record["step"] for record in records] == [8, 9]
+
+
+class Planned:
+    """In the place of Finishes: steps end at given seconds, and may be heard of late."""
+
+    def __init__(self, ends: list[tuple[float, bool]]) -> None:
+        self.ends = iter(ends)
+
+    def __call__(self, now: TrainClock) -> "Planned":
+        return self
+
+    def of(self, arrays: dict) -> SimpleNamespace:
+        end_s, is_late = next(self.ends)
+        return SimpleNamespace(arrays=arrays, wait=lambda: (Spent(end_s, 0.0), is_late))
+
+
+def rates(every: int, ends: list[tuple[float, bool]], rate: float = MATRIX_RATE) -> Records:
+    config = Config(
+        data=Data(seq_len=LENGTH),
+        train=Train(steps=len(ends), batch_size=BATCH),
+        log=Log(every=every, tensorboard=False),
+    )
+    records = Records()
+    meter = Meter(config, records, rate, finishes=Planned(ends))
+    for step in range(1, len(ends) + 1):
+        meter.add(step, {"bad_step": jnp.int32(0)})
+    meter.finish(stopping=True)
+    return records
+
+
+def test_the_last_step_is_timed_from_the_end_of_the_one_before(clock):
+    """Though that is asked for when the last one runs: here the host is slow, and devices wait for it."""
+    records = rates(every=4, ends=[(101, False), (102, False), (103, False), (104, False), (105, False)])
+    assert [record["step_s"] for record in records] == [1, 1, 1]
+
+
+def test_no_rate_is_of_a_step_that_was_done_before_the_host_could_hear_of_the_one_before(clock):
+    """The host is suspended for 20 s while steps 3 and 4 run, a second each; it hears of both at once."""
+    records = rates(every=1, ends=[(101, False), (102, False), (123, False), (123.001, True), (124.001, False)])
+    assert [round(record["step_s"] + 1e-5, 3) for record in records] == [1, 1, 21, 10.501, 1]
+
+
+def test_a_rate_is_of_a_tenth_of_a_second_at_least(clock):
+    """Single steps of 10 ms are heard of up to 8 ms late."""
+    ends = [(100 + 0.01 * step + (0.008 if step % 2 else 0), False) for step in range(1, 31)]
+    records = rates(every=1, ends=ends)
+    assert all(record["step_s"] == pytest.approx(0.01, rel=0.1) for record in records[10:])
+
+
+def test_no_model_flop_utilisation_above_one_is_recorded_and_that_is_said_once(clock):
+    flops = BATCH * LENGTH * train_flops_per_token(Model(), LENGTH)
+    records = rates(every=1, ends=[(101, False), (101.5, False), (102, False), (104, False)], rate=flops)
+    assert [record.get("mfu") for record in records] == [1, None, None, 0.5]
+    assert [record["tokens_per_s"] for record in records] == [BATCH * LENGTH / step_s for step_s in (1, 0.5, 0.5, 2)]
+    assert records.warnings == [
+        f"step 2 ran {2 * flops:.3g} FLOP/s, more than the {flops:.3g} that were measured as the device's peak before "
+        "the first step, when it was perhaps busy: such steps have no MFU"
+    ]
+
+
+class Running:
+    """A step's result that the devices have not made yet."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def is_ready(self) -> bool:
+        return self.done.is_set()
+
+    def block_until_ready(self) -> None:
+        assert self.done.wait(60)
+
+
+def heard(finish: Finish) -> None:
+    assert finish._heard.wait(60)
+
+
+def test_a_step_ends_when_the_devices_are_done_whenever_the_host_asks(clock):
+    finishes = Finishes(TrainClock(None, print))
+    steps = [Running() for _ in range(4)]
+    first, second = finishes.of(steps[0]), finishes.of(steps[1])
+    clock.now_s = 101
+    steps[0].done.set()
+    heard(first)
+    clock.now_s = 102
+    steps[1].done.set()
+    heard(second)
+    clock.now_s = 110
+    assert [finish.wait() for finish in (first, second)] == [(Spent(101, 0), False), (Spent(102, 0), False)]
+    third, fourth = finishes.of(steps[2]), finishes.of(steps[3])
+    clock.now_s = 120
+    steps[3].done.set()  # as if the host had slept until both were done
+    steps[2].done.set()
+    assert [finish.wait() for finish in (third, fourth)] == [(Spent(120, 0), False), (Spent(120, 0), True)]
+
+
+def test_a_step_that_ran_before_its_call_returned_is_not_late(clock):
+    """As small ones do on a CPU."""
+    finishes = Finishes(TrainClock(None, print))
+    for end_s in (101, 102, 103):
+        clock.now_s = end_s
+        finish = finishes.of({"loss": jnp.float32(1)})
+        assert finish.wait() == (Spent(end_s, 0), False)

@@ -4,6 +4,7 @@ import io
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_jax.train.metrics import (
     read_metrics,
     write_atomically,
 )
+from tests.test_files import on_a_full_disk
 
 RECORD = {
     "step": 120,
@@ -308,6 +310,52 @@ def test_tensorboard_gets_the_scalars_of_a_resumed_run(tmp_path: Path) -> None:
         ("step_s", 130): pytest.approx(0.1)
     }
     assert read_scalars(second) == {("validation_loss", 130): pytest.approx(1.5)}
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "clock set back"])
+def test_tensorboard_never_holds_a_run(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many records as once filled the queue of a thread that had ended; none of their numbers is lost."""
+    with open_log(tmp_path, tensorboard=True) as log:
+        log.write({"step": 1, "rate": 0.5})
+        if trouble == "full disk":
+            disk = on_a_full_disk(log._scalars.file)
+        else:
+            monkeypatch.setattr(time, "time", lambda: 1000.0)
+        for step in range(2, 40):
+            log.write({"step": step, "rate": 0.5})
+        if trouble == "full disk":
+            disk.room = 10**6
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert read_scalars(path) == {("rate", step): 0.5 for step in range(1, 40)}
+    told = [record["alarm"] for record in read_metrics(tmp_path) if "alarm" in record]
+    wanted = f"{path} finds no room on the disk, and what it lacks waits in memory: make room"
+    assert told == ([wanted] if trouble == "full disk" else [])
+
+
+def test_the_files_of_a_resumed_run_are_in_order_though_its_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads them by name."""
+    for start_step in (0, 10, 20):
+        with open_log(tmp_path, start_step, tensorboard=True):
+            monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert [path.suffix for path in sorted((tmp_path / "tensorboard").iterdir())] == [".from0", ".from10", ".from20"]
+
+
+def test_metrics_deleted_meanwhile_are_put_back_and_that_is_an_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_log(tmp_path) as log:
+        log.write({"step": 1, "rate": 0.5})
+        (tmp_path / "metrics.jsonl").unlink()
+        log.write({"step": 2, "rate": 0.5})
+    text = f"{tmp_path}/metrics.jsonl was deleted while the run writes it: it is put back"
+    assert capsys.readouterr().out == f"warning: {text}\n"
+    assert [(record["step"], record.get("alarm")) for record in read_metrics(tmp_path)] == [
+        (1, None),
+        (2, None),
+        (2, text),
+    ]
 
 
 def read_scalars(path: Path) -> dict[tuple[str, int], float]:

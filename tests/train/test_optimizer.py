@@ -1,5 +1,7 @@
 """Learning-rate schedule, clipping factor and decay mask."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +17,33 @@ from tests.small import first_params, small_config
     ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
 )
 def test_warm_up_peak_and_end(schedule, middle, end):
-    config = Config(optimizer=Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=10), train=Train(steps=110))
+    config = Config(optimizer=Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=10), train=Train(steps=111))
     rate = learning_rate(config)
     np.testing.assert_allclose(
         [rate(0), rate(10), rate(60), rate(110)], np.array([1 / 11, 1, middle, end]) / 2, rtol=1e-6
     )
     assert all(rate(step) < rate(step + 1) for step in range(10))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize(
+    ("warmup", "steps", "fraction"), [(5, 30, 0.0), (5, 30, 0.25), (0, 8, 0.0), (0, 2, 0.5), (6, 8, 0.0), (7, 8, 1.0)]
+)
+def test_the_last_step_has_the_final_rate_and_no_earlier_one(schedule, warmup, steps, fraction):
+    settings = Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=warmup, final_fraction=fraction)
+    rate = learning_rate(Config(optimizer=settings, train=Train(steps=steps)))
+    rates = [float(rate(step)) for step in range(steps + 3)]
+    assert rates[warmup] == 0.5 == max(rates)
+    assert rates[steps - 1 :] == [0.5 * fraction] * 4
+    assert all(here > there for here, there in itertools.pairwise(rates[warmup:steps])), "down in each step"
+
+
+def test_a_run_that_gets_more_steps_decays_to_the_new_last_one():
+    """Its rates are then those of a run that had them from the start: the step and `train.steps` alone count."""
+    settings = Optimizer(schedule="linear", warmup_steps=2, final_fraction=0)
+    shorter, longer = (learning_rate(Config(optimizer=settings, train=Train(steps=steps))) for steps in (11, 21))
+    assert float(shorter(10)) == float(longer(20)) == 0
+    assert float(longer(11)) == pytest.approx(1e-3 * 9 / 18)
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():

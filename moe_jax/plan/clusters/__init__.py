@@ -2,9 +2,8 @@
 
 import difflib
 import re
-from pathlib import Path
 
-from moe_jax.errors import UserError
+from moe_jax.errors import UserError, given_path
 from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.gpu import GPUS
 from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
@@ -36,7 +35,7 @@ def find_cluster(name: str) -> Cluster:
     `4xv5e-256` are four slices; more devices than the largest slice has are as few slices as they fill.
     """
     if name.endswith(".json"):
-        return measured_cluster(Path(name))
+        return measured_cluster(given_path("the cluster", name))
     parts = None if name in PRESETS else re.fullmatch(r"(?:(\d+)x)?(.+?)(?:[x-](\d+))?", name, re.ASCII)
     slices, kind, size = parts.groups() if parts else (None, name, None)
     if kind not in PRESETS:

@@ -1,0 +1,26 @@
+"""Settings that name files and folders."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.errors import ConfigError
+from moe_jax.paths import SETTINGS, plain_path
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+def plain_setting(name: str, path: str) -> str:
+    """A path as settings have it. Raises ConfigError."""
+    try:
+        return plain_path(path)
+    except ValueError as error:
+        raise ConfigError(f"{name}={path} {error}") from None
+
+
+def check_paths(config: "Config") -> None:
+    """Raise ConfigError for a path that is not a plain one, as a config made in Python may have."""
+    for name in sorted(SETTINGS):
+        section, key = name.split(".")
+        path = getattr(getattr(config, section), key)
+        if path is not None and (plain := plain_setting(name, path)) != path:
+            raise ConfigError(f"{name}={path} is not replaced here: write {plain}")

@@ -1,0 +1,52 @@
+"""Paths as people write them, in configs and on command lines: made plain once, where they are read."""
+
+import os
+import re
+
+# settings that name a file or a folder
+SETTINGS = frozenset(
+    {
+        *("data.path", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
+        *("schedule.task_times", "tune.cache", "plan.cluster"),
+    }
+)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_PATTERNS = "*?[]\\"  # what orbax and tensorstore read as patterns
+
+
+def plain_path(text: str) -> str:
+    """A path with `~` at its start and environment variables replaced.
+
+    Raises ValueError with what is wrong, to stand after the path, for a URL, or a variable or home that does not exist.
+    """
+    if _URL.match(text):
+        raise ValueError("is a URL, and only folders and files of this machine (or mounted there) are read and written")
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise ValueError(f"names the environment variable {name}, which is not set: set it, or write the path out")
+        return os.environ[name]
+
+    found = os.path.expanduser(_VARIABLE.sub(value, text))
+    if found.startswith("~"):
+        home = found.split("/")[0]
+        raise ValueError(f"names a home folder, {home}, which is not known: write it out, or ./{home} for such a name")
+    if "\0" in found:
+        raise ValueError("has a NUL character")
+    if found != text and _URL.match(found):
+        raise ValueError(f"stands for {found}, which is a URL: name a folder or file of this machine")
+    return found
+
+
+def for_checkpoints(path: str) -> str:
+    """Why the libraries that write checkpoints cannot write below a path, to stand in brackets; "": they can."""
+    real = os.path.realpath(path)
+    if found := sorted({each for each in real if each in _PATTERNS}):
+        return f"{real} has {' '.join(found)} in its name, which their libraries take for patterns"
+    try:
+        real.encode()
+    except UnicodeEncodeError:
+        return f"the name of {real!a} is not UTF-8"
+    return ""

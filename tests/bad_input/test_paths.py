@@ -1,0 +1,118 @@
+"""Paths are local ones, in every command and setting, and log.dir is one that libraries can write checkpoints in."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moe_jax.config import Config, Data, Log, Sections
+from moe_jax.config_files import load_config, setting_names
+from moe_jax.errors import ConfigError
+from moe_jax.paths import SETTINGS, plain_path
+from tests.bad_input.cases import Refusal
+
+A_URL = "is a URL, and only folders and files of this machine (or mounted there) are read and written"
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/run", "s3://b/x", "file:///tmp/x", "https://a.org/x.txt", "gs:/bucket/run"]
+)
+def test_a_url_as_a_setting_is_refused_before_anything_is_made(name: str, url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=[f"{name}={url}"])
+    assert str(refused.value) == f"{name}={url} {A_URL}"
+
+
+@pytest.mark.parametrize(
+    ("line", "argument"),
+    [
+        ("train --config {}", "argument --config: {}"),
+        ("train --config tiny.yaml log.dir={}", "log.dir={}"),
+        ("train --config tiny.yaml data.path={}", "data.path={}"),
+        ("train --config tiny.yaml train.init_from={}", "train.init_from={}"),
+        ("generate --run {}", "argument --run: {}"),
+        ("report {}", "RUN {}"),
+        ("report --compile v5p:2x2x2 --config {}", "--config {}"),
+        ("convert export {} --out model", "argument source: {}"),
+        ("convert import model --out {}", "argument --out: {}"),
+        ("plan --model {} --cluster h100x64", "config file {}"),
+        ("plan --model tiny.yaml --cluster {}", "the cluster {}"),
+        ("measure --out {}", "argument --out: {}"),
+        ("prepare_text {} tokens2", "argument input: {}"),
+        ("prepare_text text.txt tokens2 --tokenizer {}", "--tokenizer {}"),
+    ],
+)
+def test_a_url_on_a_command_line_is_refused(line: str, argument: str, assert_refused: Refusal) -> None:
+    url = "gs://bucket/x.json"
+    of_argparse = argument.startswith("argument")
+    command = line.split()[0]
+    prog = "python scripts/prepare_text.py" if command == "prepare_text" else f"python -m moe_jax.{command}"
+    help_text = f": see {prog} --help" if of_argparse else ""
+    assert_refused(line.format(url), f"{argument.format(url)} {A_URL}{help_text}")
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "reason"),
+    [
+        ("$NOWHERE/run", "names the environment variable NOWHERE, which is not set: set it, or write the path out"),
+        ("${NOWHERE}", "names the environment variable NOWHERE, which is not set: set it, or write the path out"),
+        (
+            "~nobody_here/x",
+            "names a home folder, ~nobody_here, which is not known: write it out, or ./~nobody_here for such a name",
+        ),
+    ],
+)
+def test_what_cannot_be_replaced_in_a_path_is_refused(log_dir: str, reason: str, assert_refused: Refusal) -> None:
+    assert_refused(shlex.join(["train", "--config", "tiny.yaml", f"log.dir={log_dir}"]), f"log.dir={log_dir} {reason}")
+
+
+@pytest.mark.parametrize("name", ["x[1]", "a*b", "a?b", "back\\slash", "x[1]/run"])
+def test_a_log_dir_that_libraries_take_for_a_pattern_is_refused(
+    name: str, folder: Path, compiled_once: None, assert_refused: Refusal
+) -> None:
+    found = " ".join(sorted({each for each in name if each in "*?[]\\"}))
+    assert_refused(
+        shlex.join(["train", "--config", "tiny.yaml", f"log.dir={name}"]),
+        f"log.dir={name} can have no checkpoints ({folder / name} has {found} in its name, which their libraries take "
+        "for patterns): use another name",
+    )
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_home_and_variables_are_replaced_in_every_setting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/x")
+    for text, path in (("~/a", "/home/me/a"), ("$SCRATCH/a", "/scratch/x/a"), ("${SCRATCH}1", "/scratch/x1")):
+        config = load_config(overrides=[f"{name}={text}"])
+        section, key = name.split(".")
+        assert getattr(getattr(config, section), key) == path
+
+
+def test_other_names_stay_as_they_are() -> None:
+    for text in ("runs/a", "./~", "a:b", "../x", "C:", "10:30/run", "a~", "x$", "ä b", "h100x64"):
+        assert plain_path(text) == text
+
+
+def test_a_config_made_in_python_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(ConfigError, match=r"^log.dir=~/x is not replaced here: write /home/me/x$"):
+        Config(log=Log(dir="~/x"))
+    with pytest.raises(ConfigError, match=r"^data.path=s3://x is a URL"):
+        Config(data=Data(path="s3://x"))
+
+
+def test_every_setting_that_names_a_file_is_among_them() -> None:
+    """Those whose text is no name of a part of the program: a new one has to be put into one of the two."""
+    words = {"model.moe.gate", "model.moe.order", "model.moe.hooks", "schedule.policy", "exchange.algorithm"}
+    words |= {"log.wandb_project", "log.sample_prompt"}
+    texts = set()
+    for name in setting_names(Sections):
+        *path, key = name.split(".")
+        section: object = Sections()
+        for part in path:
+            section = getattr(section, part)
+        hint = section.__annotations__.get(key) if path else None
+        if hint in (str, str | None, "str", "str | None"):
+            texts.add(name)
+    assert texts - words == SETTINGS
