@@ -17,10 +17,14 @@ class Table(NamedTuple):
     rows: list[str]
 
 
+def path_of(page: str) -> Path:
+    """README.md, or a file in docs/."""
+    return ROOT / page if page == "README.md" else ROOT / "docs" / page
+
+
 def tables_of(page: str) -> list[Table]:
     """Those of README.md, or of a page in docs/, in which there are numbers."""
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
-    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", path_of(page).read_text(), flags=re.DOTALL | re.MULTILINE)
     found = []
     for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         head, _, *rows = [line.strip() for line in lines.splitlines()]

@@ -126,7 +126,7 @@ def _activations(schedules: dict, name: str) -> float:
     return row["peak_bytes"] - row["argument_bytes"] - row["gradient_bytes"]
 
 
-def _kept(target: str, one: str, other: str, digits: int = 2) -> str:
+def kept(target: str, one: str, other: str, digits: int = 2) -> str:
     return f"{_activations(_pipelines[target], one) / _activations(_pipelines[target], other):.{digits}f}"
 
 
@@ -153,8 +153,8 @@ COMPILED = {
         f"{_against(_attention['h100_1x1x8']['forms'], 'ring', 'all_gather')}"
     ),
     "pipelines, 4 stages": (
-        f"4 2 8 8 {_kept('h100_1x1x8', '1f1b', 'gpipe')} {_kept('v5p_2x2x2', '1f1b', 'gpipe', 3)} "
-        f"{_kept('h100_1x1x8', 'zero_bubble', '1f1b')} {_kept('v5p_2x2x2', 'zero_bubble', '1f1b')} "
+        f"4 2 8 8 {kept('h100_1x1x8', '1f1b', 'gpipe')} {kept('v5p_2x2x2', '1f1b', 'gpipe', 3)} "
+        f"{kept('h100_1x1x8', 'zero_bubble', '1f1b')} {kept('v5p_2x2x2', 'zero_bubble', '1f1b')} "
         f"{hundreds(_pipelines['h100_1x1x8']['coscheduled']['exposed_share_of_pairs'])}"
     ),
 }

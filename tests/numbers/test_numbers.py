@@ -1,10 +1,13 @@
-"""Every number in a table of README.md and docs/ stands in a results file, or below with the reason why it does not."""
+"""Every number in a table of README.md and docs/ stands in a results file, or below with the reason why it does not.
+
+Of sentences only those in `sentences.py` are held against results."""
 
 import pytest
 
 from tests.numbers.docs import TABLES
-from tests.numbers.pages import numbers_in, pages, tables_of
+from tests.numbers.pages import numbers_in, pages, path_of, tables_of
 from tests.numbers.readme import COMPILED, ON_CPUS, PREDICTED
+from tests.numbers.sentences import SENTENCES
 
 EXPECTED = [
     ("README.md", "| on CPUs |", ON_CPUS),
@@ -113,6 +116,11 @@ def test_every_reason_is_of_a_row() -> None:
         ]
         for piece in pieces:
             assert any(piece in text for text in places), (page, piece)
+
+
+@pytest.mark.parametrize(("page", "piece"), SENTENCES)
+def test_a_sentence_says_what_the_results_are(page: str, piece: str) -> None:
+    assert piece in " ".join(path_of(page).read_text().split())
 
 
 def test_numbers_are_found_in_a_row() -> None:
