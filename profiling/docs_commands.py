@@ -32,6 +32,7 @@ from results_file import RESULTS, write_result
 from moe_jax.errors import CommandParser, ConfigError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = RESULTS / "docs_commands.json"
 
 # What a page's commands read that is the reader's own, made from files of the project before the page's first command.
 READERS_OWN = {
@@ -119,8 +120,8 @@ def main() -> None:
     if unknown := set(arguments.pages or ()) - set(names):
         raise ConfigError(f"--pages={min(unknown)} is unknown: choose of {', '.join(names)}")
     found = {}
-    if arguments.pages:
-        found = json.loads((RESULTS / "docs_commands.json").read_text())["pages"]
+    if arguments.pages and RESULT.exists():
+        found = json.loads(RESULT.read_text())["pages"]
     chosen = [page for page in pages() if page.name in (arguments.pages or names)]
     with tempfile.TemporaryDirectory() as folder:
         for page in chosen:
@@ -128,12 +129,16 @@ def main() -> None:
                 copy = _copied_tree(Path(folder) / page.stem)
             if commands := list(_run_page(page, copy, arguments.limit)):
                 found[page.name] = {**_versions(copy), "commands": commands}
+                _write({name: found[name] for name in names if name in found})
+    failed = [run for page in found.values() for run in page["commands"] if run["outcome"] == "failed"]
+    if failed:
+        sys.exit(f"failed: {', '.join(run['command'] for run in failed)}")
+
+
+def _write(found: dict[str, Any]) -> None:
+    """After each page, so that a run that ends early loses no other."""
     counts = Counter(run["outcome"] for page in found.values() for run in page["commands"])
-    write_result(
-        "docs_commands", {"counts": dict(counts), "pages": {name: found[name] for name in names if name in found}}
-    )
-    if counts["failed"]:
-        sys.exit(f"failed: {counts['failed']} of {counts.total()} commands")
+    write_result(RESULT.stem, {"counts": dict(counts), "pages": found})
 
 
 def _copied_tree(copy: Path) -> Path:
