@@ -3,9 +3,11 @@ first cell with the row's numbers in order."""
 
 import numpy as np
 
+from moe_jax.config_files import load_config
+from moe_jax.plan.memory import step_memory
 from tests.numbers.readme import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
 from tests.numbers.stored import hundreds, plan_text, within
-from tests.results import result
+from tests.results import ROOT, result
 
 Rows = dict[str, str]
 TABLES: list[tuple[str, str, Rows]] = []
@@ -160,7 +162,25 @@ table(
     },
 )
 
-# docs/plan.md
+# docs/plan.md: what is predicted now, against what was compiled
+
+
+def _predicted(name: str) -> str:
+    numbers = []
+    for platform, schedules in zip(("gpu", "tpu"), _pipelines, strict=True):
+        compiled = schedules[name]["temporary_bytes"]
+        config = load_config(ROOT / "configs/bench/fine_grained.yaml", schedules[name]["settings"].split())
+        memory = step_memory(config, platform)
+        predicted = memory.total - memory.state - memory.batch
+        numbers += [f"{predicted / 1e6:,.0f}", f"{compiled / 1e6:,.0f}", hundreds(abs(predicted / compiled - 1))]
+    return " ".join(numbers)
+
+
+table(
+    "plan.md",
+    "| MB of temporaries |",
+    {f"`{name}`": ("2 " if name == "interleaved" else "") + _predicted(name) for name in _pipelines[0]},
+)
 _steps = result("predicted_steps")
 
 

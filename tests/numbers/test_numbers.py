@@ -61,7 +61,6 @@ OTHER = {
     "plan.md": {
         "| | |": SETTING,
         "| | cut |": SETTING,
-        "| MB of temporaries |": "predictions of the plan that is made now",
         "| | all axes |": "what `moe_jax.plan` prints",
     },
     "recovery.md": {
