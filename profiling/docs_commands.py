@@ -190,14 +190,18 @@ def _bash(line: str, copy: Path, limit: int) -> tuple[int, str, bool]:
         command, cwd=copy, env=environ, text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     ) as process:  # fmt: skip
-        for stop in (None, signal.SIGTERM, signal.SIGKILL):
-            if stop:
-                os.killpg(process.pid, stop)
-            try:
-                output, _ = process.communicate(timeout=300 if stop else limit)
-                return process.returncode, output, stop is not None
-            except subprocess.TimeoutExpired:
-                continue
+        try:
+            for stop in (None, signal.SIGTERM, signal.SIGKILL):
+                if stop:
+                    os.killpg(process.pid, stop)
+                try:
+                    output, _ = process.communicate(timeout=300 if stop else limit)
+                    return process.returncode, output, stop is not None
+                except subprocess.TimeoutExpired:
+                    continue
+        except BaseException:  # Ctrl-C reaches this process alone
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     raise RuntimeError(f"{shlex.join(command)} does not end")
 
 
