@@ -62,7 +62,7 @@ NEEDS = (
     Need(r"--compile v5p", "libtpu", "python -c 'import libtpu'"),
     Need(r"--compile h|memory_check", "jax's CUDA plugin", "python -c 'import jax_plugins.xla_cuda13'"),
     Need(
-        r"^(?!.*cpu_devices=8).*mesh\.expert=8",
+        r"^(?!.*cpu_devices=8).*mesh\.expert=8|runs/finetuned",
         "8 accelerators",
         "python -c 'import jax; assert jax.device_count() >= 8'",
     ),
@@ -172,7 +172,7 @@ def _outcome(command: Command, copy: Path, limit: int) -> dict[str, Any]:
     if (need := command.need) and _bash(need.test, copy, 120)[0] != 0:
         return {"outcome": "needs", "why": need.reason}
     start = time.monotonic()
-    trains = re.search(r"python -m moe_jax\.(train|launch)", command.typed)
+    trains = re.search(r"python -m moe_jax\.(train|launch)", command.typed) and "--dry-run" not in command.typed
     code, output, stopped = _bash(command.typed, copy, limit if trains else 3600)
     outcome: dict[str, Any] = {"seconds": round(time.monotonic() - start)}
     wanted = 2 if command.shown.startswith("error: ") else 0
