@@ -9,12 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    echo "error: no Python 3.11 or newer found: install one, or set PYTHON=/path/to/python3" >&2
+    echo "error: no Python 3.11, 3.12 or 3.13 found: install one, or set PYTHON=/path/to/python3" >&2
     return 1
 }
 

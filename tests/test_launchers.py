@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,24 @@ def test_the_image_holds_what_is_needed_and_runs_as_nobody_special() -> None:
     assert users == ["trainer"]
     entry = next(words for step, words in steps if step == "ENTRYPOINT")
     assert entry == '["python", "-m", "moe_jax.train"]'
+
+
+def test_a_smoke_run_without_a_newer_python_fails(tmp_path: Path) -> None:
+    """And says so: nothing is passed over silently."""
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
+    done = subprocess.run(
+        [shutil.which("bash") or "", SCRIPTS / "smoke.sh"],
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no Python 3.13 or 3.12 found")
+
+
+def test_continuous_integration_runs_both() -> None:
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert [line for line in lines if "scripts/" in line] == [
+        "bash scripts/test.sh </dev/null",
+        "bash scripts/smoke.sh </dev/null",
+    ]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_jax.measure.hlo import Instruction, Program, arrays, num_bytes
+from moe_jax.measure.hlo import HloError, Instruction, Program, arrays, num_bytes
 from moe_jax.measure.targets import Target
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
@@ -110,7 +110,10 @@ def link_seconds(collective: Instruction, program: Program, target: Target, num_
 
 
 def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
-    """The groups of devices that exchange, one in each row; of a permute, source and target of each message."""
+    """The groups of devices that exchange, one in each row; of a permute, source and target of each message.
+
+    Raises HloError if they are written in a way that is not known.
+    """
     text = collective.attributes
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text):
         return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])], int)
@@ -118,6 +121,17 @@ def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
         shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         devices = np.arange(math.prod(source or ())).reshape(source or ())
         return devices.transpose(order).reshape(shape or ())
+    if over := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([\w', ]+)\}", text):  # from jax 0.12 on: axes of a mesh
+        sizes = {name: int(size) for name, size in re.findall(r"(\w+)'?=(\d+)", over[1])}
+        axes, inside = list(sizes), re.findall(r"\w+", over[2])
+        order = [axes.index(name) for name in [*(name for name in axes if name not in inside), *inside]]
+        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        return devices.transpose(order).reshape(-1, math.prod(sizes[name] for name in inside))
+    if unknown := re.search(r"replica_groups=(?!\{\}).*?(?=, \w+=|$)", text):
+        raise HloError(
+            f"{collective.name} has {unknown[0]}, a form of groups that is not known: use a version of jax that "
+            "pyproject.toml allows"
+        )
     return np.arange(num_devices)[None]
 
 

@@ -19,6 +19,7 @@ from moe_jax.train.jaxprs import evaluate, needed_for, value_of, variables
 _FUSED = {
     *("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "select_n"),
     *("add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt"),
+    "one_minus_square",  # from jax 0.12 on, in the derivative of tanh
     *("exp", "logistic", "tanh", "erf", "sin", "cos", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"),
 }
 # What a byte counts that is written only to be kept. With 1, a softmax would keep its logits less their maximum rather

@@ -7,11 +7,13 @@ import pytest
 from moe_jax.measure.costs import (
     collective_seconds,
     compute_seconds,
+    groups_of,
     link_seconds,
     matrix_products,
     product_flops,
     sent_bytes,
 )
+from moe_jax.measure.hlo import HloError
 from tests.measure.programs import LINK, TOY, program
 
 EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
@@ -28,6 +30,7 @@ NODES_OF_FOUR = dataclasses.replace(TOY, node_devices=4)
         (f"all-gather(%x), {EIGHT}", 80 * 7),
         ("all-to-all(%x), replica_groups={{0,4},{1,5},{2,6},{3,7}}", 40),
         ("all-to-all(%x), replica_groups=[4,2]<=[8]", 40),
+        ("all-to-all(%x), replica_groups=mesh['data'=4,'expert'=2] {'expert'}", 40),
         ("all-to-all(%x), replica_groups={}", 80 * 7 / 8),
         ("collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 80),
         (f"ragged-all-to-all(%x, %out, %n, %n, %n, %n), {EIGHT}", 80 * 7 / 8),
@@ -61,12 +64,38 @@ def test_an_overflow_whose_name_the_compiler_lost_is_known_by_its_buffer() -> No
         ("[2,4]<=[8]", False),
         ("[4,2]<=[2,4]T(1,0)", True),
         ("{{0,4},{1,5},{2,6},{3,7}}", True),
+        ("mesh['data'=2,'expert'=4] {'expert'}", False),
+        ("mesh['data'=2,'expert'=4] {'data'}", True),
     ],
 )
 def test_groups_within_a_node_use_its_links_others_the_network(groups: str, network: bool) -> None:
     toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}")
     seconds = collective_seconds(toy.by_name["c"], toy, NODES_OF_FOUR, 8)
     assert seconds == pytest.approx(sent_bytes(toy.by_name["c"], toy, 8) * (10e-6 if network else 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("mesh['a'=2,'b'=2,'c'=2] {'b'}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_groups_of_devices_are_read_in_every_form(groups: str, expected: list[list[int]]) -> None:
+    """With their order: the first rank of a group is the first that is listed."""
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}, channel_id=1")
+    assert groups_of(toy.by_name["c"], 8).tolist() == expected
+
+
+@pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(2)4}", "somehow"])
+def test_groups_in_an_unknown_form_are_refused(groups: str) -> None:
+    """And not taken for all devices."""
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}, channel_id=1")
+    with pytest.raises(HloError) as error:
+        sent_bytes(toy.by_name["c"], toy, 8)
+    assert str(error.value).startswith(f"c has replica_groups={groups}, a form of groups that is not known: ")
 
 
 @pytest.mark.parametrize(("pairs", "network"), [("{{0,1},{4,5}}", False), ("{{0,1},{3,4}}", True)])

@@ -50,8 +50,10 @@ def stacked_bytes(jaxpr: Any) -> int:
     most = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and not eqn.params["reverse"] and eqn.params["length"] > 1:
-            results = eqn.outvars[eqn.params["num_carry"] :]
-            most = max(most, sum(var.aval.size * var.aval.dtype.itemsize for var in results))
+            of_turn = eqn.params["jaxpr"].out_avals  # what is carried has this shape, what is stacked one more axis
+            pairs = zip((var.aval for var in eqn.outvars), of_turn, strict=True)
+            results = [whole for whole, one in pairs if whole.shape != one.shape]
+            most = max(most, sum(aval.size * aval.dtype.itemsize for aval in results))
         for inner in jaxprs_in_params(eqn.params):
             most = max(most, stacked_bytes(inner))
     return most

@@ -1,0 +1,209 @@
+"""Run every command of README.md and docs/ as it is written there. python profiling/docs_commands.py
+
+Copies the committed tree and runs the shell commands of the pages' code blocks in the copy: README.md first, then the
+pages in the order of its table, each after those before it. A page that clones the project gets a new copy, which the
+pages after it use too. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a
+checkpoint and ends. A command that needs something this machine lacks is not run: NEEDS below lists what, and how it
+is found.
+
+Writes results/docs_commands.json, of --pages only their part; exit code 1 if a command failed. Two hours or more on two
+quiet cores.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from count_argument import check_least
+from results_file import RESULTS, write_result
+
+from moe_jax.errors import CommandParser, ConfigError, run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = RESULTS / "docs_commands.json"
+
+# What a page's commands read that is the reader's own, made from files of the project before the page's first command.
+READERS_OWN = {
+    "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/",
+    "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
+}
+
+
+class Need(NamedTuple):
+    """Something that commands need and machines may lack."""
+
+    pattern: str  # of the commands
+    reason: str
+    test: str  # a shell line that succeeds where it is
+
+
+NEEDS = (
+    Need(r"\b(ADDRESS|NAME|ZONE|FOLDER)\b", "a name of the reader's own", "false"),
+    Need(r"=…|export MOE_JAX_TOKEN", "a secret of the reader's own", "false"),
+    Need(r"test\.sh", "the time of the whole suite: continuous integration runs this line", "false"),
+    Need(r"^sudo ", "root by sudo, for network namespaces", "command -v sudo"),
+    Need(r"10\.0\.0\.1", "several hosts, this one with the address 10.0.0.1", "hostname -I | grep -w 10.0.0.1"),
+    Need(r"\bsbatch ", "SLURM", "command -v sbatch"),
+    Need(r"^docker ", "a Docker daemon", "docker info"),
+    Need(r"^tensorboard ", "TensorBoard", "command -v tensorboard"),
+    Need(r"bench_gpu\.py$", "a GPU", "nvidia-smi"),
+    Need(r"--compile v5p", "libtpu", "python -c 'import libtpu'"),
+    Need(r"--compile h|memory_check", "jax's CUDA plugin", "python -c 'import jax_plugins.xla_cuda13'"),
+    Need(
+        r"^(?!.*cpu_devices=8).*mesh\.expert=8|runs/finetuned",
+        "8 accelerators",
+        "python -c 'import jax; assert jax.device_count() >= 8'",
+    ),
+)
+
+
+class Command(NamedTuple):
+    """A line of a code block."""
+
+    page: str
+    line: str  # as it is written, without its comment
+    shown: str  # the line below it, in blocks that show what is printed
+
+    @property
+    def typed(self) -> str:
+        """Without the words in brackets that stand for settings of any kind."""
+        return re.sub(r" \[section\.key=value …\]", "", self.line)
+
+    @property
+    def need(self) -> Need | None:
+        """The first that it has."""
+        return next((need for need in NEEDS if re.search(need.pattern, self.line)), None)
+
+
+def pages() -> list[Path]:
+    """README.md, and the others in the order of its table."""
+    readme = ROOT / "README.md"
+    names = re.findall(r"^\| .* \| \[.*\]\((docs/\w+\.md)\) \|$", readme.read_text(), re.MULTILINE)
+    return [readme, *(ROOT / name for name in names)]
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """The shell commands of its code blocks; in blocks that show output, those of this project."""
+    for language, content in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        if language not in ("", "sh"):
+            continue
+        lines = re.sub(r" *\\\n *", " ", content).splitlines()
+        for line, shown in zip(lines, [*lines[1:], ""], strict=True):
+            if language == "sh" or re.match(r"(\$ )?python |tensorboard ", line):
+                yield Command(page.name, _without_comment(line), shown)
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r"\s+#.*", "", line).removeprefix("$ ").strip()
+
+
+def main() -> None:
+    """Run all and write the result."""
+    parser = CommandParser(prog="python profiling/docs_commands.py", description=__doc__)
+    parser.add_argument("--limit", type=int, default=3600, help="seconds of a training run (default: %(default)s)")
+    parser.add_argument("--pages", nargs="+", metavar="PAGE", help="run only these, e.g. README.md data.md")
+    arguments = parser.parse_args()
+    check_least(arguments, limit=1)
+    names = [page.name for page in pages()]
+    if unknown := set(arguments.pages or ()) - set(names):
+        raise ConfigError(f"--pages={min(unknown)} is unknown: choose of {', '.join(names)}")
+    found = {}
+    if arguments.pages and RESULT.exists():
+        found = json.loads(RESULT.read_text())["pages"]
+    chosen = [page for page in pages() if page.name in (arguments.pages or names)]
+    with tempfile.TemporaryDirectory() as folder:
+        for page in chosen:
+            if page == chosen[0] or any("git clone" in command.line for command in commands_of(page)):
+                copy = _copied_tree(Path(folder) / page.stem)
+            if commands := list(_run_page(page, copy, arguments.limit)):
+                found[page.name] = {**_versions(copy), "commands": commands}
+                _write({name: found[name] for name in names if name in found})
+    failed = [run for page in found.values() for run in page["commands"] if run["outcome"] == "failed"]
+    if failed:
+        sys.exit(f"failed: {', '.join(run['command'] for run in failed)}")
+
+
+def _write(found: dict[str, Any]) -> None:
+    """After each page, so that a run that ends early loses no other."""
+    counts = Counter(run["outcome"] for page in found.values() for run in page["commands"])
+    write_result(RESULT.stem, {"counts": dict(counts), "pages": found})
+
+
+def _copied_tree(copy: Path) -> Path:
+    """What is committed, in a new folder."""
+    archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=BytesIO(archive)) as files:
+        files.extractall(copy, filter="data")
+    return copy
+
+
+def _versions(copy: Path) -> dict[str, Any]:
+    """When, and of what: the copy may have an environment of its own."""
+    origin = "import json; from moe_jax.measure.provenance import origin; print(json.dumps(origin()))"
+    _, output, _ = _bash(f"python -c {shlex.quote(origin)}", copy, 120)
+    return {name: value for name, value in json.loads(output).items() if name in ("date", "python", "jax")}
+
+
+def _run_page(page: Path, copy: Path, limit: int) -> Iterator[dict[str, Any]]:
+    if page.name in READERS_OWN:
+        subprocess.run(READERS_OWN[page.name], shell=True, check=True, cwd=copy)
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", page.read_text(), re.DOTALL):
+        (copy / name).write_text(code)
+    for command in commands_of(page):
+        print(f"{command.page}: {command.typed}", file=sys.stderr)
+        run = {"command": command.line, **_outcome(command, copy, limit)}
+        print(f"  {run['outcome']} {run.get('why', '')}", file=sys.stderr)
+        yield run
+
+
+def _outcome(command: Command, copy: Path, limit: int) -> dict[str, Any]:
+    if (need := command.need) and _bash(need.test, copy, 120)[0] != 0:
+        return {"outcome": "needs", "why": need.reason}
+    start = time.monotonic()
+    trains = re.search(r"python -m moe_jax\.(train|launch)", command.typed) and "--dry-run" not in command.typed
+    code, output, stopped = _bash(command.typed, copy, limit if trains else 3600)
+    outcome: dict[str, Any] = {"seconds": round(time.monotonic() - start)}
+    wanted = 2 if command.shown.startswith("error: ") else 0
+    if code != wanted or (wanted and output.strip() != command.shown):
+        return outcome | {"outcome": "failed", "why": f"exit code {code}: {output.strip()[-600:]}"}
+    return outcome | ({"outcome": "stopped", "why": f"after {limit} s, as asked"} if stopped else {"outcome": "ran"})
+
+
+def _bash(line: str, copy: Path, limit: int) -> tuple[int, str, bool]:
+    """Exit code, what was printed, and whether it had to be stopped."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    enter = "if [[ -f .venv/bin/activate ]]; then source .venv/bin/activate; fi; "
+    command = ["bash", "-c", enter + line]
+    with subprocess.Popen(
+        command, cwd=copy, env=environ, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            for stop in (None, signal.SIGTERM, signal.SIGKILL):
+                if stop:
+                    os.killpg(process.pid, stop)
+                try:
+                    output, _ = process.communicate(timeout=300 if stop else limit)
+                    return process.returncode, output, stop is not None
+                except subprocess.TimeoutExpired:
+                    continue
+        except BaseException:  # Ctrl-C reaches this process alone
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    raise RuntimeError(f"{shlex.join(command)} does not end")
+
+
+if __name__ == "__main__":
+    run_command(main)

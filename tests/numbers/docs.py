@@ -1,0 +1,308 @@
+"""What the tables of results in docs/ must show: page, a piece of the table's head, and of each row a piece of its
+first cell with the row's numbers in order."""
+
+import numpy as np
+
+from moe_jax.config_files import load_config
+from moe_jax.plan.memory import step_memory
+from tests.numbers.readme import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
+from tests.numbers.stored import hundreds, plan_text, within
+from tests.results import ROOT, result
+
+Rows = dict[str, str]
+TABLES: list[tuple[str, str, Rows]] = []
+
+
+def table(page: str, head: str, rows: Rows) -> None:
+    """Another one."""
+    TABLES.append((page, head, rows))
+
+
+def _digits(*values: float, digits: int = 2) -> str:
+    return " ".join(f"{value:,.{digits}f}" for value in values)
+
+
+# docs/checkpoints.md
+_by = {how: sum(n for what, n in DAMAGED["damages"].items() if how in what) for how in ("its files", "its digests")}
+table(
+    "checkpoints.md",
+    "| | |",
+    {
+        "1,000 damages": f"{sum(DAMAGED['damages'].values()):,} {EQUAL} {_by['its files']} {_by['its digests']}",
+        "100 kills": f"{DAMAGED['kills']['equal bit for bit']}",
+    },
+)
+
+# docs/context.md
+_long = result("long_sequence")
+
+
+def _temporaries(name: str) -> str:
+    return _digits(_long[name]["temporaries_mib"], _long[name]["predicted_mib"], digits=0)
+
+
+table(
+    "context.md",
+    "| context ranks |",
+    {f"| {ranks} ": f"{ranks} {_temporaries(f'ranks_{ranks}')}" for ranks in (1, 2, 4, 8)}
+    | {"`all_gather`": f"8 {_temporaries('ranks_8_gathered')}"},
+)
+
+# docs/convert.md
+_trained = result("converted")["trained"].values()
+table(
+    "convert.md",
+    "| | mixtral | qwen3_moe |",
+    {
+        "loss of the first": " ".join(_digits(each["first_loss"], each["last_loss"]) for each in _trained),
+        "largest logit": _digits(*(each["largest_logit"] for each in _trained), digits=1),
+        "largest difference": "1e-6 " + _digits(*(1e6 * each["largest_difference"] for each in _trained), digits=1),
+    },
+)
+
+# docs/gates.md
+table(
+    "gates.md",
+    "| gate | validation loss |",
+    {
+        f"`{name}`": (
+            f"{found['validation_loss']:.3f} {found['training_loss']:.3f} {found['load_max_over_mean']:.2f} "
+            f"{hundreds(found['dropped_fraction'])} {found['parameters']:,}"
+        )
+        for name, found in result("gates")["gates"].items()
+    },
+)
+
+# docs/measure.md
+table(
+    "measure.md",
+    "ours over MaxText",
+    {
+        "tokens/s": " ".join(
+            [within(PEERS[who]["tokens_per_s"], 0) for who in ("ours", "maxtext")]
+            + [within(PEERS["tokens_per_s_over_maxtext"])]
+        ),
+        "to the first step": " ".join(
+            [within(PEERS[who]["first_step_s"], 1) for who in ("ours", "maxtext")]
+            + [within(PEERS["first_step_s_over_maxtext"])]
+        ),
+    },
+)
+
+# docs/memory.md
+for _kind, _first in (("h100", "4 64"), ("v5p", "4 16")):
+    _found = result(f"memory_{_kind}")
+    table(
+        "memory.md",
+        "| compiler | steps |",
+        {
+            f"for {_kind}": " ".join(
+                [
+                    _first,
+                    f"{len(_found['cases'])}",
+                    hundreds(_found["median_absolute_error"]),
+                    hundreds(-_found["lowest_error"]),
+                    hundreds(_found["highest_error"]),
+                ]
+            )
+        },
+    )
+table(
+    "memory.md",
+    "sequences of 2,048",
+    {
+        name: f"{found['blocks']} {found['sequences']} "
+        + _digits(found["predicted_bytes"] / 1e9, found["allocated_bytes"] / 1e9, 100 * abs(found["error"]), digits=1)
+        for name, found in result("gpu_hlo_h200_1x1x1").items()
+        if name != "provenance"
+    },
+)
+
+# docs/migration.md: its other tables are in tests/test_balance_results.py
+_copies = result("replicas")
+(_move,), (_pair,) = _copies["moves"]["replicas"], _copies["moves"]["migration"]
+
+
+def _later(run: str) -> str:
+    """Least and largest of the greater loads, behind the move."""
+    largest = [max(loads) for loads in list(_copies["rank_load_max_over_mean"][run].values())[2:]]
+    every = [load for loads in list(_copies["rank_load_max_over_mean"][run].values())[2:] for load in loads]
+    return _digits(min(every), max(largest))
+
+
+table(
+    "migration.md",
+    "with `migration.replicas=1`",
+    {
+        "steps 51 to 100": f"51 100 {_digits(*_pair['rank_load'])} {_digits(*_move['rank_load'])}",
+        "as planned": f"100 {_digits(*_pair['migration_load_after'])} {_digits(*_move['migration_load_after'])}",
+        "found in the 150 steps": f"150 {_later('migration')} {_later('replicas')}",
+        "the move": (
+            f"{_move['migration_swaps'][0]} {_move['migration_swaps'][1]} {_move['migration_copies'][0]} "
+            f"{_move['migration_bytes'] / 1e6:.1f} {_move['migration_bytes'] / _copies['bytes_of_a_copy']:.0f}"
+        ),
+    },
+)
+
+# docs/pipelines.md: the box is in tests/test_pipeline_results.py
+_pipelines = [result(f"pipeline_hlo_{target}")["schedules"] for target in ("h100_1x1x8", "v5p_2x2x2")]
+
+
+def _compiled(row: dict) -> str:
+    activations = row["peak_bytes"] - row["argument_bytes"] - row["gradient_bytes"]
+    return f"{activations / 1e6:,.0f} {row['in_flight_bytes'] / 1e6:,.0f} {row['step_ms']:.1f} {row['idle_ms']:.1f}"
+
+
+table(
+    "pipelines.md",
+    "8 H100: activations",
+    {
+        f"`{name}`": ("2 " if name == "interleaved" else "") + " ".join(_compiled(each[name]) for each in _pipelines)
+        for name in _pipelines[0]
+    },
+)
+
+# docs/plan.md: what is predicted now, against what was compiled
+
+
+def _predicted(name: str) -> str:
+    numbers = []
+    for platform, schedules in zip(("gpu", "tpu"), _pipelines, strict=True):
+        compiled = schedules[name]["temporary_bytes"]
+        config = load_config(ROOT / "configs/bench/fine_grained.yaml", schedules[name]["settings"].split())
+        memory = step_memory(config, platform)
+        predicted = memory.total - memory.state - memory.batch
+        numbers += [f"{predicted / 1e6:,.0f}", f"{compiled / 1e6:,.0f}", hundreds(abs(predicted / compiled - 1))]
+    return " ".join(numbers)
+
+
+table(
+    "plan.md",
+    "| MB of temporaries |",
+    {f"`{name}`": ("2 " if name == "interleaved" else "") + _predicted(name) for name in _pipelines[0]},
+)
+_steps = result("predicted_steps")
+
+
+def _errors(*rates: int) -> str:
+    found = [abs(row["error"]) for row in _steps["rows"] if row["rate_mbit"] in rates]
+    return f"{hundreds(float(np.median(found)))} {hundreds(float(np.quantile(found, 0.9)))}"
+
+
+table(
+    "plan.md",
+    "| | median error |",
+    {
+        "all 96": (
+            f"{_steps['configurations']} {hundreds(_steps['median_error'])} "
+            f"{hundreds(_steps['ninth_decile_of_errors'])} "
+            f"{hundreds(max(case['over_fastest'] for case in _steps['cases'].values()))} {len(_steps['cases'])}"
+        ),
+        "100 and 200 Mbit/s": f"100 200 {_errors(100, 200)}",
+        "400 and 800 Mbit/s": f"400 800 {_errors(400, 800)}",
+    },
+)
+for _plan, _piece, _words in (
+    ("plan_kimi_k2_h100x1024", "on 1,024 H100", "1.03 1,024 2 128 4 4 1,024 2,048"),
+    ("plan_kimi_k2_h200x1024", "the same on 1,024 H200", "1,024 128 8 8 128 2"),
+):
+    _text = plan_text(_plan)
+    _names = ("memory predicted", "memory compiled", "memory of", "step predicted", "step compiled")
+    table("plan.md", "| plan (", {_piece: " ".join([_words, *(_text[name] for name in _names)])})
+
+# docs/recovery.md
+_chaos, _lost, _peer, _fewer = (result(name) for name in ("chaos", "node_loss", "lost_peer", "elastic"))
+_kind = _chaos["by_kind"]
+
+
+def _most_lost(*kinds: str) -> int:
+    return max(_kind[kind]["steps_lost"]["largest"] for kind in kinds)
+
+
+_damages = sorted(
+    fault["steps_lost"] for fault in _chaos["faults"] if fault["kind"] in ("bit", "cut") and "steps_lost" in fault
+)
+
+
+def _ended(how: str) -> list[float]:
+    """Seconds."""
+    return [
+        other["seconds"] for fault in _peer["faults"] if fault["how"] == how for other in fault["others_ended"].values()
+    ]
+
+
+_next = [fault["next_step_s"] for fault in _peer["faults"] if fault["how"] == "cut for 10 s"]
+table(
+    "recovery.md",
+    "| | |",
+    {
+        "losses of all 3,482 steps": f"{_chaos['steps']:,}",
+        "| steps lost |": (
+            f"{_most_lost('kill', 'stop')} {_kind['kill']['faults'] + _kind['stop']['faults']} {_most_lost('nan')}"
+        ),
+        "newest checkpoint damaged": f"{_damages[-2]} {_damages[-1]}",
+        "from SIGKILL": (f"{_kind['kill']['restart_s']['median']:.2f} {_kind['kill']['restart_s']['largest']:.2f}"),
+        "from SIGSTOP": (
+            f"{_chaos['progress_timeout_s']} {_kind['stop']['restart_s']['median']:.1f} "
+            f"{_kind['stop']['restart_s']['largest']:.2f}"
+        ),
+        "from a kill to the first": (
+            f"{_kind['kill']['first_new_step_s']['median']:.1f} {_kind['kill']['first_new_step_s']['largest']:.1f}"
+        ),
+        "from SIGTERM": f"0 {_kind['term']['exit_s']['median']:.1f} {_kind['term']['exit_s']['largest']:.1f}",
+        "losses of all 60 steps": f"{_lost['steps']}",
+        "one node lost, twice": f"{max(_lost['steps_lost_with_one_node'])}",
+        "lost with the next one": f"{max(_lost['steps_lost_with_a_node_and_the_next'])}",
+    },
+)
+table(
+    "recovery.md",
+    "| what happens to one process |",
+    {
+        "it is killed": f"{_digits(*_ended('killed'))} 75",
+        "it is stopped": f"{min(_ended('stopped')):.0f}",
+        "cut for good": f"{min(_ended('cut')):.0f} {max(_ended('cut')):.0f}",
+        "cut for 10 s": f"10 {_digits(*sorted(_next), digits=1)}",
+    },
+)
+table(
+    "recovery.md",
+    "| processes | arrays |",
+    {
+        f"{change['before']} → {change['after']}": (
+            f"{change['before']} {change['after']} {change['arrays_with_equal_digests']} "
+            f"{change['largest_relative_drift']:.1e}".replace("e-0", "e-")
+        )
+        for change in _fewer["changes"]
+    },
+)
+
+# docs/schedule.md
+table(
+    "schedule.md",
+    "× the speed of `vanilla`",
+    {
+        f"| {parts} ": f"{parts} "
+        + _digits(
+            found["speed_up_over_vanilla"]["median"],
+            found["speed_up_over_expert_pipeline"]["median"],
+            faster(found, PARTS_4),
+            found["step_over_bound"]["median"],
+        )
+        for parts, found in ((4, WHOLE_4), (2, WHOLE))
+    },
+)
+
+# docs/tune.md
+_replay = result("tuned_box")["replay"]
+table(
+    "tune.md",
+    "| after 8 samples |",
+    {
+        name: (
+            f"{hundreds(found['mean'][7], 2)} {hundreds(found['within_2_percent'][7], 0)} "
+            f"{hundreds(found['within_2_percent'][2], 0)}"
+        )
+        for name, found in _replay.items()
+    },
+)

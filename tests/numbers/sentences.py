@@ -1,0 +1,168 @@
+"""What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
+
+from tests.numbers.readme import kept
+from tests.numbers.stored import hundreds, variants
+from tests.results import result
+
+Piece = tuple[str, str]
+
+
+def _readme() -> list[Piece]:
+    v5p, h200, nodes = (variants(f"compiled_{target}") for target in ("v5p_2x2x2", "h200_1x1x8", "h200_1x8x8"))
+    compiling = result("compile_time")
+
+    def more(of: dict) -> str:
+        return f"{of['unified']['temporaries'] / of['vanilla']['temporaries']:.2f} ×"
+
+    return [
+        (
+            "README.md",
+            f"temporaries are {more(h200)} the plain program's on 8 H200 ({h200['unified']['temporaries']:.1f} and "
+            f"{h200['vanilla']['temporaries']:.1f} GB), {more(nodes)} on 8 × 8 with XLA's attention, and "
+            f"{compiling['temporary_mib_scheduled'] / compiling['temporary_mib_plain']:.2f} × for 32 blocks on CPU",
+        ),
+        ("README.md", f"they are {more(v5p)}"),
+        ("schedule.md", f"32 blocks compile in {compiling['deep_over_shallow']:.2f} × the time of 4"),
+    ]
+
+
+def _exchange() -> list[Piece]:
+    v5p, h100 = (result(f"ring_hlo_{target}")["ways"] for target in ("v5p_2x2x2", "h100_1x1x8"))
+    box = result("tensor_box")["forms"]
+    times = {form: [f"{box[f'{t} tensor ranks'][form]['time_over_replicated']:.2f}" for t in (2, 4)] for form in FORMS}
+    faster = [ways["hop by hop"]["estimated_ms"] / ways["flat"]["estimated_ms"] for ways in (v5p, h100)]
+    return [
+        (
+            "exchange.md",
+            f"on v5p {v5p['hop by hop']['beside_a_product']} of {v5p['hop by hop']['transfers']} hops have a matrix "
+            "product",
+        ),
+        (
+            "exchange.md",
+            f"on H100 {h100['hop by hop']['beside_a_product']} of the {h100['hop by hop']['transfers']} that XLA makes",
+        ),
+        (
+            "exchange.md",
+            f"{hundreds(v5p['hop by hop']['hidden'], 0)} % and {hundreds(h100['hop by hop']['hidden'], 0)} % of the "
+            f"transfers are hidden, and the layer takes {faster[0]:.2f} × and {faster[1]:.2f} × the time",
+        ),
+        (
+            "exchange.md",
+            f"takes {times['o1'][0]} × the time of `replicated` with 2 tensor ranks and {times['o1'][1]} × with 4; "
+            f"`o2` and `o3` {times['o2'][0]} × and {times['o3'][0]} ×, {times['o2'][1]} × and {times['o3'][1]} ×",
+        ),
+    ]
+
+
+FORMS = ("o1", "o2", "o3")
+
+
+def _pipelines() -> list[Piece]:
+    h100, v5p = (result(f"pipeline_hlo_{target}")["schedules"] for target in ("h100_1x1x8", "v5p_2x2x2"))
+    faster = [each["1f1b"]["step_ms"] / each["coscheduled"]["step_ms"] for each in (h100, v5p)]
+    shares = [hundreds(h100[name]["exposed_share_of_pairs"]) for name in ("coscheduled", "coscheduled_split")]
+    return [
+        (
+            "pipelines.md",
+            f"1F1B keeps {kept('h100_1x1x8', '1f1b', 'gpipe')} × what GPipe keeps on H100 and "
+            f"{kept('v5p_2x2x2', '1f1b', 'gpipe', 3)} × on v5p; zero bubble "
+            f"{kept('h100_1x1x8', 'zero_bubble', '1f1b')} × and {kept('v5p_2x2x2', 'zero_bubble', '1f1b')} ×",
+        ),
+        ("pipelines.md", f"{faster[0]:.2f} × and {faster[1]:.2f} × the speed of 1F1B"),
+        ("pipelines.md", f"{shares[0]} % of the time of all eight is exposed ({shares[1]} % with `coscheduled_split`)"),
+    ]
+
+
+def _plans() -> list[Piece]:
+    plans, steps, saved = (result(name) for name in ("scaling", "predicted_steps", "predicted_speedups"))
+    large = [plan["exposed"] for plan in plans["plans"].values() if plan["chips"] >= 512]
+    clusters = [saved["rtx3090x16"], saved["rtx2080tix32"]]
+    memory = sum(len(result(f"memory_{kind}")["cases"]) for kind in ("h100", "v5p"))
+
+    def spread(over: str) -> tuple[str, str]:
+        least, most = (min(each[over]["least"] for each in clusters), max(each[over]["most"] for each in clusters))
+        median = " and ".join(f"{each[over]['median']:.2f}" for each in clusters)
+        return f"{least:.2f} to {most:.2f} ×", f"{median} ×"
+
+    vanilla, parts = spread("unified_over_vanilla"), spread("unified_over_expert_pipeline")
+    return [
+        ("scaling.md", f"{hundreds(min(large), 0)} to {hundreds(max(large), 0)} % of the step is exposed"),
+        ("plan.md", f"Kimi K2 faster still, in {plans['plans']['kimi_k2']['step_s']:.2f} s"),
+        ("numbers.md", f"against {steps['configurations']} measured steps"),
+        (
+            "numbers.md",
+            f"median error {hundreds(steps['median_error'])} %, nine in ten up to "
+            f"{hundreds(steps['ninth_decile_of_errors'])} %",
+        ),
+        ("numbers.md", f"its memory against {memory} compiled steps"),
+        ("numbers.md", f"compiles {memory} steps"),
+        (
+            "schedule.md",
+            f"{vanilla[0]} as fast as `vanilla`, in the median {vanilla[1]}, and {parts[0]} as fast as "
+            f"`expert_pipeline` with the same placement of gradients, {parts[1]}",
+        ),
+    ]
+
+
+def _training() -> list[Piece]:
+    fp8, balance, copies = (result(name) for name in ("fp8_experts", "balance", "replicas"))
+    losses, last = fp8["validation_losses"], str(fp8["steps"])
+    differ = max(abs(losses["float32"][step] - losses["fp8"][step]) for step in losses["fp8"])
+    with_bias, with_loss = (
+        [seed for name, seed in balance["runs"][way].items() if name.startswith("seed")]
+        for way in ("bias, rate 0.01", "load-balance loss")
+    )
+    means = [sum(seed["validation_loss"] for seed in seeds) / len(seeds) for seeds in (with_bias, with_loss)]
+    return [
+        (
+            "models.md",
+            f"{losses['fp8'][last]:.3f} nats per byte, {losses['float32'][last]:.3f} in float32, and "
+            f"{losses['float32, another seed'][last]:.3f} in float32 with another seed. At no evaluation was the "
+            f"difference more than {differ:.3f}",
+        ),
+        (
+            "balance.md",
+            f"biases reach {max(seed['load_max_over_mean'] for seed in with_bias):.2f} at most over 100 steps, at the "
+            f"same loss: {means[0]:.3f} and {means[1]:.3f} on average",
+        ),
+        (
+            "migration.md",
+            f"Validation loss is {copies['validation_loss']['replicas']:.3f} with copies and "
+            f"{copies['validation_loss']['off']:.3f} without",
+        ),
+    ]
+
+
+def _recovery_and_tuning() -> list[Piece]:
+    kinds = result("chaos_kill_stop")["by_kind"]
+    kill, stop = kinds["kill"], kinds["stop"]
+    tuned = result("tuned_box")
+    live = tuned["live"]
+    (_, settled), (noticed, _) = live["searches"]
+    rates = [f"{rate:.0f}" for rate in live["rates_mbit"]]
+    return [
+        (
+            "recovery.md",
+            f"{kill['restart_s']['largest']:.2f} s after a kill at most, {stop['restart_s']['largest']:.1f} s after a "
+            f"stop, and the first new step came after {kill['first_new_step_s']['median']:.1f} and "
+            f"{stop['first_new_step_s']['median']:.1f} s (medians)",
+        ),
+        ("tune.md", f"the slowest takes {tuned['sweep']['worst_over_best']:.1f} × the time of the fastest"),
+        (
+            "tune.md",
+            f"tuned itself in {settled} steps, from {live['tried'][0][1]:.2f} to {live['chosen'][0][1]:.2f} MB; when "
+            f"its link fell from {rates[0]} to {rates[1]} Mbit/s, it noticed within "
+            f"{noticed - live['changed_at']} steps, "
+            f"searched again and stayed with {live['chosen'][1][1]:.2f} MB",
+        ),
+    ]
+
+
+SENTENCES = [
+    *_readme(),
+    *_exchange(),
+    *_pipelines(),
+    *_plans(),
+    *_training(),
+    *_recovery_and_tuning(),
+]

@@ -1,0 +1,43 @@
+"""Results as the documentation writes them."""
+
+import re
+
+from tests.results import ROOT
+
+RESULTS = ROOT / "profiling" / "results"
+
+
+def within(found: dict[str, float], digits: int = 2) -> str:
+    """A median and its quartiles."""
+    return " ".join(f"{found[name]:,.{digits}f}" for name in ("median", "first_quartile", "third_quartile"))
+
+
+def hundreds(share: float, digits: int = 1) -> str:
+    """In percent."""
+    return f"{100 * share:.{digits}f}"
+
+
+def variants(name: str) -> dict[str, dict[str, float]]:
+    """Of what `report --compile` printed: milliseconds and gigabytes of each variant."""
+    _, table = (RESULTS / f"{name}.txt").read_text().split("\nvariant ", 1)
+    found = {}
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+        variant, *values = line.split()
+        names = ("step", "ratio", "compute", "communication", "exposed", "temporaries")
+        found[variant] = dict(zip(names, map(float, values[:6]), strict=True))
+    return found
+
+
+def plan_text(name: str) -> dict[str, str]:
+    """Of what `plan --compile` printed: memory in GB and seconds of a step, predicted and compiled."""
+    text = (RESULTS / f"{name}.txt").read_text()
+    found = {}
+    for what, pattern in (
+        ("memory", r"^memory +predicted (\S+) GB, compiled (\S+) GB .*, of (\S+) GB"),
+        ("step", r"^step +predicted (\S+) s, compiled (\S+) s()"),
+    ):
+        (values,) = re.findall(pattern, text, re.MULTILINE)
+        found |= {
+            f"{what} {which}": value for which, value in zip(("predicted", "compiled", "of"), values, strict=True)
+        }
+    return found

@@ -1,0 +1,127 @@
+"""Every number in a table of README.md and docs/ stands in a results file, or below with the reason why it does not.
+
+Of sentences only those in `sentences.py` are held against results."""
+
+import pytest
+
+from tests.numbers.docs import TABLES
+from tests.numbers.pages import numbers_in, pages, path_of, tables_of
+from tests.numbers.readme import COMPILED, ON_CPUS, PREDICTED
+from tests.numbers.sentences import SENTENCES
+
+EXPECTED = [
+    ("README.md", "| on CPUs |", ON_CPUS),
+    ("README.md", "| compiled for |", COMPILED),
+    ("README.md", "| predicted |", PREDICTED),
+    *TABLES,
+]
+
+# Pieces of a head, or of a row's first cell, and what its numbers are.
+SETTING = "settings, formulas, names and versions: no results"
+NO_PROGRAM = "timed or counted by hand, once; no program makes it again"
+OTHER = {
+    "*": {
+        "| setting |": SETTING,
+        "| message |": SETTING,
+        "| cited as |": SETTING,
+        "| what happens | what follows |": SETTING,
+        "| file | content |": SETTING,
+    },
+    "README.md": {
+        "quickstart in an empty clone": NO_PROGRAM,
+        "| the tests |": NO_PROGRAM,
+        "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
+    },
+    "bad_numbers.md": {"| key |": SETTING},
+    "balance.md": {
+        "| `load_balance` |": SETTING,
+        "| | validation loss |": "tests/test_balance_results.py",
+    },
+    "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING},
+    "convert.md": {
+        "| | |": SETTING,
+        "| | mixtral | llama |": "tests/convert/test_golden.py holds them to a bound; they are of one machine",
+    },
+    "exchange.md": {"| `exchange.algorithm` |": SETTING},
+    "gates.md": {"| gate | scores": SETTING},
+    "measure.md": {
+        "| part |": SETTING,
+        "| name |": SETTING,
+        "| | ours | MaxText |": SETTING,
+        "| | before |": NO_PROGRAM,
+        "| | CPU seconds": NO_PROGRAM,
+        "| | begins at": NO_PROGRAM,
+    },
+    "migration.md": {"| | |": "tests/test_balance_results.py", "| | measured |": "tests/test_balance_results.py"},
+    "models.md": {"| settings |": SETTING, "| product |": SETTING},
+    "pipelines.md": {
+        "| schedule |": SETTING,
+        "| | step, s |": "tests/test_pipeline_results.py",
+    },
+    "plan.md": {
+        "| | |": SETTING,
+        "| | cut |": SETTING,
+        "| | all axes |": "what `moe_jax.plan` prints",
+    },
+    "recovery.md": {
+        "| kind |": SETTING,
+        "| | CPU s |": NO_PROGRAM,
+        "copies of one step": "seconds are in results/node_loss.json; the bytes a run prints",
+    },
+    "scaling.md": {"| model |": "tests/test_docs.py"},
+    "scope.md": {"| left out": SETTING, "| missing |": SETTING},
+    "security.md": {"| who listens |": SETTING},
+    "troubleshooting.md": {"| exit code |": SETTING},
+    "tune.md": {"| `tune.over` |": SETTING},
+}
+
+
+def reason_of(page: str, head: str, first: str) -> str | None:
+    """Why no results file has a row."""
+    others = OTHER["*"] | OTHER.get(page, {})
+    return next((why for piece, why in others.items() if piece in head or piece in first), None)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_number_of_a_table_stands_in_a_results_file(page: str) -> None:
+    for table in tables_of(page):
+        for row in table.rows:
+            first = row.split(" | ")[0] + " |"
+            wanted = [
+                numbers
+                for of_page, head, rows in EXPECTED
+                if of_page == page and head in table.head
+                for piece, numbers in rows.items()
+                if piece in first
+            ]
+            if wanted:
+                assert [numbers_in(row)] == [numbers.split() for numbers in wanted], row
+            elif numbers_in(row):
+                assert reason_of(page, table.head, first), f"in no results file: {row}"
+
+
+def test_every_result_that_is_expected_is_on_its_page() -> None:
+    for page, head, rows in EXPECTED:
+        firsts = [row.split(" | ")[0] + " |" for table in tables_of(page) if head in table.head for row in table.rows]
+        for piece in rows:
+            assert sum(piece in first for first in firsts) == 1, (page, head, piece)
+
+
+def test_every_reason_is_of_a_row() -> None:
+    for page, pieces in OTHER.items():
+        tables = [table for name in (pages() if page == "*" else [page]) for table in tables_of(name)]
+        places = [
+            text for table in tables for text in (table.head, *(row.split(" | ")[0] + " |" for row in table.rows))
+        ]
+        for piece in pieces:
+            assert any(piece in text for text in places), (page, piece)
+
+
+@pytest.mark.parametrize(("page", "piece"), SENTENCES)
+def test_a_sentence_says_what_the_results_are(page: str, piece: str) -> None:
+    assert piece in " ".join(path_of(page).read_text().split())
+
+
+def test_numbers_are_found_in_a_row() -> None:
+    row = "| `x=3` on 8 H200, [more](docs/a1.md) | 1,530.5 MB, 0.97–1.04 ×, −4.4 %, 2.3e-7, 2·10⁻⁴, 8-bit, 1F1B, v5p |"
+    assert numbers_in(row) == ["8", "1,530.5", "0.97", "1.04", "4.4", "2.3e-7", "2"]
