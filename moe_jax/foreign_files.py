@@ -24,7 +24,7 @@ def check_regular(path: Path) -> None:
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """What a regular file of at most `most` bytes holds. Raises OSError."""
     with os.fdopen(_open_regular(path), "rb") as file:
-        content = file.read(most + 1)
+        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # which allocates as much as it is told
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
