@@ -33,6 +33,9 @@ OTHER = {
         "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
     },
     "bad_numbers.md": {"| key |": SETTING},
+    "checkpoints.md": {"| the lock is of |": SETTING},
+    "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
+    "data.md": {"| file | documents |": SETTING},
     "balance.md": {
         "| `load_balance` |": SETTING,
         "| | validation loss |": "tests/test_balance_results.py",
