@@ -104,7 +104,7 @@ PREPARED = [
     (
         "prepare_text: a missing text",
         "prepare_text nowhere out",
-        "nowhere does not exist: name a folder or a .txt, .jsonl or .parquet file",
+        "nowhere does not exist: name a folder or a .txt, .jsonl, .json or .parquet file",
     ),
     (
         "prepare_text: an empty text",
@@ -119,7 +119,7 @@ PREPARED = [
     (
         "prepare_text: another kind of file",
         "prepare_text page.html out",
-        "page.html holds no .txt, .jsonl or .parquet file: convert the text to one of them",
+        "page.html holds no .txt, .jsonl, .json or .parquet file: convert the text to one of them",
     ),
     (
         "prepare_text: damaged JSON",

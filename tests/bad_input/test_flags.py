@@ -239,7 +239,7 @@ def test_an_interrupted_command_says_so(folder: Path, command: Command, monkeypa
         ),
         (
             [str(ROOT / "scripts" / "prepare_text.py"), "nowhere", "out"],
-            "nowhere does not exist: name a folder or a .txt, .jsonl or .parquet file",
+            "nowhere does not exist: name a folder or a .txt, .jsonl, .json or .parquet file",
         ),
     ],
 )
