@@ -21,7 +21,9 @@ def plain_path(text: str) -> str:
     Raises ValueError with what is wrong, to stand after the path, for a URL, or a variable or home that does not exist.
     """
     if _URL.match(text):
-        raise ValueError("is a URL, and only folders and files of this machine (or mounted there) are read and written")
+        raise ValueError(
+            "is a URL, and only folders and files of this machine (or mounted there) are read and written: name one"
+        )
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]

@@ -28,6 +28,10 @@ REFUSED = {
         "checkpoint.safety_copies_every=2 makes copies to go on from, which checkpoint.resume=false refuses: use "
         "checkpoint.resume=true, or checkpoint.safety_copies_every=0"
     ),
+    "log.dir=gs://bucket/run": (
+        "log.dir=gs://bucket/run is a URL, and only folders and files of this machine (or mounted there) are read and "
+        "written: name one"
+    ),
     "log.dir=": "log.dir is empty: name the folder that receives the run",
     "log.trace_step=1": "log.trace_step=1 must be at least 2 (or null)",
     "log.trace_step=[9,3]": (

@@ -60,11 +60,12 @@ def test_they_train(examples: list[str]) -> None:
         "data": {"path": "text.txt", "seq_len": 16},
         "optimizer": {"learning_rate": 0.03, "warmup_steps": 0},
         "train": {"steps": 4, "batch_size": 16, "compute_dtype": "float32", "eval_every": 0, "eval_batches": 1},
-        "log": {"dir": "run", "every": 1, "sample_tokens": 0, "tensorboard": False},
+        "log": {"every": 1, "sample_tokens": 0, "tensorboard": False},
     }
     Path("tiny.yaml").write_text(json.dumps(settings))
-    train(load_config("tiny.yaml", examples))
-    records = map(json.loads, Path("run", "metrics.jsonl").read_text().splitlines())
+    config = load_config("tiny.yaml", examples)
+    train(config)
+    records = map(json.loads, Path(config.log.dir, "metrics.jsonl").read_text().splitlines())
     losses = [record["cross_entropy"] for record in records if "cross_entropy" in record]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

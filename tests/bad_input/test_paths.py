@@ -11,7 +11,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
 from tests.bad_input.cases import Refusal
 
-A_URL = "is a URL, and only folders and files of this machine (or mounted there) are read and written"
+A_URL = "is a URL, and only folders and files of this machine (or mounted there) are read and written: name one"
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
