@@ -25,7 +25,9 @@ def named(setting: str, value: str, own: Mapping[str, Any]) -> Any:
             "name a module of the folder that the command runs in, or an installed one"
         ) from None
     except (Exception, SystemExit) as error:  # of the module itself
-        raise ConfigError(f"{setting}={value}: importing {module_name} ends with {told(error)}: mend it") from error
+        raise ConfigError(
+            f"{setting}={value}: importing {module_name} ends with {first_line_of(error)}: mend it"
+        ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
         cure = f"did you mean {near[0]}?" if near else "use a name that it defines"
@@ -43,11 +45,11 @@ def guarded(part: str, form: str, function: Any) -> Callable[..., Any]:
         except UserError:
             raise
         except Exception as error:
-            raise ConfigError(f"{part} ends with {told(error)}: {form}") from error
+            raise ConfigError(f"{part} ends with {first_line_of(error)}: {form}") from error
 
     return call
 
 
-def told(error: BaseException) -> str:
+def first_line_of(error: BaseException) -> str:
     """What an error of others says first."""
     return f"{type(error).__name__}: {' '.join(str(error).strip().partition(chr(10) * 2)[0].split())[:300]}"

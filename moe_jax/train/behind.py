@@ -64,7 +64,7 @@ class Behind:
                 told = "is put back"
             except ConfigError as error:
                 told = f"cannot be put back: {error}"
-            self._log.alarm(step, f"{folder / 'config.yaml'} was deleted while the run goes on: it {told}")
+            self._log.alarm(step, f"{folder / 'config.yaml'} was deleted during the run: it {told}")
         self._checkpoints.save(step, state, **self._on_host())
 
     def _on_host(self) -> dict[str, Any]:

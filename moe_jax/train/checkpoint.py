@@ -164,9 +164,7 @@ class Checkpoints:
             return
         if missing:
             steps = ", ".join(map(str, missing))
-            self._log.alarm(
-                step, f"checkpoints of steps {steps} in {self._run / FOLDER} were deleted while the run goes on"
-            )
+            self._log.alarm(step, f"checkpoints of steps {steps} in {self._run / FOLDER} were deleted during the run")
         self._close()
         self._manager = self._new_manager()
 

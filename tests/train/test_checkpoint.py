@@ -219,7 +219,7 @@ def test_checkpoints_deleted_meanwhile_are_missed_at_the_next_save(what: str, tm
         checkpoints.save(3, damaged.state_of(3), data={})
     assert newest_checkpoint(run) == 3
     steps = {"one": "1"}.get(what, "1, 2")
-    assert f"checkpoints of steps {steps} in {run}/checkpoints were deleted while the run goes on" in alarms_of(run)
+    assert f"checkpoints of steps {steps} in {run}/checkpoints were deleted during the run" in alarms_of(run)
 
 
 def test_a_folder_that_cannot_be_written_any_more_is_tried_again_at_each_save(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from moe_jax.models.gates import (
 )
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
-from moe_jax.named import guarded, named, told
+from moe_jax.named import first_line_of, guarded, named
 
 GATES: dict[str, Gate] = {
     "softmax": of_biased_logits(softmax.choose),
@@ -65,7 +65,9 @@ def _check(gate: Any, moe: MoE) -> None:
     try:
         found = jax.eval_shape(lambda logit_TE: call(logit_TE, moe), logit_TE)
     except TypeError as error:  # of jax, for what is no array
-        raise ConfigError(f"model.moe.gate={moe.gate} returns what is no array ({told(error)}): {form}") from error
+        raise ConfigError(
+            f"model.moe.gate={moe.gate} returns what is no array ({first_line_of(error)}): {form}"
+        ) from error
     own = jax.eval_shape(lambda logit_TE: softmax.choose(logit_TE, moe), logit_TE)
     if not isinstance(found, Choice):
         raise ConfigError(

@@ -10,7 +10,7 @@ from moe_jax.config import MoE
 from moe_jax.errors import ConfigError
 from moe_jax.models.hooks import bf16, fp8
 from moe_jax.models.hooks.protocol import Around, Hooks
-from moe_jax.named import guarded, named, told
+from moe_jax.named import first_line_of, guarded, named
 
 HOOKS = {"none": Hooks(), "bf16": bf16.HOOKS, "fp8": fp8.HOOKS}
 
@@ -51,7 +51,7 @@ def _traced(part: str, form: str, x: jax.ShapeDtypeStruct, hook: Any) -> jax.Sha
     try:
         found = jax.eval_shape(lambda x: call(x), x)
     except TypeError as error:  # of jax, for what is no array
-        raise ConfigError(f"{part} returns what is no array ({told(error)}): {form}") from error
+        raise ConfigError(f"{part} returns what is no array ({first_line_of(error)}): {form}") from error
     if not isinstance(found, jax.ShapeDtypeStruct):
         raise ConfigError(f"{part} returns {type(found).__name__}: {form}")
     return found
