@@ -18,6 +18,7 @@ from jax._src import distributed  # no public interface has jax's coordination s
 from moe_jax.config import Sections
 from moe_jax.draft import Draft
 from moe_jax.errors import ConfigError
+from moe_jax.foreign_files import read_bytes
 from moe_jax.train.tokens import SPLITS, Tokens, read_meta
 
 # Settings that may differ, as they are about the process's own host. Of all files but copies in memory the content is
@@ -40,6 +41,8 @@ Values = Mapping[str, str]
 
 def check_same_settings(sections: Sections) -> None:
     """Raise ConfigError on all processes unless all have the same settings; all of them call it."""
+    if not _is_one_of_many():
+        return
     values = {name: _text(value) for name, value in _settings(sections).items() if name not in OWN}
     if isinstance(sections, Draft):
         values |= dict.fromkeys(sections.open, "auto")
@@ -114,6 +117,6 @@ def _content(name: str, file: str | None) -> Values:
     if file is None:
         return {name: "null"}
     try:
-        return {name: f"a file with crc32 {zlib.crc32(Path(file).read_bytes()):08x}"}
+        return {name: f"a file with crc32 {zlib.crc32(read_bytes(Path(file))):08x}"}
     except OSError as error:
         return {name: f"a file that cannot be read ({error.strerror})"}

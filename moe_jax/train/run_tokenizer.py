@@ -10,7 +10,7 @@ from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
 from moe_jax.errors import DataError, UserError
 from moe_jax.files import write_atomically, write_together
-from moe_jax.foreign_files import read_text
+from moe_jax.foreign_files import read_bytes, read_text
 from moe_jax.train.tokenizer import of_model
 from moe_jax.train.tokens import Meta, read_meta
 
@@ -30,7 +30,7 @@ def keep_tokenizer(config: Config, run: Path) -> None:
         return
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
     text = json.dumps({name: value for name, value in settings.items() if value}, indent=2) + "\n"
-    found = {TOKENIZER: file.read_bytes(), TOKENIZER_CONFIG: text.encode()}
+    found = {TOKENIZER: read_bytes(file), TOKENIZER_CONFIG: text.encode()}
     write_together({run / name: content for name, content in found.items() if name not in given})
 
 

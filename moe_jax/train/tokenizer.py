@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_jax.errors import DataError
-from moe_jax.foreign_files import check_regular, read_json
+from moe_jax.foreign_files import check_regular, read_bytes, read_json
 from moe_jax.train.long_text import Encoded, encode_long
 from moe_jax.train.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
 
@@ -159,7 +159,7 @@ def same_tokens(one: Path, other: Path) -> bool:
 
     Truncation, padding, decoders, and special tokens, which no text has, may differ. Raises DataError.
     """
-    if one.read_bytes() == other.read_bytes():
+    if read_bytes(one) == read_bytes(other):
         return True
     return _what_encodes(one) == _what_encodes(other)
 
