@@ -109,7 +109,7 @@ def _leave(code: int) -> None:
 
 def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError, AttributeError):  # nobody reads it any more, or it was closed from the start
             stream.flush()
     os._exit(code)
 

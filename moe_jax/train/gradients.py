@@ -90,7 +90,8 @@ def gradients_of(
     earlier, parts_before = _total(own, part_AbN1[:-1])
     last_bN1 = part_AbN1[-1]
     if how.platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
-        last_bN1 = after(last_bN1, parts_before.cross_entropy, how.platform)
+        for gradient in jax.tree.leaves(earlier):
+            last_bN1 = after(last_bN1, gradient, how.platform) if gradient.size else last_bN1
     grads, parts = scheduled(last_bN1, plan=plan, earlier=earlier, when=When(step, count - 1, count))
     return grads, _added(parts_before, parts)
 

@@ -40,9 +40,10 @@ def sample_tokens(
     """
     mesh, length = one_device_mesh(), config.data.seq_len
     params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
-    # the run's own kernels may be none of this device
+    # the run's own kernels may not exist for this device, and its exchange may need more of them
     train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
-    here = dataclasses.replace(config, train=train)
+    exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
+    here = dataclasses.replace(config, train=train, exchange=exchange)
     body = functools.partial(sample, model=config.model, how=Computation.of(here, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Data, Train
+from moe_jax.config import Config, Data, Exchange, Mesh, Train
 from moe_jax.train import sample
 from moe_jax.train.sample import _shown, encode_prompt, sample_text, sample_tokens
 from moe_jax.train.tokenizer import ByteTokenizer, of_model
@@ -53,12 +53,13 @@ def test_windows_draw_from_keys_of_their_own(params):
 
 
 def test_a_model_of_other_devices_is_sampled_here():
-    """Its run's kernels may be some that this device does not have."""
+    """Its run's kernels may be some that this device does not have, and its exchange one between nodes."""
     own = {"grouped_product": "pallas", "attention_kernel": "cudnn", "compute_dtype": "bfloat16"}
     model = dataclasses.replace(CONFIG.model, head_dim=8)
-    there = dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(CONFIG.train, **own))
+    nodes = {"mesh": Mesh(data=1, expert=4), "exchange": Exchange(algorithm="hier_2d", ranks_per_node=2)}
+    there = dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(CONFIG.train, **own), **nodes)
     own |= {"grouped_product": "auto", "attention_kernel": "auto"}
-    here = dataclasses.replace(there, train=dataclasses.replace(there.train, **own))
+    here = dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(there.train, **own))
     prompt, wide = np.array([3], np.int32), first_params(model)
     texts = [sample_tokens(config, wide, prompt, 3, temperature=0, seed=0) for config in (there, here)]
     np.testing.assert_array_equal(*texts)
