@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**26  # of settings and records, which have a few thousand lines at most
+MOST_TOKENIZER = 2**28  # of a tokenizer.json
 MOST_DEPTH = 64  # lists and objects in each other
 _MOST_DIGITS = 308  # a float holds every whole number of as many
 
@@ -24,7 +25,8 @@ def check_regular(path: Path) -> None:
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """What a regular file of at most `most` bytes holds. Raises OSError."""
     with os.fdopen(_open_regular(path), "rb") as file:
-        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # which allocates as much as it is told
+        size = os.fstat(file.fileno()).st_size or most  # 0 of files that a kernel makes when they are read
+        content = file.read(min(size, most) + 1)  # which allocates as much as it is told
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
@@ -53,7 +55,10 @@ def parse_json(content: bytes | str) -> Any:
 
 def _open_regular(path: Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.stat(path).st_mode  # before it is opened: that alone can set off a device
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise _not_regular(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError:  # a NUL byte or a lone surrogate
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     except OSError as error:
@@ -82,6 +87,8 @@ def _whole(digits: str) -> int:
 def _check_depth(found: object) -> None:
     level = [found] if isinstance(found, dict | list) else []
     for _ in range(MOST_DEPTH):
+        if not level:
+            return
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:

@@ -38,7 +38,7 @@ def make_inputs(folder: Path) -> None:
     """Fill an empty folder."""
     (folder / "tiny.yaml").write_text(TINY)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    (folder / "parts.py").write_text(PARTS)
+    (folder / "hostile_parts.py").write_text(PARTS)
     (folder / "exits.py").write_text("import sys\n\nsys.exit(3)\n")
     for kind, files, suffix in (
         ("configs", CONFIGS, ".yaml"),
@@ -156,23 +156,23 @@ TEXTS = {
     "a module that exits": "model.moe.gate=exits:choose",
 }
 MADE = {
-    "a gate with one argument": "model.moe.gate=parts:few",
-    "a gate that returns nothing": "model.moe.gate=parts:nothing",
-    "a gate that returns text": "model.moe.gate=parts:text",
-    "a gate of flat weights": "model.moe.gate=parts:flat",
-    "a gate that asks a tracer": "model.moe.gate=parts:branch",
-    "a gate that fails": "model.moe.gate=parts:fails",
-    "a gate that is a number": "model.moe.gate=parts:NUMBER",
-    "a gate that is not there": "model.moe.gate=parts:nowhere",
-    "hooks without arguments": "model.moe.hooks=parts:NO_ARGUMENTS",
-    "hooks that lose rows": "model.moe.hooks=parts:SHORTER",
-    "hooks that are a number": "model.moe.hooks=parts:NUMBER",
-    "an order that takes one": "model.moe.order=parts:ONE",
-    "an order without a ticket": "model.moe.order=parts:PAIRLESS",
-    "a policy without parts": "schedule.policy=parts:PARTLESS",
-    "a policy of a billion parts": "schedule.policy=parts:TOO_FINE",
-    "a policy without lists": "schedule.policy=parts:LISTLESS",
-    "a policy that fails": "schedule.policy=parts:BROKEN",
+    "a gate with one argument": "model.moe.gate=hostile_parts:few",
+    "a gate that returns nothing": "model.moe.gate=hostile_parts:nothing",
+    "a gate that returns text": "model.moe.gate=hostile_parts:text",
+    "a gate of flat weights": "model.moe.gate=hostile_parts:flat",
+    "a gate that asks a tracer": "model.moe.gate=hostile_parts:branch",
+    "a gate that fails": "model.moe.gate=hostile_parts:fails",
+    "a gate that is a number": "model.moe.gate=hostile_parts:NUMBER",
+    "a gate that is not there": "model.moe.gate=hostile_parts:nowhere",
+    "hooks without arguments": "model.moe.hooks=hostile_parts:NO_ARGUMENTS",
+    "hooks that lose rows": "model.moe.hooks=hostile_parts:SHORTER",
+    "hooks that are a number": "model.moe.hooks=hostile_parts:NUMBER",
+    "an order that takes one": "model.moe.order=hostile_parts:ONE",
+    "an order without a ticket": "model.moe.order=hostile_parts:PAIRLESS",
+    "a policy without parts": "schedule.policy=hostile_parts:PARTLESS",
+    "a policy of a billion parts": "schedule.policy=hostile_parts:TOO_FINE",
+    "a policy without lists": "schedule.policy=hostile_parts:LISTLESS",
+    "a policy that fails": "schedule.policy=hostile_parts:BROKEN",
 }
 FLAGS = {
     "no tokens": "generate --run runs/text_as_loss --tokens 0",

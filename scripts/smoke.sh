@@ -10,9 +10,9 @@ TESTS=(tests/test_smoke.py tests/test_docs.py tests/convert/test_golden.py)
 TESTS+=(tests/train/test_residual_cut.py tests/plan/test_memory.py tests/plan/test_traffic.py)
 
 find_newest() {
-    local candidate
-    for candidate in python3.13 "$HOME"/.pyenv/versions/3.13*/bin/python python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    local candidate pyenv="${HOME-}/.pyenv/versions"
+    for candidate in python3.13 "$pyenv"/3.13*/bin/python python3.12 "$pyenv"/3.12*/bin/python; do
+        if "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
@@ -22,7 +22,8 @@ find_newest() {
 }
 
 python="$(find_newest)"
-if [[ "$(.venv-newest/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]]; then
+if [[ "$(.venv-newest/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]] ||
+    ! grep -qsF "$PWD/.venv-newest" .venv-newest/bin/activate; then # half made, or moved
     "$python" -m venv --clear .venv-newest
 fi
 # shellcheck disable=SC1091

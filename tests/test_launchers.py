@@ -30,7 +30,7 @@ def told(script: str, *words: str, **environ: str) -> list[str]:
     return shlex.split(done.stdout)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS.glob("*.sh"), SCRIPTS / "slurm.sbatch"], ids=lambda p: p.name)
+@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "slurm.sbatch"], ids=lambda p: p.name)
 def test_bash_can_read_it(script: Path) -> None:
     assert bash("-n", str(script)).stderr == ""
 

@@ -10,7 +10,7 @@ from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
 from moe_jax.errors import DataError, UserError
 from moe_jax.files import write_atomically, write_together
-from moe_jax.foreign_files import read_bytes, read_text
+from moe_jax.foreign_files import MOST_TOKENIZER, read_bytes, read_text
 from moe_jax.train.tokenizer import of_model
 from moe_jax.train.tokens import Meta, read_meta
 
@@ -29,8 +29,10 @@ def keep_tokenizer(config: Config, run: Path) -> None:
     if TOKENIZER in given or meta is None or not file.is_file():
         return
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
-    text = json.dumps({name: value for name, value in settings.items() if value}, indent=2) + "\n"
-    found = {TOKENIZER: read_bytes(file), TOKENIZER_CONFIG: text.encode()}
+    text = json.dumps(
+        {name: value for name, value in (settings | _begin(file, meta)).items() if value is not None}, indent=2
+    )
+    found = {TOKENIZER: read_bytes(file, MOST_TOKENIZER), TOKENIZER_CONFIG: f"{text}\n".encode()}
     write_together({run / name: content for name, content in found.items() if name not in given})
 
 
@@ -43,10 +45,10 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     if file is not None:
         return special_tokens(HfConfig(read_json(file), str(file)))
     end: int | None = None
-    if (run / TOKENIZER).is_file():
-        end = of_model(run)[1].end_of_text
-    elif meta := _meta(config):
+    if meta := _meta(config):
         end = meta.end_of_text
+    elif (run / TOKENIZER).is_file():
+        end = of_model(run)[1].end_of_text
     return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
 
 
@@ -58,13 +60,25 @@ def _meta(config: Config) -> Meta | None:
         return None
 
 
+def _begin(tokenizer: Path, meta: Meta) -> dict[str, Any]:
+    """What a tokenizer_config.json says of the token before each text, as the data has it."""
+    begin = meta.begin_of_text or []
+    if len(begin) == 1 and (name := _name_of(tokenizer, begin[0])):
+        return {"bos_token": name, "add_bos_token": True}
+    try:
+        adds = bool(read_json(tokenizer).get("post_processor"))
+    except (UserError, AttributeError):
+        return {}
+    return {"add_bos_token": False} if adds and not begin else {}
+
+
 def _name_of(tokenizer: Path, number: int) -> str | None:
     """Of a token; None: the file does not say."""
     try:
         found = read_json(tokenizer)
-        vocab = found["model"]["vocab"]
-        named = {each["content"]: each["id"] for each in found["added_tokens"]}
-        named |= vocab if isinstance(vocab, dict) else {}  # else with scores, in the order of numbers
-    except (UserError, KeyError, TypeError):
+        vocab = found["model"]["vocab"]  # of names, or with scores in the order of numbers
+        named = vocab if isinstance(vocab, dict) else {name: place for place, (name, _) in enumerate(vocab)}
+        named = named | {each["content"]: each["id"] for each in found["added_tokens"]}
+    except (UserError, KeyError, TypeError, ValueError):
         return None
     return next((name for name, own in named.items() if own == number), None)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_jax.errors import DataError
-from moe_jax.foreign_files import check_regular, read_bytes, read_json
+from moe_jax.foreign_files import MOST_TOKENIZER, check_regular, read_bytes, read_json
 from moe_jax.train.long_text import Encoded, encode_long
 from moe_jax.train.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
 
@@ -159,7 +159,7 @@ def same_tokens(one: Path, other: Path) -> bool:
 
     Truncation, padding, decoders, and special tokens, which no text has, may differ. Raises DataError.
     """
-    if read_bytes(one) == read_bytes(other):
+    if read_bytes(one, MOST_TOKENIZER) == read_bytes(other, MOST_TOKENIZER):
         return True
     return _what_encodes(one) == _what_encodes(other)
 
@@ -196,6 +196,8 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
     file = path / BPE_FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
+    if file.stat().st_size > MOST_TOKENIZER:
+        raise DataError(f"{file} has more than {MOST_TOKENIZER:,} bytes: use another tokenizer")
     if file.with_name(META_FILE).exists():
         meta = read_meta(file.parent)
         check_tokenizer_file(file.parent, meta)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Data
 from moe_jax.errors import DataError
-from moe_jax.foreign_files import check_regular, read_bytes, read_json
+from moe_jax.foreign_files import MOST_TOKENIZER, check_regular, read_bytes, read_json
 from moe_jax.train.token_chunks import AGAIN, CHUNK_BYTES, Chunks
 
 FORMAT = 1  # of a folder; raised when an older reader would misread it
@@ -167,7 +167,7 @@ def check_tokenizer_file(folder: Path, meta: Meta) -> None:
     """Raise DataError if the tokenizer.json of a prepared folder is not the one that its tokens were made with."""
     file = folder / BPE_FILE
     try:
-        found = None if meta.tokenizer_crc32 is None else zlib.crc32(read_bytes(file))
+        found = None if meta.tokenizer_crc32 is None else zlib.crc32(read_bytes(file, MOST_TOKENIZER))
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
     if found != meta.tokenizer_crc32:

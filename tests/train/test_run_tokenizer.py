@@ -15,7 +15,9 @@ from moe_jax.convert.source import ORIGIN
 from moe_jax.train.prepare import prepare_text
 from moe_jax.train.run_tokenizer import keep_tokenizer, special_tokens_of
 from moe_jax.train.tokenizer import of_model
+from moe_jax.train.tokens import read_meta
 from tests.convert.golden import changed
+from tests.train.tokenizer_kinds import KINDS, save
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 60
 NUMBERS = {"bos_token_id": 41, "eos_token_id": [42, 43], "pad_token_id": None}
@@ -101,6 +103,28 @@ def test_a_run_from_scratch_has_the_tokenizer_of_its_data(prepared, tmp_path):
     assert of_model(run)[1].end_of_text == end
     shutil.rmtree(prepared)
     assert special_tokens_of(config, run) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "adds", "begin"), [("llama", False, []), ("byte_level", True, ["<s>"]), ("unigram", None, [])]
+)
+def test_a_run_begins_texts_as_its_data_does(kind, adds, begin, tmp_path):
+    """Whatever the tokenizer's own file says, and with the end of a text in its vocabulary or added to it."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    save(KINDS[kind](), model)
+    settings = {"eos_token": "</s>", "bos_token": "<s>"} | ({} if adds is None else {"add_bos_token": adds})
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "text.txt").write_text(TEXT)
+    prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=model)
+    run.mkdir()
+    config = Config(data=Data(path=str(tmp_path / "tokens")))
+    keep_tokenizer(config, run)
+    meta, number = read_meta(tmp_path / "tokens"), of_model(model)[1].number_of
+    shutil.rmtree(tmp_path / "tokens")
+    own = of_model(run)[1]
+    assert own.begin_of_text == list(meta.begin_of_text) == [number(name) for name in begin]
+    assert own.end_of_text == meta.end_of_text == number("</s>")
+    assert special_tokens_of(config, run)["eos_token_id"] == meta.end_of_text
 
 
 def test_bytes_have_an_end_of_text_only_if_they_were_prepared(tmp_path):

@@ -68,7 +68,9 @@ def _guarded(name: str, order: Order) -> Order:
         if not isinstance(found, tuple) or len(found) != len(("sent", "ticket")):
             raise ConfigError(f"{part}: order returns {type(found).__name__}: return what is sent and a ticket")
         sent, ticket = found
-        rows = [leaf for leaf in jax.tree.leaves(sent) if leaf.ndim > 1 and leaf.shape[-1] == x_TD.shape[-1]]
+        rows = [
+            leaf for leaf in jax.tree.leaves(sent) if getattr(leaf, "ndim", 0) > 1 and leaf.shape[-1] == x_TD.shape[-1]
+        ]
         if len(rows) == 1:
             back = jax.eval_shape(call("inverse"), rows[0], ticket)
             if getattr(back, "shape", None) != x_TD.shape:
@@ -83,7 +85,7 @@ def _guarded(name: str, order: Order) -> Order:
         shape, rows = getattr(found, "shape", None), [leaf.shape for leaf in jax.tree.leaves(received)]
         if shape not in rows:
             raise ConfigError(
-                f"{part}: experts returns {shape or type(found).__name__} for received rows {rows[0]}: return outputs "
+                f"{part}: experts returns {shape or type(found).__name__} for received rows {rows[0] if rows else 'none'}: return outputs "
                 "of the same shape"
             )
         return found
