@@ -84,9 +84,10 @@ def _guarded(name: str, order: Order) -> Order:
         found = call("experts")(params, received, *rest)
         shape, rows = getattr(found, "shape", None), [leaf.shape for leaf in jax.tree.leaves(received)]
         if shape not in rows:
+            wanted = rows[0] if rows else "none"
             raise ConfigError(
-                f"{part}: experts returns {shape or type(found).__name__} for received rows {rows[0] if rows else 'none'}: return outputs "
-                "of the same shape"
+                f"{part}: experts returns {shape or type(found).__name__} for received rows {wanted}: return outputs of "
+                "the same shape"
             )
         return found
 
