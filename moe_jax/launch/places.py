@@ -60,7 +60,8 @@ class Places:
 def settings_of_fewer(command: Sequence[str], used: int, of: int) -> list[str]:
     """Settings with which a training of `of` processes goes on in `used` of them: the planner cuts it anew."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config")
+    for name in ("--config", "--join-timeout", "--distributed"):  # what stands after these is no setting
+        parser.add_argument(name)
     parser.add_argument("settings", nargs="*")
     arguments, _ = parser.parse_known_intermixed_args(command)
     if arguments.config is None or used == of:

@@ -75,7 +75,8 @@ def found_devices() -> list[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plug-in
         said = str(error).strip().partition("\n")[0]
-        if said and not said.startswith("Unable to initialize backend"):  # another process is lost
+        is_one_of_many = jax.distributed.is_initialized()  # a launcher tries again, or goes on without this one
+        if is_one_of_many or (said and not said.startswith("Unable to initialize backend")):
             raise
         reason = said.partition(": ")[2].partition(" (set JAX_PLATFORMS")[0] or "it has no plug-in for them"
         asked: str = jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -43,11 +43,16 @@ def check_same_settings(sections: Sections) -> None:
     """Raise ConfigError on all processes unless all have the same settings; all of them call it."""
     if not _is_one_of_many():
         return
-    values = {name: _text(value) for name, value in _settings(sections).items() if name not in OWN}
+    values = shared_settings(sections)
     if isinstance(sections, Draft):
         values |= dict.fromkeys(sections.open, "auto")
     values |= _content("schedule.task_times", sections.schedule.task_times)
     _check_same(values, "give all processes the same config and settings")
+
+
+def shared_settings(sections: Sections) -> dict[str, str]:
+    """Those that all processes of a run have alike, as texts."""
+    return {name: _text(value) for name, value in _settings(sections).items() if name not in OWN}
 
 
 def check_same_data(tokens: Tokens) -> None:

@@ -62,7 +62,7 @@ class Behind:
             try:
                 write_start(self._run, self._fingerprint)
                 told = "is put back"
-            except ConfigError as error:
+            except (ConfigError, ValueError) as error:
                 told = f"cannot be put back: {error}"
             self._log.alarm(step, f"{folder / 'config.yaml'} was deleted during the run: it {told}")
         self._checkpoints.save(step, state, **self._on_host())

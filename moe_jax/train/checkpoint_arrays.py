@@ -44,9 +44,11 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
     if any(allgather(found is None)):
         raise DamagedError(problem or "another process cannot read it")
     digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
-    for name, leaf in leaves_of(found, digests).items():
-        if leaf.digest != record.leaves[name].digest:
-            raise DamagedError(f"{name} is not what was saved: its digest differs")
+    leaves = leaves_of(found, digests)
+    wrong = next((name for name, leaf in leaves.items() if leaf.digest != record.leaves[name].digest), None)
+    if any(allgather(wrong is not None)):
+        own = f"{wrong} is not what was saved: its digest differs"
+        raise DamagedError(own if wrong else "another process cannot read it")
     return found
 
 

@@ -20,7 +20,7 @@ from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 from moe_jax.schedule.grad_chunks import Chunk
 from moe_jax.train.emit import reductions_of
-from moe_jax.train.processes import is_main_process, read_alike
+from moe_jax.train.processes import from_process, is_main_process
 
 _SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
 _CHUNKS = [2 ** (-i / 3) for i in range(19)]  # of the largest chunk: to a 64th, up to three for each halving
@@ -63,7 +63,7 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
         return None
     file = Path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
     key = _key(config, mesh)
-    found = read_alike(lambda: _found(config.tune.cache, file, key), f"what was tuned before, {file},")
+    found = _agreed_found(config.tune.cache, file, key)
     given = tuple(_OWN[name](config, mesh) for name in over)
     own = given if found is None else _as_found(found, over, given, file)
     options = [_options(name, config, mesh, *values) for name, *values in zip(over, given, own, strict=True)]
@@ -83,6 +83,20 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
         file=file,
         key=key,
     )
+
+
+def _agreed_found(cache: str | None, file: Path, key: dict[str, Any]) -> Tuned | None:
+    """What process 0 finds, which alone writes such files. Raises ConfigError."""
+    found, problem = None, ""
+    if is_main_process():
+        try:
+            found = _found(cache, file, key)
+        except ConfigError as error:
+            problem = str(error)
+    problem, values = from_process(0, (problem, found and list(found)))
+    if problem:
+        raise ConfigError(problem)
+    return values and Tuned(*values)
 
 
 def _found(cache: str | None, file: Path, key: dict[str, Any]) -> Tuned | None:

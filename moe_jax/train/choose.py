@@ -1,6 +1,7 @@
 """What a config leaves open: as the run's checkpoints have it, or planned for the devices at hand."""
 
 import dataclasses
+import json
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +10,13 @@ import jax
 
 from moe_jax.config import Config
 from moe_jax.config_checks import setting
-from moe_jax.config_files import load_config, to_yaml
+from moe_jax.config_files import load_config
 from moe_jax.draft import Draft, sections_of
 from moe_jax.errors import ConfigError, MeshError, UserError
 from moe_jax.parallel.mesh import mesh_sizes
 from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
 from moe_jax.plan.planner import plan
-from moe_jax.train.alike import check_same_settings
+from moe_jax.train.alike import check_same_settings, shared_settings
 from moe_jax.train.newest import agreed_newest
 from moe_jax.train.processes import allgather
 
@@ -37,7 +38,7 @@ def choose(draft: Draft) -> Chosen:
     cluster = run_cluster(draft.plan.cluster)
     saved = _saved(draft)
     config = saved or plan(draft, cluster).config
-    if len(set(allgather(zlib.crc32(to_yaml(config).encode())))) > 1:
+    if len(set(allgather(zlib.crc32(json.dumps(shared_settings(config)).encode())))) > 1:
         raise ConfigError(
             f"{max(draft.open)}=auto became something else on other processes: give them the same config, "
             "plan.cluster and log.dir"

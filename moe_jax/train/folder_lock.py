@@ -19,6 +19,7 @@ from typing import IO, Self, final
 
 from moe_jax.errors import ConfigError
 from moe_jax.files import folders_above
+from moe_jax.train.progress import is_supervised
 
 FILE_NAME = "lock"
 LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with what a launcher's workers on all hosts have in common
@@ -101,12 +102,14 @@ class FolderLock:
                     if holder is not None:
                         print(f"log.dir={self._folder}: {holder}, which trained there, is gone: taken over", flush=True)
                     return
-            if (is_here and silent_s > _ENDING_S) or (not is_here and beats not in (-1, holder.beats)):
+            # a launcher may have been killed alone, and started again while its processes still end
+            ending_s = SILENCE_S if is_supervised() else _ENDING_S
+            if (is_here and silent_s > ending_s) or (not is_here and beats not in (-1, holder.beats)):
                 raise ConfigError(
                     f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: "
                     "wait for its end, or use another log.dir"
                 )
-            if not is_here and not told:
+            if not told and (not is_here or silent_s > _ENDING_S):
                 told, beats = True, holder.beats
                 print(
                     f"log.dir={self._folder} was in use by {holder}: waiting at most {SILENCE_S} s for a sign of life",
@@ -194,6 +197,9 @@ def _lives(holder: Holder) -> bool:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        if not _stat(holder.pid):  # of another user, and hidden
+            return True
     except (OSError, OverflowError):
         pass
     fields = _stat(holder.pid)

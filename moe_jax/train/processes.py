@@ -146,7 +146,8 @@ def initialize(
         _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
         _join_cluster(options.join_timeout_s)
-    found_devices()
+    if not jax.distributed.is_initialized():  # else settings are compared first
+        found_devices()
 
 
 def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:

@@ -25,6 +25,8 @@ def keep_tokenizer(config: Config, run: Path) -> None:
         write_atomically(run / ORIGIN, read_text(origin))
         copy_with_model(origin.parent, run)
         given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
+    elif config.train.init_from is not None and (run / ORIGIN).exists():  # kept before; what it came from is gone
+        given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
     meta, file = _meta(config), Path(config.data.path) / TOKENIZER
     if TOKENIZER in given or meta is None or not file.is_file():
         return

@@ -50,7 +50,7 @@ class Safety:
             return
         self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_copies_dir)
         self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
-        self._about = about(run)
+        self._about = from_process(0, about(run))  # one record for all nodes, whose own settings may differ
         self._programs = _programs(self._plan, run.trainer.state_shapes)
 
     @contextmanager

@@ -75,9 +75,11 @@ class Tuning:
         with self._meter.paused():  # processes must not talk while a step does
             if compiling is not None:
                 self._look(step, compiling)
-            elif measured:
-                median = statistics.median(measured)
-                self._use(step, self._agreed(self._decider.measured(step, median) if is_main_process() else 0))
+            else:  # on all processes: some may have heard of no step in time
+                wanted = self._wanted
+                if measured and is_main_process():
+                    wanted = self._decider.measured(step, statistics.median(measured))
+                self._use(step, self._agreed(wanted))
 
     def finish(self) -> None:
         """Say so if the run ends in the middle of a search."""

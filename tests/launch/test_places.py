@@ -27,6 +27,8 @@ def test_fewer_processes_have_fewer_devices_and_a_mesh_that_the_planner_chooses(
     command = ["--config", str(config), "mesh.cpu_devices=8", "train.steps=5"]
     assert settings_of_fewer(command, 4, of=4) == []
     assert settings_of_fewer(command, 3, of=4) == ["mesh.data=auto", "mesh.expert=auto", "mesh.cpu_devices=6"]
+    fewer = settings_of_fewer([*command, "--join-timeout", "60"], 3, of=4)
+    assert fewer == settings_of_fewer(command, 3, of=4), "60 is no setting"
     assert settings_of_fewer(["--quick"], 3, of=4) == [], "of another module than training"
 
 

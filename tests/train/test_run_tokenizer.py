@@ -146,6 +146,9 @@ def test_a_model_that_came_without_a_tokenizer_gets_that_of_the_data(prepared, t
     keep_tokenizer(config, run)
     assert (run / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
     assert (run / "tokenizer_config.json").read_text() == '{"chat_template": "mine"}'
+    shutil.rmtree(model)
+    keep_tokenizer(config, run)  # as a run that resumes does
+    assert (run / "tokenizer_config.json").read_text() == '{"chat_template": "mine"}'
     assert special_tokens_of(config, run) == NUMBERS
     own = dataclasses.replace(config, data=Data(path=str(tmp_path / "text.txt")))
     assert special_tokens_of(own, run) == NUMBERS

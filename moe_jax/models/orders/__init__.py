@@ -86,8 +86,8 @@ def _guarded(name: str, order: Order) -> Order:
         if shape not in rows:
             wanted = rows[0] if rows else "none"
             raise ConfigError(
-                f"{part}: experts returns {shape or type(found).__name__} for received rows {wanted}: return outputs of "
-                "the same shape"
+                f"{part}: experts returns {shape or type(found).__name__} for received rows {wanted}: return outputs "
+                "of the same shape"
             )
         return found
 
