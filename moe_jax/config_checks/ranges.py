@@ -121,7 +121,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.safety_copies_every": Range(0, _ANY),
     "tune.samples": Range(2, _PARTS),
     "tune.iterations": Range(1, _ANY),
-    "tune.band": Range(0, _LARGE, above=True),
+    "tune.band": Range(0, 1e12, above=True),
     "tune.patience": Range(1, _ANY),
     "migration.every": Range(1, _ANY),
     "migration.threshold": Range(1, _LARGE),
