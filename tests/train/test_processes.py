@@ -12,6 +12,7 @@ from contextlib import closing
 import jax
 import pytest
 
+from moe_jax.errors import UserError
 from moe_jax.launch.supervisor import reserved_port
 from moe_jax.train import processes
 from moe_jax.train.processes import ClusterManager, ProcessError, Processes, find_cluster, initialize
@@ -70,7 +71,7 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     ],
 )
 def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], told: str) -> None:
-    with pytest.raises(ProcessError, match=told) as refusal:
+    with pytest.raises(UserError, match=told) as refusal:
         parse(*flags)
     assert "\n" not in str(refusal.value)
 
