@@ -25,7 +25,8 @@ _stages = result("pipeline_box")["variants"]
 _tensor = {ranks: result("tensor_box")["forms"][f"{ranks} tensor ranks"]["o1"] for ranks in (2, 4)}
 _search = result("tuned_box")["replay"]["search"]["within_2_percent"]
 _faults, _kills = result("chaos"), result("chaos_kill_stop")
-_refused = result("refusals")["cases"].values()
+_refused = result("refusals")["summary"]
+_poked = result("chaos_poked")
 _lost, _moved, _moved_box, _copies = (result(name) for name in ("node_loss", "migration", "migration_box", "replicas"))
 _product = result("grouped_product")["S=2048 L=32 D=256 F=512"]
 _compiling, _long = result("compile_time"), result("long_sequence")
@@ -73,11 +74,8 @@ ON_CPUS = {
         f"{len(_kills['faults'])} {_kills['steps']:,} "
         f"{max(kind['steps_lost']['largest'] for kind in _kills['by_kind'].values())} {_kills['checkpoint_every']}"
     ),
-    "a damaged data file": (
-        f"{max(code for case in _refused for code in case['exit_codes'])} "
-        f"{min(case['seconds']['first_quartile'] for case in _refused):.1f} "
-        f"{max(case['seconds']['largest'] for case in _refused):.1f}"
-    ),
+    "hostile inputs": f"{_refused['one_line_and_exit_code_2_in_time']} 2 {_refused['seconds']['largest']:.1f}",
+    "20 kills, each after strangers": f"{_poked['by_kind']['kill']['faults']} {_poked['steps']:,}",
     "one of 4 processes lost": f"{_lost['processes']} {max(_lost['steps_lost_with_one_node'])}",
     "64 experts on 8 ranks": (
         f"64 8 {_largest(_moved['rank_load_max_over_mean'], slice(2)):.1f} "
