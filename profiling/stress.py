@@ -3,8 +3,8 @@
 Trains every committed config, narrowed, 30 steps by the real command, with policies, exchanges and meshes of simulated
 devices such that every two of these settings meet: three times each, the second time while two other processes keep the
 cores busy. Programs are compiled the first time. Losses of all steps must be the same, bit for bit. CASES: only so
-many, spread over all. Writes results/stress.json; exit code 1 if a run failed or was different. Takes about two hours on
-two cores.
+many, spread over all. Writes results/stress.json; exit code 1 if a run failed or was different. Takes about two hours
+on two cores.
 """
 
 import math
