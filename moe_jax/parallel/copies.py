@@ -10,12 +10,16 @@ from jaxtyping import Array, Int
 
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.migrate import Leaves, put, taken
+from moe_jax.parallel.ordering import after
 
 
-def sum_copies(leaves: Leaves, expert_RS: Int[Array, "R S"], experts: int, axis: Axes) -> Leaves:
+def sum_copies(
+    leaves: Leaves, expert_RS: Int[Array, "R S"], experts: int, axis: Axes, platform: str, others: Leaves
+) -> Leaves:
     """Gradients [R, L, …] of stacked experts with those of an expert's copies added up, the same bits in each.
 
-    One expert that has copies after another, so nothing is sent where none has. A rank has no two of the same.
+    One expert that has copies after another, so nothing is sent where none has. A rank has no two of the same. On CPU
+    the loop begins after `others` exist, whose sums would run concurrently with its own: see `measure/races.py`.
     """
     rows, slots = expert_RS.shape
     held = slots // jax.lax.axis_size(axis)
@@ -34,4 +38,8 @@ def sum_copies(leaves: Leaves, expert_RS: Int[Array, "R S"], experts: int, axis:
         return put(leaves, row, slot, jnp.where(is_here, total, own))
 
     with jax.named_scope("sum_copies"):
-        return jax.lax.fori_loop(0, jnp.sum(has_copies_RE), sum_one, leaves)
+        count = jnp.sum(has_copies_RE)
+        if platform == "cpu":
+            for other in others:
+                count = after(count, other, platform) if other.size else count
+        return jax.lax.fori_loop(0, count, sum_one, leaves)

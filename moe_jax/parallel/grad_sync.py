@@ -57,11 +57,12 @@ def global_norm(
         square = _square(grad.astype(jnp.float32), of_experts)
         same = squares.setdefault(axes, {})
         same[square.shape] = same[square.shape] + square if square.shape in same else square
+    some = sum((part.ravel()[0] for same in squares.values() for part in same.values()), start=jnp.float32(0))
     total = sum(map(jnp.sum, squares.pop((), {}).values()), start=jnp.float32(0))
     with jax.named_scope("grad_norm"):
         for axes, parts in squares.items():
             own = jnp.concatenate([part.ravel() for part in parts.values()])
-            total += jax.lax.psum(after(own, total, platform) if platform == "cpu" else own, axes).sum()
+            total += jax.lax.psum(after(own, some + total, platform) if platform == "cpu" else own, axes).sum()
     return jnp.sqrt(total)
 
 

@@ -116,15 +116,16 @@ def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
     return jnp.where(is_first_RS, slot_RE, experts + slots)
 
 
-def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: Axes) -> Any:
+def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: Axes, platform: str) -> Any:
     """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`."""
     leaves = jax.tree.leaves_with_path(grads)
     groups = {group for path, _ in leaves if (group := expert_group(path)) is not None}
     new: dict[Any, jax.Array] = {}
     for group in sorted(groups):
         paths, of_group = zip(*((path, leaf) for path, leaf in leaves if expert_group(path) == group), strict=True)
+        others = [new.get(path, leaf) for path, leaf in leaves if path not in paths]
         expert_RS = _own_rows(expert_MS, group, stages)
-        summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis)
+        summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others)
         new |= dict(zip(paths, summed, strict=True))
     return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
 

@@ -230,7 +230,7 @@ class _DeviceStep:
             seen, token_BN1, config, how, self._tokens, self.specs, self.cuts, self.plan, state["step"], slot_ME
         )
         if config.replicas and slot_ME is not None:
-            grads = with_copies_summed(grads, slot_ME, stages, how.expert_axis)
+            grads = with_copies_summed(grads, slot_ME, stages, how.expert_axis, how.platform)
         here = experts_here(self.dims, slot_ME, stages, how.expert_axis)
         norm = global_norm(grads, self.own_specs, how.platform, here)
         if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come

@@ -140,7 +140,7 @@ def others(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, A
         "lane": lanes[0],
         "rows": ragged.from_lanes(*lanes, one_PE, ranks, axes, "cpu"),
         "migrated": migrate([expert_11L1], trips, axes)[0],
-        "copies": sum_copies([expert_11L1], copied(ranks), HELD * ranks - 1, axes)[0],
+        "copies": sum_copies([expert_11L1], copied(ranks), HELD * ranks - 1, axes, "cpu", [])[0],
     }
 
 

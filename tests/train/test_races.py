@@ -45,6 +45,9 @@ FACTORS = {
 CASES = all_pairs(PLACES, FACTORS)
 PIPELINED = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4"
 RAGGED = "mesh.data=2 mesh.expert=2 exchange.algorithm=ragged schedule.policy=unified"
+MIGRATION = "migration.enabled=true migration.payback_steps=null"
+COPIES = "migration.replicas=2 model.moe.capacity_factor=null"
+TWO_STACKS = "model.num_layers=4 model.moe.every=2 model.moe.first_dense_blocks=1"
 OTHERS = {
     "ragged": f"{RAGGED} schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=chunked",
     "ragged, parts": f"{RAGGED} schedule.microbatches=2 train.grad_accumulation=2 optimizer.zero=1",
@@ -53,7 +56,12 @@ OTHERS = {
     "pipeline": f"{PIPELINED} schedule.pipeline=1f1b",
     "zero bubble": f"{PIPELINED} schedule.pipeline=zero_bubble schedule.policy=unified schedule.microbatches=2",
     "co-scheduled": f"{PIPELINED} schedule.pipeline=coscheduled_split",
-    "replicas": "mesh.data=1 mesh.expert=4 migration.enabled=true migration.payback_steps=null",
+    "migration": f"mesh.data=1 mesh.expert=4 {MIGRATION}",
+    "copies": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES}",
+    "copies of two stacks": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS}",
+    "copies, parts, cut": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS} "
+    "schedule.policy=unified schedule.microbatches=2 schedule.grad_reduce=end train.grad_accumulation=2",
+    "copies, pipeline": f"{PIPELINED} {MIGRATION} {COPIES} schedule.pipeline=zero_bubble",
 }
 
 
