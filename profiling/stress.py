@@ -1,12 +1,13 @@
 """Does any run crash, or come out otherwise the next time? python profiling/stress.py [CASES]
 
 Trains every committed config, narrowed, 30 steps by the real command, with policies, exchanges and meshes of simulated
-devices such that every two of these settings meet: three times each, the second time while two other processes keep the
-cores busy. Programs are compiled the first time. Losses of all steps must be the same, bit for bit. CASES: only so
-many, spread over all. Writes results/stress.json; exit code 1 if a run failed or was different. Takes about two hours
-on two cores.
+devices such that every two of these settings meet: three times each, the second time with six runs on two cores at
+once. Programs are compiled the first time. Losses of all steps must be the same, bit for bit. CASES: only so many,
+spread over all. Writes results/stress.json; exit code 1 if a run failed or was different. Takes an hour and more on two
+cores.
 """
 
+import functools
 import math
 import os
 import subprocess
@@ -14,9 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.pairwise import all_pairs  # noqa: E402
 
-STEPS, TIMES, LIMIT_S = 30, 3, 600
+STEPS, LIMIT_S = 30, 600
+AT_ONCE = (2, 6, 2)  # runs, the first, the second and the third time
+GROUP = 12  # cases whose programs are kept at a time
 TEXT = "configs/text/shakespeare.txt"
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
 POLICIES = [
@@ -61,10 +62,19 @@ class Found:
     """What became of the runs of a case."""
 
     settings: list[str]
+    folder: str
     refused: str = ""
     failures: list[str] = field(default_factory=list)
-    runs: int = 0
-    is_same: bool = True
+    losses: list[list[float]] = field(default_factory=list)  # of each run that ended well
+
+    @property
+    def runs(self) -> int:
+        return len(self.losses) + len(self.failures)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all runs that ended well have the same losses, of all steps."""
+        return all(each == self.losses[0] and len(each) == STEPS for each in self.losses)
 
 
 def main() -> None:
@@ -73,13 +83,15 @@ def main() -> None:
     wanted = count_argument("CASES", len(cases), __doc__)
     cases = cases[:: max(1, len(cases) // wanted)][:wanted]
     began, all_found = time.monotonic(), []
-    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory() as folder:
-        for number, found in enumerate(pool.map(lambda case: _try(case, Path(folder)), cases), start=1):
-            all_found.append(found)
-            outcome = found.refused or "; ".join(found.failures) or ("same" if found.is_same else "DIFFERENT")
-            print(f"{number}/{len(cases)} {' '.join(found.settings)}: {outcome}", flush=True)
+    for first in range(0, len(cases), GROUP):
+        all_found += _try(cases[first : first + GROUP])
+        print(f"{len(all_found)}/{len(cases)} cases, {(time.monotonic() - began) / 60:.0f} min", flush=True)
     ran = [found for found in all_found if not found.refused]
-    wrong = [vars(found) for found in ran if found.failures or not found.is_same]
+    wrong = [
+        {"settings": found.settings, "failures": found.failures, "is_same": found.is_same}
+        for found in ran
+        if found.failures or not found.is_same
+    ]
     values: dict[str, Any] = {
         "cases": len(ran),
         "runs": sum(found.runs for found in ran),
@@ -133,30 +145,40 @@ def narrowed(config: Config) -> list[str]:
     return [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
 
 
-def _try(case: dict[str, Any], folder: Path) -> Found:
-    """Three runs of a case."""
-    settings = " ".join(value for name, value in case.items() if name != "config").split()
-    found = Found([case["config"], *settings])
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = [sys.executable, "-m", "moe_jax.train", "--config", case["config"]]
-        command += [*narrowed(load_config(ROOT / case["config"])), f"train.steps={STEPS}", "train.eval_every=0"]
-        command += ["train.eval_batches=1", "checkpoint.every=0", "log.every=1", "log.tensorboard=false"]
-        command += ["log.sample_tokens=0", *settings]
-        losses = []
-        for number in range(TIMES):
-            log = Path(own) / str(number)
-            with _busy_cores() if number == 1 else _nothing():
-                ended = _run([*command, f"log.dir={log}"], own)
-            if ended.returncode == EXIT_BAD_INPUT and not number:
-                found.refused = ended.stderr.strip().splitlines()[-1]
-                return found
-            found.runs += 1
-            if ended.returncode:
-                found.failures.append(f"exit code {ended.returncode}: {ended.stderr.strip()[-300:]}")
-                continue
-            losses.append([record["loss"] for record in read_metrics(log) if "loss" in record])
-        found.is_same = all(each == losses[0] and len(each) == STEPS for each in losses)
-    return found
+def _try(cases: list[dict[str, Any]]) -> list[Found]:
+    """Three runs of each of these cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        all_found = [
+            Found([case["config"], *(" ".join(value for name, value in case.items() if name != "config").split())], own)
+            for number, case in enumerate(cases)
+            for own in [f"{folder}/{number}"]
+        ]
+        for number, at_once in enumerate(AT_ONCE):
+            with ThreadPoolExecutor(at_once) as pool:
+                list(pool.map(functools.partial(_again, number), all_found))
+    for found in all_found:
+        outcome = found.refused or "; ".join(found.failures) or ("same" if found.is_same else "DIFFERENT")
+        print(f"{' '.join(found.settings)}: {outcome}", flush=True)
+    return all_found
+
+
+def _again(number: int, found: Found) -> None:
+    """One more run of a case."""
+    if found.refused:
+        return
+    config, *settings = found.settings
+    log = f"{found.folder}/{number}"
+    command = [sys.executable, "-m", "moe_jax.train", "--config", config]
+    command += [*narrowed(load_config(ROOT / config)), f"train.steps={STEPS}", "train.eval_every=0"]
+    command += ["train.eval_batches=1", "checkpoint.every=0", "log.every=1", "log.tensorboard=false"]
+    command += ["log.sample_tokens=0", *settings]
+    ended = _run([*command, f"log.dir={log}"], found.folder)
+    if ended.returncode == EXIT_BAD_INPUT and not number:
+        found.refused = ended.stderr.strip().splitlines()[-1]
+    elif ended.returncode:
+        found.failures.append(f"exit code {ended.returncode}: {ended.stderr.strip()[-300:]}")
+    else:
+        found.losses.append([record["loss"] for record in read_metrics(Path(log)) if "loss" in record])
 
 
 def _run(command: list[str], programs: str) -> subprocess.CompletedProcess[str]:
@@ -165,22 +187,6 @@ def _run(command: list[str], programs: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, -1, "", f"no end after {LIMIT_S} s")
-
-
-@contextmanager
-def _busy_cores() -> Iterator[None]:
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 if __name__ == "__main__":
