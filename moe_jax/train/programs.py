@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Compiled, Lowered
 
@@ -45,11 +46,19 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
         except Exception:  # a damaged file ends in any way
             path.unlink(missing_ok=True)
+    _stop_jaxs_cache()
     program = _checked(source.compile())
     # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
+
+
+def _stop_jaxs_cache() -> None:
+    """For this process. XLA:CPU writes a program that came from that cache without its functions: nobody can run it."""
+    if jax.default_backend() == "cpu" and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it looks at the setting once
 
 
 def _checked(program: Compiled) -> Compiled:

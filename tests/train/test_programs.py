@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -53,6 +54,26 @@ def test_a_program_is_compiled_once_and_loaded_afterwards(tmp_path: Path, monkey
     assert state["weight"].is_deleted(), "donated"
     np.testing.assert_array_equal(first["weight"], np.arange(8) + 28)
     np.testing.assert_array_equal(again["weight"], first["weight"])
+
+
+def test_a_program_that_came_from_jaxs_cache_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several fusions, whose functions XLA:CPU leaves out when it writes what it has loaded."""
+
+    def lowered() -> Lowered:
+        def product(x: jax.Array) -> jax.Array:
+            for _ in range(3):
+                x = jnp.concatenate([jnp.sin(x @ x.T) @ x, jnp.cos(x)], axis=1)[:, :8].cumsum(axis=0)
+            return x
+
+        return jax.jit(product).lower(x)
+
+    everywhere = NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    x = jax.device_put(np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), everywhere)
+    expected = lowered().compile()(x)  # into jax's cache
+    monkeypatch.setenv(PROGRAMS, str(tmp_path))
+    for _ in range(2):  # compiled, and loaded
+        np.testing.assert_array_equal(compiled(lowered())(x), expected)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
