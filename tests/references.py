@@ -275,10 +275,24 @@ def block_params(params, model: Model):
 
 
 def objective(
-    params, token_BN1, model: Model, sources: int, buffer=None, tensor: int = 1, context: int = 1, seed_and_step=None
+    params,
+    token_BN1,
+    model: Model,
+    sources: int,
+    buffer=None,
+    tensor: int = 1,
+    context: int = 1,
+    seed_and_step=None,
+    sequence_B=None,
 ):
-    """The loss of the whole batch, and its parts and what the routers counted by name."""
+    """The loss of a whole batch, and its parts and what the routers counted by name.
+
+    `sequence_B`: which sequences of the step they are, if not all, in order.
+    """
     id_T = np.ravel(token_BN1[:, :-1])
+    sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
+    length = token_BN1.shape[1] - 1
+    place_T = (sequence_B[:, None] * length + np.arange(length)).ravel()
     x = params["embedding"][token_BN1[:, :-1]]
     choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
@@ -289,7 +303,7 @@ def objective(
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
-            *(Draws(id_T, np.arange(len(id_T)), block, seed_and_step), buffer, tensor, context),
+            *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context),
         )
         x = x + y.reshape(x.shape)
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]

@@ -5,14 +5,12 @@ import dataclasses
 import pytest
 
 from moe_jax.config import Attention, Latent, RopeScaling
-from moe_jax.train.emit import make_plan
 from tests.small import small_config
-from tests.train.gradients import assert_equals_reference, mesh_of
+from tests.train.gradients import assert_equals_reference
 from tests.train.test_tensor_axis import SCHEDULES
 
 LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 FORMS: dict[str, dict] = {
-    "latents": {"latent": LATENT, "num_kv_heads": None},
     "latents-sinks-window": {
         "latent": dataclasses.replace(LATENT, q_lora_rank=None),
         "num_kv_heads": None,
@@ -41,22 +39,16 @@ MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts":
 
 @pytest.mark.parametrize(
     ("form", "schedule"),
-    [*((form, "unified") for form in FORMS), ("latents-sinks-window", None), ("sinks-and-biases", None)],
+    [
+        ("latents-sinks-window", "unified"),
+        ("windows-and-no-rope-and-norm-over-projections", None),
+        ("scaled-rotary-latents", None),
+        ("sinks-and-biases", "unified"),
+    ],
 )
 def test_loss_and_gradients_equal_the_reference(form, schedule):
     """With heads cut over tensor ranks, and all else that a mesh cuts."""
     model = {"num_heads": 4, "num_kv_heads": 2} | FORMS[form]
     moe = {"num_experts": 4, "batch_size": 4} | MOE.get(form, {})
     config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), **moe)
-    assert_equals_reference(config)
-
-
-def test_turns_of_a_loop_know_their_blocks():
-    """Windows in every other block with experts in all: a period of two blocks, three times."""
-    attention = Attention(window=3, full_every=2)
-    model = {"num_layers": 6, "attention": attention}
-    config = small_config(
-        1, 2, model=model, schedule=SCHEDULES["unified"], every=1, num_experts=2, batch_size=4, seq_len=8
-    )
-    assert make_plan(config, mesh_of(config)).looped
     assert_equals_reference(config)

@@ -67,18 +67,8 @@ STEP_FORMS = {
 }
 
 
-LOSSES: dict[str, Config] = {
-    f"{loss}, {name}": config_of(
-        1, 2, load_balance=loss, load_balance_weight=0.5, batch_size=4, model={"num_layers": layers}, **cut, **schedule
-    )
-    for loss, layers, cut in (("pooled", 3, {}), ("sequence", 2, {"tensor": 2, "context": 2}))
-    for name, schedule in (("autodiff", {}), ("scheduled", {"schedule": UNIFIED}))
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_load_balance_loss_and_its_gradients_are_those_of_the_slow_twin(name):
-    assert_equals_reference(LOSSES[name])
+def test_each_turn_of_a_loop_has_the_shares_of_its_own_block():
+    assert_equals_reference(config_of(1, 2, load_balance_weight=0.5, batch_size=4, schedule=UNIFIED))
 
 
 @pytest.mark.parametrize("name", STEP_FORMS)

@@ -19,57 +19,18 @@ def context_config(context: int, expert: int = 1, data: int = 1, **settings):
 
 
 @pytest.mark.parametrize(
-    ("context", "expert", "data", "settings"),
+    ("context", "settings"),
     [
-        (2, 2, 2, {}),
-        (2, 1, 1, {"exchange": {"context_form": "all_gather"}, "num_experts": 0}),
-        (4, 2, 1, {"capacity_factor": None, "exchange": {"buffer_factor": 1.5}}),
-        (8, 1, 1, {"capacity_factor": 0.8, "gate": "batch_prioritised", "schedule": {"remat": "full"}}),
-        (2, 2, 1, {"tensor": 2, "schedule": {"remat": "dots"}}),
+        (8, {"capacity_factor": 0.8, "gate": "batch_prioritised", "schedule": {"remat": "full"}}),
+        (8, {"schedule": UNIFIED | {"grad_reduce": "block", "chunk_mb": None}}),
+        (2, {"exchange": {"context_form": "all_gather"}, "num_experts": 0}),
+        (2, {"exchange": {"context_form": "all_gather"}, "schedule": UNIFIED, "tensor": 2}),
     ],
-    ids=["data-expert", "gathered-dense", "buffer", "by-score", "tensor"],
+    ids=["many", "many, scheduled", "gathered", "gathered, scheduled"],
 )
-def test_loss_and_gradients_equal_the_reference(context, expert, data, settings):
-    """With slots each device fills its own; without, each part of a sequence its buffer."""
-    assert_equals_reference(context_config(context, expert, data, **settings))
-
-
-@pytest.mark.parametrize(
-    ("context", "expert", "schedule", "settings"),
-    [
-        (2, 2, UNIFIED, {"tensor": 2, "exchange": {"reduction": "scatter_gather"}}),
-        (4, 2, UNIFIED | {"remat": "full"}, {"every": 1}),
-        (8, 1, UNIFIED | {"grad_reduce": "block", "chunk_mb": None}, {"exchange": {"reduction": "background"}}),
-        (4, 2, {"policy": "expert_pipeline", "microbatches": 2, "grad_reduce": "end"}, {"capacity_factor": None}),
-        (2, 2, {"grad_reduce": "end"}, {"exchange": {"reduction": "ring"}, "model": {"num_layers": 1}, "every": 1}),
-    ],
-    ids=["tensor", "remat", "many", "pipeline", "ring"],
-)
-def test_scheduled_steps_equal_the_reference(context, expert, schedule, settings):
-    assert_equals_reference(context_config(context, expert, schedule=schedule, **settings))
-
-
-DROPLESS = {"capacity_factor": None, "exchange": {"algorithm": "background"}, "schedule": UNIFIED}
-RAGGED = {"exchange": {"algorithm": "ragged"}, "schedule": UNIFIED | {"remat": "full"}}
-
-
-@pytest.mark.parametrize(
-    ("context", "expert", "settings"),
-    [
-        (2, 1, {}),
-        (4, 1, RAGGED),
-        (2, 2, DROPLESS | {"tensor": 2}),
-        (2, 2, {"data": 2, "exchange": {"algorithm": "halo", "ranks_per_node": 2}}),
-        (4, 2, {"exchange": {"algorithm": "ring", "buffer_factor": 1.5}, "capacity_factor": None}),
-        (4, 2, RAGGED),
-        (4, 1, {"schedule": {"policy": "expert_pipeline", "microbatches": 2, "grad_reduce": "end"}, "data": 2}),
-    ],
-    ids=["flat", "ragged", "background", "nodes", "ring", "all", "pipeline"],
-)
-def test_experts_over_context_ranks_equal_the_reference(context, expert, settings):
-    """Each rank of a sequence has experts of its own, whose gradients are summed over data ranks alone."""
-    block = {"model": {"num_layers": 1}, "every": 1}
-    assert_equals_reference(context_config(context, expert, experts_over_context=True, **block, **settings))
+def test_loss_and_gradients_equal_the_reference(context, settings):
+    """Other meshes are in `test_every_step.py`."""
+    assert_equals_reference(context_config(context, **settings))
 
 
 def test_memory_is_that_of_a_ranks_own_tokens():

@@ -10,7 +10,6 @@ from moe_jax.train.facts import Facts
 from moe_jax.train.step import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of
-from tests.train.test_pipeline import assert_same, result_of
 from tests.train.test_tensor_axis import UNIFIED
 
 DENSE = {"num_experts": 0, "batch_size": 4}
@@ -23,20 +22,14 @@ def in_chunks(config: Config, tokens: int) -> Config:
 @pytest.mark.parametrize(
     ("config", "least"),
     [
-        (small_config(1, 1, tensor=2, context=2, model={"num_layers": 1, "tie_embeddings": True}, **DENSE), False),
         (small_config(2, 1, schedule=UNIFIED, model={"num_layers": 1}, **DENSE), True),
     ],
-    ids=["tensor-context-tied", "scheduled"],
+    ids=["scheduled"],
 )
 def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
     """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
     monkeypatch.setattr(Facts, "keeps_least", least)
     assert_equals_reference(in_chunks(config, 5))
-
-
-def test_a_pipelined_step_computes_what_it_computes_without_chunks():
-    config = small_config(1, 1, pipeline=2, grad_accumulation=2, **DENSE)
-    assert_same(result_of(in_chunks(config, 8)), result_of(config))
 
 
 def test_validation_computes_the_same():

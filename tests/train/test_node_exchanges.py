@@ -10,25 +10,17 @@ from moe_jax.parallel.mesh import make_mesh
 from tests.small import small_config
 from tests.train.gradients import assert_equals_reference
 
-SCHEDULES = {
-    "plain": {},
-    "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2},
-    "unified": {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},
-}
 
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", BY_NODE)
-def test_the_step_computes_what_the_reference_computes(name, schedule):
-    capacity = None if schedule == "expert_pipeline" else 1.0  # without: counts of rows travel, too
+def test_the_step_computes_what_the_reference_computes(name):
+    """With data ranks beside the nodes; `test_every_step.py` has all else."""
     config = small_config(
-        *((1, 8) if schedule == "plain" else (2, 4)),
-        schedule=SCHEDULES[schedule],
+        *(2, 4),
+        schedule={"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},
         exchange={"algorithm": name, "ranks_per_node": 2},
         batch_size=16,
         seq_len=6,
         every=1,
-        capacity_factor=capacity,
         model={"num_layers": 1},
     )
     assert_equals_reference(config)

@@ -1,10 +1,9 @@
-"""Pipelined steps against the same step without stages: metrics and every gradient."""
+"""Pipelines: memory, lengths of stages, evaluation, checkpoints. What steps compute is in `test_every_pipeline.py`."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -12,26 +11,14 @@ import pytest
 from moe_jax.config import Config, Mesh
 from moe_jax.config_files import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import in_order, stored
-from moe_jax.models.transformer import Computation
-from moe_jax.parallel import background
-from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
-from moe_jax.parallel.zero import no_cuts
+from moe_jax.models.stages import stored
 from moe_jax.stages import Stages
-from moe_jax.train.gradients import gradients_of, plan_of
-from moe_jax.train.objective import Parts
 from moe_jax.train.pipeline.plan import make_plan
 from moe_jax.train.same_run import check_same_run
 from moe_jax.train.sample import sample_tokens
 from moe_jax.train.step import make_trainer
-from tests import references
-from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import mesh_of
-from tests.train.test_step import run_steps
 
 PIPELINES: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": "gpipe"},
@@ -43,136 +30,24 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "coscheduled_split": {"pipeline": "coscheduled_split"},
     "coscheduled_split-chunks": {"pipeline": "coscheduled_split", "virtual_stages": 2},
 }
-POLICIES: dict[str, dict[str, Any]] = {
-    "vanilla": {},
-    "greedy": {"weight_grad": "greedy", "remat": "full"},
-    "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2},
-    "unified": {"policy": "unified", "microbatches": 2, "backward_microbatches": 1, "weight_grad": "greedy"},
-}
 MODELS: dict[str, dict[str, Any]] = {
     "even": {"every": 1, "model": {"num_layers": 4}},
     # the lowest block is like no other: stages of two blocks and of one
     "dense below": {"every": 1, "first_dense_blocks": 1, "model": {"num_layers": 3}},
-    "deep": {"every": 1, "model": {"num_layers": 8}},
     # four chunks of one and two blocks
     "tied": {"every": 1, "model": {"num_layers": 5, "tie_embeddings": True}},
 }
-# Stages and what they run; pipeline, data, expert ranks; the model; what runs inside a pass; parts of the batch
-CASES = [
-    ("1f1b", (4, 1, 2), "even", "unified", 4),
-    ("zero_bubble", (4, 1, 2), "even", "vanilla", 4),
-    ("coscheduled", (4, 1, 2), "even", "expert_pipeline", 4),
-    ("coscheduled_split", (4, 1, 2), "even", "unified", 4),
-    ("coscheduled_split-chunks", (2, 1, 4), "tied", "greedy", 4),
-    ("1f1b", (2, 2, 2), "dense below", "greedy", 2),
-    ("gpipe", (2, 2, 2), "dense below", "vanilla", 2),
-    ("zero_bubble", (2, 2, 2), "dense below", "expert_pipeline", 2),
-    ("coscheduled", (1, 2, 2), "dense below", "vanilla", 2),
-    ("interleaved", (2, 1, 4), "tied", "vanilla", 4),
-    ("coscheduled-chunks", (2, 1, 4), "tied", "greedy", 4),
-    ("1f1b", (8, 1, 1), "deep", "vanilla", 8),
-    ("coscheduled", (2, 1, 1), "tied", "vanilla", 2),
-]
 
 
-def config_of(
-    mesh: tuple[int, int, int], model: str, parts: int, schedule: dict[str, Any], exchange: str = "auto"
-) -> Config:
+def config_of(mesh: tuple[int, int, int], model: str, parts: int, schedule: dict[str, Any]) -> Config:
     """32 sequences of 6 tokens."""
     pipeline, data, expert = mesh
     sizes = {"pipeline": pipeline, "batch_size": 32, "seq_len": 6, "grad_accumulation": parts}
-    return small_config(data, expert, **sizes, schedule=schedule, exchange={"algorithm": exchange}, **MODELS[model])
-
-
-class Result(NamedTuple):
-    """What a step computes before its optimiser runs."""
-
-    parts: Parts  # summed over devices
-    grads: Any  # in the order of blocks
+    return small_config(data, expert, **sizes, schedule=schedule, **MODELS[model])
 
 
 def stored_params(config: Config) -> Any:
     return jax.device_get(jax.jit(functools.partial(stored, stages=Stages.of(config)))(first_params(config.model)))
-
-
-def result_of(config: Config) -> Result:
-    mesh, specs = mesh_of(config), partitions(param_dims(config.model), expert_axis(config.mesh))
-    how, plan, stages = Computation.of(config, mesh), plan_of(config, mesh), Stages.of(config)
-    tokens = config.train.batch_size * config.data.seq_len
-
-    background.connect(mesh)
-
-    def body(params: Any, token_BN1: jax.Array) -> tuple[Any, Parts]:
-        background.new_program()
-        grads, parts = gradients_of(params, token_BN1, config, how, tokens, specs, no_cuts(specs), plan)
-        return grads, sum_over_batch(parts)
-
-    on_mesh = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, REPLICATED), check_vma=False
-    )
-    grads, parts = run_checked(jax.jit(on_mesh), stored_params(config), tokens_of(config))
-    return Result(parts, jax.device_get(jax.jit(functools.partial(in_order, stages=stages))(grads)))
-
-
-@functools.cache
-def without_stages(data: int, expert: int, model: str, parts: int) -> Result:
-    return result_of(config_of((1, data, expert), model, parts, {}))
-
-
-@pytest.mark.parametrize(("pipeline", "mesh", "model", "policy", "parts"), CASES)
-def test_a_pipelined_step_computes_what_a_step_without_stages_computes(pipeline, mesh, model, policy, parts):
-    result = result_of(config_of(mesh, model, parts, PIPELINES[pipeline] | POLICIES[policy]))
-    assert_same(result, without_stages(*mesh[1:], model, parts))
-
-
-def test_a_pipelined_step_is_the_mean_of_its_parts_on_one_device():
-    mesh, parts = (2, 2, 2), 2
-    config = config_of(mesh, "tied", parts, PIPELINES["coscheduled-chunks"])
-    result, params = result_of(config), first_params(config.model)
-    own_DABN1 = tokens_of(config).reshape(4, parts, -1, config.data.seq_len + 1)  # of each rank, part by part
-    run = jax.value_and_grad(references.objective, has_aux=True)
-    found = [
-        run(params, token_DBN1.reshape(-1, token_DBN1.shape[-1]), config.model, 4)
-        for token_DBN1 in np.moveaxis(own_DABN1, 1, 0)
-    ]
-    told, grads = zip(*found, strict=True)
-    for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
-        expected = np.mean([each[name] for _, each in told])
-        np.testing.assert_allclose(getattr(result.parts, name), expected, rtol=5e-6, err_msg=name)
-    np.testing.assert_array_equal(result.parts.count_ME, sum(each["count_ME"] for _, each in told))
-    mean = jax.tree.map(lambda *each: sum(each) / parts, *grads)
-    chex.assert_trees_all_close(result.grads, mean, rtol=2e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize(("pipeline", "policy"), [("1f1b", "unified"), ("coscheduled", "vanilla")])
-def test_tensor_ranks_of_each_stage_share_its_widths(pipeline, policy):
-    settings = {2: PIPELINES[pipeline] | POLICIES[policy], 1: {}}
-    configs = (config_of((stages, 1, 2), "tied", 2, settings[stages]) for stages in (2, 1))
-    assert_same(*(result_of(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, tensor=2))) for c in configs))
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "mesh"),
-    [("1f1b", (4, 1, 2)), ("coscheduled", (4, 1, 2)), ("coscheduled_split", (4, 1, 2)), ("interleaved", (2, 1, 4))],
-)
-def test_stages_that_send_in_the_background_compute_the_same(pipeline, mesh):
-    result = result_of(config_of(mesh, "tied", 4, PIPELINES[pipeline], "background"))
-    assert_same(result, without_stages(*mesh[1:], "tied", 4))
-
-
-@pytest.mark.parametrize("pipeline", ["zero_bubble", "coscheduled_split"])
-def test_pieces_of_the_slots_may_be_empty(pipeline):
-    """Three slots of an expert in eight pieces."""
-    schedule = PIPELINES[pipeline] | {"policy": "expert_pipeline", "microbatches": 8}
-    small = {"batch_size": 8, "seq_len": 6, "every": 1, "grad_accumulation": 2, "model": {"num_layers": 2}}
-    config, plain = small_config(1, 2, pipeline=2, schedule=schedule, **small), small_config(1, 2, **small)
-    assert_same(result_of(config), result_of(plain))
-
-
-def test_a_last_stage_with_fewer_blocks_computes_the_same():
-    config = config_of((2, 1, 2), "even", 2, {"head_blocks": 1})
-    assert list(map(len, Stages.of(config).groups)) == [3, 1]
-    assert_same(result_of(config), without_stages(1, 2, "even", 2))
 
 
 @pytest.mark.parametrize(
@@ -185,40 +60,6 @@ def test_a_last_stage_with_fewer_blocks_computes_the_same():
 def test_stages_are_as_long_as_each_other_with_the_head(blocks, stages, head, sizes):
     model = small_config(1, 1, model={"num_layers": blocks}, every=1).model
     assert list(map(len, Stages(model, stages, 1, head).groups)) == sizes
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["", "experts, too"])
-def test_context_ranks_of_each_stage_share_its_sequences(shared):
-    stages, none = (
-        small_config(
-            *(1, 2),
-            **{"pipeline": size, "context": 2, "batch_size": 8, "seq_len": 8, "grad_accumulation": 2},
-            experts_over_context=shared,
-            exchange={"context_form": "all_gather"},
-            **MODELS["dense below"],
-        )
-        for size in (2, 1)
-    )
-    assert_same(result_of(stages), result_of(none))
-
-
-def assert_same(result: Result, expected: Result) -> None:
-    np.testing.assert_array_equal(result.parts.count_ME, expected.parts.count_ME)
-    chex.assert_trees_all_close(result.parts, expected.parts, rtol=1e-5)
-    chex.assert_trees_all_close(result.grads, expected.grads, rtol=2e-4, atol=2e-6)
-
-
-def test_a_pipelined_run_learns_what_a_run_without_stages_learns():
-    """Through the trainer: norm and optimiser of parameters that stages hold, metrics, evaluation."""
-    small = {"grad_accumulation": 2, "seq_len": 6, "every": 1}
-    config, plain = (small_config(1, 2, pipeline=stages, **small) for stages in (2, 1))
-    results = []
-    for each in (config, plain):
-        state, records = run_steps(each, steps=2)
-        take = jax.jit(functools.partial(in_order, stages=Stages.of(each)))
-        results.append((records, [take(tree) for tree in (state["params"], state["optimizer"][0].nu)]))
-    chex.assert_trees_all_close(*(records for records, _ in results), rtol=1e-5, atol=1e-7)
-    chex.assert_trees_all_close(*(trees for _, trees in results), rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_and_samples_see_the_blocks_in_their_order():

@@ -10,38 +10,18 @@ import pytest
 from moe_jax.config import Config, Data, Mesh, Optimizer, Schedule
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.train.step import make_trainer
-from tests.pairwise import all_pairs
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of, sharded_gradients
-
-MESHES = [(1, 1), (8, 1), (1, 8), (2, 4), (4, 2)]
-
-
-CASES = all_pairs(
-    [{"mesh": mesh} for mesh in MESHES],
-    {"capacity_factor": [0.8, None], "top_k": [1, 2, 6], "num_shared_experts": [0, 1]},
-)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_gradients_equal_the_reference(case):
-    """Every two settings meet in some case, in one block; more blocks below."""
-    moe = {name: value for name, value in case.items() if name != "mesh"}
-    assert_equals_reference(small_config(*case["mesh"], model={"num_layers": 1}, every=1, **moe))
 
 
 @pytest.mark.parametrize(
     ("model", "moe"),
     [
-        ({"activation": "gelu", "tie_embeddings": True, "qk_norm": True}, {"gate": "sigmoid"}),
         ({"num_layers": 5}, {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 2, "dense_residual": True}),
-        ({"num_layers": 3, "head_dim": 6}, {"every": 1, "normalize_weights": False, "routed_scale": 2.5}),
-        ({}, {"gate": "batch_prioritised", "capacity_factor": 0.7}),
-        ({}, {"order": "einsum"}),
-        ({}, {"order": "einsum", "capacity_factor": None}),
+        ({"num_layers": 2, "head_dim": 6}, {"every": 1, "normalize_weights": False, "top_k": 6}),
         ({}, {"num_experts": 0}),
     ],
-    ids=["gelu-tied-qknorm-sigmoid", "uneven-segments", "all-moe", "by-score", "one-hot", "one-hot-dropless", "dense"],
+    ids=["uneven-segments", "all-moe", "dense"],
 )
 def test_model_variants_equal_the_reference(model, moe):
     expert = 1 if moe.get("num_experts") == 0 else 4
@@ -57,20 +37,9 @@ def run_steps(config: Config, steps: int = 3):
     return jax.device_get(state), records
 
 
-def test_accumulated_parts_equal_the_whole_batch():
-    """Without the load-balance loss, whose token counts are those of a part, cutting the batch changes nothing."""
-    config = small_config(1, 2, capacity_factor=None, load_balance_weight=0.0)
-    whole, records = run_steps(config)
-    cut = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accumulation=4))
-    parts, cut_records = run_steps(cut)
-    chex.assert_trees_all_close(parts["params"], whole["params"], rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose([r["loss"] for r in cut_records], [r["loss"] for r in records], rtol=1e-5)
-
-
-@pytest.mark.parametrize("schedule", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}])
-def test_rematerialisation_and_unrolling_change_no_gradient(schedule):
+def test_unrolling_changes_no_gradient():
     config = small_config(1, 2, model={"num_layers": 4}, every=1)
-    other = dataclasses.replace(config, schedule=Schedule(**schedule))
+    other = dataclasses.replace(config, schedule=Schedule(unroll=2))
     params = first_params(config.model)
     expected = sharded_gradients(config, params, tokens_of(config)).grads
     grads = sharded_gradients(other, params, tokens_of(config)).grads
@@ -103,34 +72,6 @@ def test_bfloat16_gradient_of_a_frequent_token_is_not_lost():
     np.testing.assert_allclose(row, expected_row, atol=0.05 * np.abs(expected_row).max())
 
 
-def test_training_is_the_same_on_every_mesh_when_dropless():
-    config = small_config(1, 1, capacity_factor=None, exchange={"buffer_factor": None})
-    expected = [r["loss"] for r in run_steps(config)[1]]
-    for data, expert in [(8, 1), (2, 4)]:
-        losses = [r["loss"] for r in run_steps(dataclasses.replace(config, mesh=Mesh(data=data, expert=expert)))[1]]
-        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"mesh ({data}, {expert})")
-
-
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 4), (1, 8)])
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_what_finds_no_room_in_a_buffer_is_what_the_reference_drops(mesh, factor):
-    config = small_config(*mesh, capacity_factor=None, top_k=3, exchange={"buffer_factor": factor})
-    assert_equals_reference(config)
-
-
-def test_a_buffer_drops_the_same_rows_however_the_batch_is_cut():
-    """Over data ranks and over time; the load-balance loss, whose counts are those of a part, is left out."""
-    moe = {"capacity_factor": None, "load_balance_weight": 0.0}
-    config = small_config(1, 4, exchange={"buffer_factor": 1.0}, **moe)
-    expected = run_steps(config)[1]
-    assert all(record["dropped_fraction"] > 0 for record in expected)
-    parts = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accumulation=2))
-    for other in (dataclasses.replace(config, mesh=Mesh(data=2, expert=4)), parts):
-        for record, wanted in zip(run_steps(other)[1], expected, strict=True):
-            assert record["dropped_fraction"] == wanted["dropped_fraction"]
-            np.testing.assert_allclose(record["loss"], wanted["loss"], rtol=1e-5)
-
-
 def test_clipping_scales_the_whole_gradient_by_its_global_norm():
     """One SGD-like step: with AdamW the first update's size does not depend on the gradient's, so look at moments."""
     base = small_config(2, 4)
@@ -147,11 +88,3 @@ def test_clipping_scales_the_whole_gradient_by_its_global_norm():
     half = len(mu) // 2  # first moments scale with the factor, second moments with its square
     chex.assert_trees_all_close(clipped[:half], [leaf * factor for leaf in mu[:half]], rtol=1e-4, atol=1e-9)
     chex.assert_trees_all_close(clipped[half:], [leaf * factor**2 for leaf in mu[half:]], rtol=1e-4, atol=1e-12)
-
-
-def test_bfloat16_compute_stays_close_and_keeps_float32_parameters():
-    config = small_config(1, 2)
-    half = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
-    state, records = run_steps(half)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {np.dtype("float32")}
-    np.testing.assert_allclose([r["loss"] for r in records], [r["loss"] for r in run_steps(config)[1]], rtol=0.02)

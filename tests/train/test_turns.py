@@ -15,22 +15,14 @@ from moe_jax.train.residuals import Turn
 from moe_jax.train.step import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.train.gradients import assert_equals_reference, mesh_of, sharded_gradients
-from tests.train.test_step import run_steps
 
 GREEDY = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
 CASES = {
-    "microbatches": ((2, 2), 3, {"policy": "unified", "microbatches": 2, **GREEDY}, {}),
     "dense blocks between, below and left over": (
         (1, 4),
         8,
         {"policy": "unified", "microbatches": 2, "backward_microbatches": 1, "grad_reduce": "block", "remat": "dots"},
         {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 1},
-    ),
-    "chunks": (
-        (2, 2),
-        3,
-        {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3, **GREEDY},
-        {"model": {"tie_embeddings": True}},
     ),
     "periods left over, sums at the end": (
         (2, 2),
@@ -42,7 +34,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [*((name, False) for name in CASES), ("microbatches", True), ("chunks", True)]
+    ("name", "least"),
+    [("dense blocks between, below and left over", True), ("periods left over, sums at the end", False)],
 )
 def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
     """`least`: with what other platforms keep for the backward pass."""
@@ -55,31 +48,12 @@ def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeyp
     assert_equals_reference(config)
 
 
-def test_irregular_exchanges_run_in_loops_too():
-    """Rows beyond a lane are kept from a forward to its backward turn."""
-    schedule = {"policy": "unified", "microbatches": 2, **GREEDY}
-    config = small_config(
-        1, 2, schedule=schedule, exchange={"algorithm": "ragged"}, model={"num_layers": 3}, seq_len=6, every=1
-    )
-    assert make_plan(config, mesh_of(config)).looped
-    assert_equals_reference(config)
-
-
 def test_a_model_without_experts_runs_in_loops():
     config = small_config(2, 1, model={"num_layers": 3}, num_experts=0, schedule={"weight_grad": "greedy"})
     assert make_plan(config, mesh_of(config)).looped
     params, tokens = first_params(config.model), tokens_of(config)
     expected = sharded_gradients(dataclasses.replace(config, schedule=Schedule()), params, tokens)
     chex.assert_trees_all_close(sharded_gradients(config, params, tokens), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_of_earlier_parts_of_the_batch_are_summed_with_the_last():
-    plain = small_config(1, 2, seq_len=6, every=1, model={"num_layers": 3})
-    plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, grad_accumulation=2))
-    scheduled = dataclasses.replace(plain, schedule=Schedule(**GREEDY))
-    (state, records), (expected, expected_records) = (run_steps(each, steps=2) for each in (scheduled, plain))
-    chex.assert_trees_all_close(records, expected_records, rtol=1e-5, atol=1e-7)
-    chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)
 
 
 def test_the_program_does_not_grow_with_depth():

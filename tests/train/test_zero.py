@@ -17,7 +17,7 @@ from moe_jax.train.step import make_trainer
 from tests.small import small_config, tokens_of
 from tests.train.gradients import mesh_of
 from tests.train.test_step import run_steps
-from tests.train.test_tensor_axis import UNIFIED, tensor_config
+from tests.train.test_tensor_axis import UNIFIED
 
 CHUNKED = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
 AT_END = {"policy": "expert_pipeline", "microbatches": 2}
@@ -29,16 +29,9 @@ CASES = {
         2,
         small_config(4, 2, schedule={**AT_END, **CHUNKED}, batch_size=32, grad_accumulation=2, **LOOPED),
     ),
-    "sums at the end": (1, small_config(4, 2, schedule=AT_END, batch_size=32, grad_accumulation=2, **LOOPED)),
     "a width that data does not divide": (
         1,
         small_config(3, 2, schedule=CHUNKED, exchange={"reduction": "ring"}, batch_size=6),
-    ),
-    "in the background": (1, small_config(2, 2, schedule=CHUNKED, exchange={"reduction": "background"})),
-    "tensor ranks": (1, tensor_config(2, 2, 2)),
-    "experts over context": (
-        1,
-        small_config(*(2, 2), context=2, experts_over_context=True, seq_len=8, every=1, model={"num_layers": 1}),
     ),
     "pipeline stages": (1, small_config(2, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
 }
@@ -48,7 +41,7 @@ def with_zero(config: Config, stage: int) -> Config:
     return dataclasses.replace(config, optimizer=Optimizer(zero=stage))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["each part in loops", "a width that data does not divide", "pipeline stages"])
 def test_cut_state_trains_to_the_same_parameters(name):
     stage, whole = CASES[name]
     expected, records = run_steps(whole)
