@@ -98,12 +98,13 @@ def test_greedy_decoding_follows_the_forward_pass(name):
 
 
 def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
+    """Several sequences begin alike, so that their tokens want the same experts."""
     params = first_params(MODEL)
     tight = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, capacity_factor=0.1))
     texts = []
     for model, seed in ((MODEL, 0), (tight, 0), (MODEL, 1)):
         run = on_one_device(functools.partial(sample, model=model, how=HOW))
-        texts.append(run(params, np.zeros((1, 16), np.int32), np.int32(1), jax.random.key(seed), np.float32(1)))
+        texts.append(run(params, np.zeros((8, 16), np.int32), np.int32(1), jax.random.key(seed), np.float32(1)))
     np.testing.assert_array_equal(texts[0], texts[1])
     assert (texts[0] != texts[2]).any()
 

@@ -38,11 +38,12 @@ def loss_of(model, loss_chunk):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("loss_chunk", [None, 7, 5])
-def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk):
-    """None: all 24 tokens at once; 7: four chunks of 6; 5: five of 5, one token of them filling."""
+@pytest.mark.parametrize(("loss_chunk", "length", "size"), [(None, 8, 24), (7, 8, 6), (12, 13, 10)])
+def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk, length, size):
+    """None: all 24 tokens at once; 7: four chunks of 6; 12, of 39 tokens: four of 10, one token of them filling."""
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
-    params, x_BnD, target_Bn = example(model)
+    params, x_BnD, target_Bn = example(model, length=length)
+    assert tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) == size
     expected = jax.value_and_grad(twin, argnums=(0, 1))(params, x_BnD, target_Bn, model)
     found = jax.jit(jax.value_and_grad(loss_of(model, loss_chunk), argnums=(0, 1)))(params, x_BnD, target_Bn)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)

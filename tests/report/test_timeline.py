@@ -13,7 +13,7 @@ from moe_jax.measure.targets import find_target
 from moe_jax.report.timeline import Bar, compiled_bars, draw, write_trace
 from tests.measure.programs import saved
 
-MEASURED = [Bar("F.attend.0.0", "compute", 0.0, 1e-4), Bar("profiler step", "host", 0.0, 2e-4)]
+MEASURED = [Bar("F.attend.0.0", "compute", 0.0, 1e-4), Bar("profiler step", "host", 1e-4, 3e-4)]
 
 
 def bars() -> list[Bar]:
@@ -44,7 +44,8 @@ def test_a_trace_has_a_process_per_timeline_and_a_thread_per_stream_in_microseco
     }
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == len(bars()) + 2
-    assert spans[-1] == {"ph": "X", "name": "profiler step", "ts": 0.0, "dur": pytest.approx(200), "pid": 1, "tid": 1}
+    step_us = {"ts": pytest.approx(100), "dur": pytest.approx(200)}
+    assert spans[-1] == {"ph": "X", "name": "profiler step", **step_us, "pid": 1, "tid": 1}
 
 
 def test_bars_that_overlap_have_threads_of_their_own_in_a_trace(tmp_path: Path) -> None:

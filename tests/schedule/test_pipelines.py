@@ -181,7 +181,9 @@ def test_drawn_tables_of_the_docs_are_those_that_are_made():
 def test_damage_is_named():
     table = make_table("1f1b", 2, 2)
     idle = (Slot(), Slot())
+    (first, _), (second, received), *later = table.ticks
     damaged = [
+        (((first, received), (second, Slot()), *later), r"F0 of stage 1 .* needs F0 of stage 0, which runs in tick 0"),
         (table.ticks[:-1], r"B1 of stage 0 is missing: add it"),
         ((*table.ticks, table.ticks[-1]), r"B1 of stage 0 runs in tick \d and in tick \d: take one out"),
         ((*table.ticks, (Slot(weight=Work(0)), Slot())), r"W0 of stage 0 in tick \d is no task .*: take it out"),
