@@ -1,15 +1,34 @@
-"""Eight simulated CPU devices for every test, and shapes checked at run time."""
+"""Eight simulated CPU devices for every test, shapes checked at run time, and compiled programs kept for the next run.
+
+Programs lie in .pytest_cache/programs, which both workers, the processes that tests start, and later runs share. To
+compile all of them anew: pytest --cache-clear.
+"""
 
 import os
+
+from tests.programs_folder import programs_folder
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "64"  # threads, as many as eight simulated devices get if they may wait in the background
 # Tests compile more than they compute; LLVM's optimisations would take most of their time.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import gc
+from collections.abc import Iterator
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
+
+# the collector would take a tenth of the time: what is imported stays, and traced programs make many objects
+gc.freeze()
+gc.set_threshold(100_000, 50, 50)
+
+pytest_plugins = ("tests.cost",)
 
 jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook(["moe_jax.models", "moe_jax.parallel", "moe_jax.train.objective"], "beartype.beartype")
@@ -18,3 +37,12 @@ install_import_hook(["moe_jax.models", "moe_jax.parallel", "moe_jax.train.object
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices() -> None:
     assert jax.device_count() == 8, f"tests need 8 simulated devices, found {jax.device_count()}"
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_kept() -> Iterator[None]:
+    """Again, where a test has stopped jax's cache."""
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

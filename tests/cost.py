@@ -1,7 +1,7 @@
-"""A pytest plugin: what each test costs, in CPU seconds of this process and of those it started and waited for.
+"""A pytest plugin: what each test costs, in CPU seconds of this process and of those that it started and waited for.
 
-Prints the slowest 20. `--cost-to FILE` writes all as JSON; `--budget FILE` fails the run if they come to more than a
-quarter above the committed sum. CPU time hardly depends on what else a machine does, unlike time on a clock.
+`--cost-to FILE` writes all as JSON and prints the slowest 20; `--budget FILE` prints them, too, and fails the run if
+all come to more than a quarter above the sum committed there. CPU time hardly depends on what else a machine does.
 """
 
 import json
@@ -19,19 +19,20 @@ ALLOWED = 1.25  # times the budget
 COMPILING = "/jax/core/compile/backend_compile_duration"
 TRACING = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 COST = "cost"
+FIELDS = ("cpu_s", "cpu_s_of_children", "trace_s", "compile_s", "programs", "processes")
 
 
 class Spent:
-    """What this process has spent so far: CPU seconds, seconds of tracing and compiling, programs, processes started."""
+    """What this process has spent so far."""
 
     def __init__(self) -> None:
-        self.trace_s, self.compile_s, self.programs, self.processes = 0.0, 0.0, 0, 0
+        self._events = dict.fromkeys(FIELDS[2:], 0.0)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         sys.addaudithook(self._on_audit)
         self._before = self._now()
 
     def since(self) -> list[float]:
-        """Since the call before this one."""
+        """By FIELDS, since the call before this one."""
         now = self._now()
         found = [round(one - other, 3) for one, other in zip(now, self._before, strict=True)]
         self._before = now
@@ -39,61 +40,74 @@ class Spent:
 
     def _now(self) -> list[float]:
         own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu_s = own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
-        return [sum(cpu_s), cpu_s[1], self.trace_s, self.compile_s, self.programs, self.processes]
+        of_children = children.ru_utime + children.ru_stime
+        return [own.ru_utime + own.ru_stime + of_children, of_children, *self._events.values()]
 
     def _on_duration(self, event: str, seconds: float, **_: Any) -> None:
         if event == COMPILING:
-            self.compile_s += seconds
-            self.programs += 1
+            self._events["compile_s"] += seconds
+            self._events["programs"] += 1
         elif event in TRACING:
-            self.trace_s += seconds
+            self._events["trace_s"] += seconds
 
     def _on_audit(self, event: str, _: Any) -> None:
-        self.processes += event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
-
-
-FIELDS = ("cpu_s", "cpu_s_of_children", "trace_s", "compile_s", "programs", "processes")
+        self._events["processes"] += event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
 
 
 class Costs:
     """Gathers what workers report."""
 
     def __init__(self, config: pytest.Config):
-        self._config = config
+        self._cost_to: str | None = config.getoption("--cost-to")
+        self._budget: str | None = config.getoption("--budget")
         self._of_test: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(FIELDS))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, found in report.user_properties:
             if name == COST:
-                self._of_test[report.nodeid] = [a + b for a, b in zip(self._of_test[report.nodeid], found, strict=True)]
+                so_far = self._of_test[report.nodeid]
+                self._of_test[report.nodeid] = [a + b for a, b in zip(so_far, found, strict=True)]
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        total = sum(cost[0] for cost in self._of_test.values())
-        terminalreporter.section(f"slowest of {len(self._of_test)} tests: {total:.0f} CPU seconds in all")
-        for name, cost in sorted(self._of_test.items(), key=lambda item: -item[1][0])[:SLOWEST]:
-            terminalreporter.line(f"{cost[0]:7.1f} s  {name}")
-        if path := self._config.getoption("--cost-to"):
-            tests = {name: dict(zip(FIELDS, cost, strict=True)) for name, cost in sorted(self._of_test.items())}
-            Path(path).write_text(json.dumps(tests, indent=1) + "\n")
-        if (path := self._config.getoption("--budget")) and total > ALLOWED * (most := _budget(path)):
-            terminalreporter.line(
-                f"over budget: {total:.0f} CPU seconds, where {path} has {most:.0f}: make tests cheaper, or raise it", red=True
-            )
-
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        path, total = self._config.getoption("--budget"), sum(cost[0] for cost in self._of_test.values())
-        if path and total > ALLOWED * _budget(path):
+        if self._is_above():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self._cost_to and not self._budget:
+            return
+        terminalreporter.section(f"slowest of {len(self._of_test)} tests: {self._total:.0f} CPU seconds in all")
+        for name, cost in sorted(self._of_test.items(), key=lambda item: -item[1][0])[:SLOWEST]:
+            terminalreporter.line(f"{cost[0]:7.1f} s  {name}")
+        if self._cost_to:
+            tests = {name: dict(zip(FIELDS, cost, strict=True)) for name, cost in sorted(self._of_test.items())}
+            Path(self._cost_to).write_text(json.dumps(tests, indent=1) + "\n")
+        if self._is_above():
+            terminalreporter.line(
+                f"over budget: {self._total:.0f} CPU seconds are more than {ALLOWED} times the {self._most:.0f} of "
+                f"{self._budget}: make tests cheaper, or say why they may cost more there",
+                red=True,
+            )
 
-def _budget(path: str) -> float:
-    return float(json.loads(Path(path).read_text())["cpu_s"])
+    @property
+    def _total(self) -> float:
+        return sum(cost[0] for cost in self._of_test.values())
+
+    @property
+    def _most(self) -> float:
+        assert self._budget is not None
+        return float(json.loads(Path(self._budget).read_text())["cpu_s"])
+
+    def _is_above(self) -> bool:
+        return self._budget is not None and self._total > ALLOWED * self._most
+
+
+SPENT = pytest.StashKey[Spent]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cost-to", help="file for the cost of each test, as JSON")
-    parser.addoption("--budget", help="JSON file with the CPU seconds (cpu_s) that the tests may come to, plus a quarter")
+    parser.addoption("--cost-to", metavar="FILE", help="write what each test costs, as JSON")
+    parser.addoption("--budget", metavar="FILE", help="JSON: cpu_s that all may come to, and a quarter")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,7 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SPENT] = Spent()
 
 
-SPENT = pytest.StashKey[Spent]()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[SPENT].since()  # imports are no test's
 
 
 @pytest.hookimpl(wrapper=True)
