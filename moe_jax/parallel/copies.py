@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.migrate import Leaves, put, taken
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import after_all
 
 
 def sum_copies(
@@ -39,7 +39,4 @@ def sum_copies(
 
     with jax.named_scope("sum_copies"):
         count = jnp.sum(has_copies_RE)
-        if platform == "cpu":
-            for other in others:
-                count = after(count, other, platform) if other.size else count
-        return jax.lax.fori_loop(0, count, sum_one, leaves)
+        return jax.lax.fori_loop(0, after_all(count, others, platform) if platform == "cpu" else count, sum_one, leaves)

@@ -1,5 +1,7 @@
 """Order that data does not impose, e.g. of two collectives."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
@@ -13,6 +15,13 @@ def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: s
     if platform != "cpu":
         return jax.lax.optimization_barrier((x, dependency))[0]
     return computed_after(x, dependency)
+
+
+def after_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platform: str) -> Shaped[Array, "..."]:
+    """The same for several; empty ones cannot be waited for."""
+    for dependency in dependencies:
+        x = after(x, dependency, platform) if dependency.size else x
+    return x
 
 
 def computed_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

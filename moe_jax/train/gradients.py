@@ -17,7 +17,7 @@ from moe_jax.config import Config
 from moe_jax.models.gates.seen import When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.grad_sync import sync_gradients
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import after_all
 from moe_jax.train.emit import Plan, make_plan, scheduled_gradients
 from moe_jax.train.objective import Parts, local_objective
 from moe_jax.train.pipeline import plan as pipeline
@@ -90,8 +90,7 @@ def gradients_of(
     earlier, parts_before = _total(own, part_AbN1[:-1])
     last_bN1 = part_AbN1[-1]
     if how.platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
-        for gradient in jax.tree.leaves(earlier):
-            last_bN1 = after(last_bN1, gradient, how.platform) if gradient.size else last_bN1
+        last_bN1 = after_all(last_bN1, jax.tree.leaves(earlier), how.platform)
     grads, parts = scheduled(last_bN1, plan=plan, earlier=earlier, when=When(step, count - 1, count))
     return grads, _added(parts_before, parts)
 

@@ -7,7 +7,7 @@ the optimiser's first moments (beta1 = 0), its new parameters are compared, too.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from moe_jax.config import Config
@@ -97,6 +97,12 @@ class Array:
                 for other in seconds:
                     case = self.defaults | self.companions.get(one, {}) | {first: one, second: other}
                     assert self._is_refused(case), f"{one} with {other}"
+        for pair in self.refused_by_all:
+            needed = [self.companions.get(str(value), {}) for value in pair.values()]
+            thirds = {name for companions in needed for name in companions} - pair.keys()
+            for values in product(*(self.factors[name] for name in thirds)):
+                case = self.defaults | pair | dict(zip(thirds, values, strict=True))
+                assert self._is_refused(case), case
 
     def _is_refused(self, case: Case) -> bool:
         try:
