@@ -25,8 +25,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
     """Rank 1 is on host 1; it is killed, and then told to end."""
-    for host in (0, 1):
-        hosts.start(host, "saves-on-sigterm")
+    hosts.start_both("saves-on-sigterm")
     for host in (0, 1):
         hosts.wait_for(host, RUNS.format(host))
     os.kill(hosts.ids(1)[0], signal.SIGKILL)
@@ -46,8 +45,7 @@ def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
 
 
 def test_a_hang_on_another_host_is_told_to_host_0(hosts: Hosts) -> None:
-    for host in (0, 1):
-        hosts.start(host, "--progress-timeout=1", "hangs", str(hosts.log(2)), "silently")
+    hosts.start_both("--progress-timeout=1", "hangs", str(hosts.log(2)), "silently")
     assert hosts.codes() == [0, 0]
     assert hosts.launcher_said(0)[1:] == [
         "rank 1 on host 1 hangs (no step after 3 for 1 s): all start again in 0 s, try 1 of 3"
@@ -57,8 +55,7 @@ def test_a_hang_on_another_host_is_told_to_host_0(hosts: Hosts) -> None:
 def test_a_lost_host_is_waited_for_and_its_return_starts_all_again(hosts: Hosts) -> None:
     """Its launcher is killed, and the processes that it leaves behind end by themselves."""
     role = ["hangs", str(hosts.log(2)), "not at all"]
-    for host in (0, 1):
-        hosts.start(host, *role)
+    hosts.start_both(*role)
     hosts.wait_for(1, RUNS.format(1))
     hosts.launchers[1].kill()
     hosts.wait_for(0, "waits for host 1, at most 600 s", times=2)
@@ -72,8 +69,7 @@ def test_a_lost_host_is_waited_for_and_its_return_starts_all_again(hosts: Hosts)
 
 def test_the_others_go_on_without_a_lost_host_and_take_it_in_again(hosts: Hosts) -> None:
     flags = ["--min-hosts=1", "--host-timeout=2", "saves-on-sigterm"]
-    for host in (0, 1):
-        hosts.start(host, *flags)
+    hosts.start_both(*flags)
     for host in (0, 1):
         hosts.wait_for(host, RUNS.format(host))
     hosts.launchers[1].kill()
@@ -95,8 +91,7 @@ def test_the_others_go_on_without_a_lost_host_and_take_it_in_again(hosts: Hosts)
 
 
 def test_the_others_end_their_processes_when_host_0_is_lost_and_follow_it_when_it_returns(hosts: Hosts) -> None:
-    for host in (0, 1):
-        hosts.start(host, "ignores-sigterm")
+    hosts.start_both("ignores-sigterm")
     for host in (0, 1):
         hosts.wait_for(host, RUNS.format(host))
     hosts.launchers[0].kill()

@@ -39,6 +39,12 @@ class Hosts:
         with self.log(host).open("wb") as log:
             self.launchers[host] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
+    def start_both(self, *arguments: str) -> None:
+        """Host 1 comes only when host 0 has said that it waits: what host 0 says next is then always the same."""
+        self.start(0, *arguments)
+        self.wait_for(0, "waits for host 1")
+        self.start(1, *arguments)
+
     def log(self, host: int) -> Path:
         return self._folder / ("output" if host == 0 else f"output{host}")
 
