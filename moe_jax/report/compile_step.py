@@ -21,11 +21,12 @@ from moe_jax.measure.targets import Target, find_target, target_devices
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compiled import CompileError, Job, Outcome
+from moe_jax.train.choices import config_of_first_step
 from moe_jax.train.grouped_product import is_timed
 from moe_jax.train.pipeline.plan import Plan
 from moe_jax.train.processes import Processes, initialize
 from moe_jax.train.step import Trainer, make_trainer
-from moe_jax.train.step_program import StepProgram, batch_shape, config_of_first_step, step_program
+from moe_jax.train.step_program import StepProgram, batch_shape, step_program
 
 # jax and where the compiler is
 _PACKAGES = {

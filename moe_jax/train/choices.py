@@ -21,6 +21,7 @@ from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 from moe_jax.schedule.grad_chunks import Chunk
 from moe_jax.train.emit import reductions_of
 from moe_jax.train.processes import from_process, is_main_process
+from moe_jax.train.step_program import config_at
 
 _SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
 _CHUNKS = [2 ** (-i / 3) for i in range(19)]  # of the largest chunk: to a 64th, up to three for each halving
@@ -83,6 +84,12 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
         file=file,
         key=key,
     )
+
+
+def config_of_first_step(config: Config, mesh: Mesh) -> Config:
+    """What a new run on these devices begins with, but for a grouped product that it would time. Raises ConfigError."""
+    choices = choices_of(config, mesh)
+    return config_at(choices.config if choices else config, 1)
 
 
 def _agreed_found(cache: str | None, file: Path, key: dict[str, Any]) -> Tuned | None:

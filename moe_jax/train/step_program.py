@@ -26,7 +26,6 @@ from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, target_of
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.schedule.xla_flags import Value
-from moe_jax.train.choices import choices_of
 from moe_jax.train.processes import allgather, is_main_process
 from moe_jax.train.step import Trainer
 
@@ -106,12 +105,6 @@ def config_at(config: Config, step: int) -> Config:
     factors += [factor for first, factor in config.model.moe.capacity_schedule if first <= step]
     moe = dataclasses.replace(config.model.moe, capacity_factor=factors[-1], capacity_schedule=())
     return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
-
-
-def config_of_first_step(config: Config, mesh: Mesh) -> Config:
-    """What a new run on these devices begins with, but for a grouped product that it would time. Raises ConfigError."""
-    choices = choices_of(config, mesh)
-    return config_at(choices.config if choices else config, 1)
 
 
 def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
