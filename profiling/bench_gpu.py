@@ -24,7 +24,7 @@ from results_file import RESULTS
 from moe_jax.config import Config
 from moe_jax.convert.families import family_that_holds
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.files import write_atomically
+from moe_jax.files.atomic import write_atomically
 from moe_jax.measure.provenance import origin
 from moe_jax.plan.resources import train_flops_per_token
 

@@ -21,7 +21,7 @@ from count_argument import check_least
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, UserError, run_command
 
 CONFIG = "configs/bench/peers.yaml"

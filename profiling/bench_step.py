@@ -16,13 +16,13 @@ import jax
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.peak import matrix_flops_per_s
-from moe_jax.train.meter import Meter
-from moe_jax.train.metrics import RunLog, read_metrics
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.setup import compile_programs, open_run
+from moe_jax.run.setup import compile_programs, open_run
+from moe_jax.telemetry.meter import Meter
+from moe_jax.telemetry.run_log import RunLog, read_metrics
 
 CONFIG = "configs/shakespeare_cpu.yaml"
 STEPS = 40

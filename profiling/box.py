@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import UserError
 from moe_jax.parallel.post import Key, Post
-from moe_jax.train.processes import Processes, initialize
 
 _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
 _RANK = "BOX_RANK"

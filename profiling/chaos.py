@@ -39,7 +39,7 @@ from results_file import quartiles, rounded, write_result
 from training_run import tiny
 
 from moe_jax.errors import EXIT_BAD_INPUT, CommandParser, ConfigError, run_command
-from moe_jax.train.metrics import read_metrics
+from moe_jax.telemetry.run_log import read_metrics
 
 LONGEST_START_S = 8  # into which they come
 DISK_BYTES = 256 * 10**6

@@ -16,7 +16,7 @@ from chaos_poke import Port, listening_ports, process_tree
 from chaos_run import DisturbedRun
 from results_file import rounded
 
-from moe_jax.train.checkpoint_files import FOLDER
+from moe_jax.checkpoint.files import FOLDER
 
 _TERM_S = 60  # until a run that was told to end has to be hit again: it may be stopped as well
 _SLOW_S, _TURN_S = 5.0, 0.1  # how long a process is slowed down, and stopped and let go on in turn meanwhile

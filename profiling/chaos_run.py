@@ -18,10 +18,10 @@ from chaos_poke import Strangers
 from results_file import rounded
 from training_run import CONFIG
 
+from moe_jax.checkpoint.files import FOLDER
+from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import UserError
-from moe_jax.train import faults
-from moe_jax.train.checkpoint_files import FOLDER
-from moe_jax.train.progress import PROGRAMS
+from moe_jax.step import fault_injection as faults
 
 _STEP = re.compile(r"step +(\d+)/")
 _GOING_ON = re.compile(r"(?:going on from|beginning at) step (\d+)(?:[:,] (.*))?")

@@ -28,7 +28,7 @@ from stand import Stand, Step, profiled, seconds_per_step, tell, traced
 from stand_ins import without_communication
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.trace import Operation
 from moe_jax.plan.measured import write_times

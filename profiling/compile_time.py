@@ -14,11 +14,11 @@ from count_argument import count_argument
 from results_file import write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 DEPTHS = (4, 32)
 SCHEDULED: dict[str, Any] = {

@@ -8,8 +8,8 @@ run without compression and with another seed shows how much chance alone does.
 from count_argument import count_argument
 from loss_curves import compare_losses
 
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
-from moe_jax.train.processes import Processes, initialize
 
 RANKS = 4
 RUNS = {

@@ -22,18 +22,18 @@ from jax.sharding import NamedSharding
 from results_file import rounded, write_result
 from safetensors.numpy import save_file
 
-from moe_jax.config_files import load_config
-from moe_jax.convert import __main__ as convert
+from moe_jax.checkpoint.load import load_params
+from moe_jax.cli import convert
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.models.transformer import Computation, forward
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.stages import Stages
-from moe_jax.train.load import load_params
-from moe_jax.train.metrics import read_metrics
-from moe_jax.train.sample import one_device_mesh
+from moe_jax.run.sample import one_device_mesh
+from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/golden"

@@ -24,15 +24,15 @@ import jax
 import numpy as np
 from results_file import write_result
 
+from moe_jax.checkpoint.arrays import read_arrays
+from moe_jax.checkpoint.checksums import digest_program
+from moe_jax.checkpoint.files import FOLDER, newest_checkpoint
+from moe_jax.checkpoint.load import read_newest
+from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.train.checkpoint import Checkpoints
-from moe_jax.train.checkpoint_arrays import read_arrays
-from moe_jax.train.checkpoint_files import FOLDER, newest_checkpoint
-from moe_jax.train.digest import digest_program
-from moe_jax.train.load import read_newest
-from moe_jax.train.metrics import RunLog
-from moe_jax.train.sample import one_device_mesh
+from moe_jax.run.sample import one_device_mesh
+from moe_jax.telemetry.run_log import RunLog
 
 OLDER, NEWER = 1, 2  # steps
 EQUAL = "equal bit for bit"
@@ -92,7 +92,7 @@ def damage(run: Path, rng: random.Random, kind: str) -> str:
 def killed(run: Path, rng: random.Random, kills: int) -> Iterator[str]:
     """Start processes that save without end and kill them; yields what came of each."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["moe_jax.train.checkpoint", "moe_jax.train.restore"])  # which import the libraries
+    context.set_forkserver_preload(["moe_jax.checkpoint.save", "moe_jax.run.restore"])  # which import the libraries
     for _ in range(kills):
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_save_on, args=(run, there))

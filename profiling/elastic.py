@@ -17,9 +17,9 @@ from count_argument import check_least
 from results_file import rounded, write_result
 from training_run import CONFIG, tiny
 
+from moe_jax.checkpoint.files import FOLDER, check_files
 from moe_jax.errors import CommandParser, UserError, run_command
-from moe_jax.train.checkpoint_files import FOLDER, check_files
-from moe_jax.train.metrics import read_metrics
+from moe_jax.telemetry.run_log import read_metrics
 
 CHANGES = ((4, 3), (4, 2), (2, 4), (8, 1))  # processes before and after
 SIZE = 24  # sequences of a batch, and experts: all of these numbers divide it

@@ -13,7 +13,7 @@ from typing import Any
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
-from moe_jax.draft import open_draft
+from moe_jax.config.draft import open_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, scheduled, schedules
 from moe_jax.plan.clusters import find_cluster

@@ -9,8 +9,8 @@ from count_argument import count_argument
 from results_file import rounded, write_result
 from training_run import records_of, train_config
 
+from moe_jax.config.gates import GATES
 from moe_jax.errors import run_command
-from moe_jax.gate_table import GATES
 from moe_jax.plan.resources import count_parameters
 
 SMALL = ["model.num_layers=2", "data.seq_len=64", "train.batch_size=8", "optimizer.warmup_steps=20"]

@@ -25,8 +25,8 @@ from moe_jax.measure.targets import Target, target_devices
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import PRESETS
 from moe_jax.plan.memory import step_memory
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import batch_shape, step_program
+from moe_jax.step.compile import batch_shape, step_program
+from moe_jax.step.trainer import make_trainer
 
 _ROUTER = re.compile(r"\broute\b")  # its scope; parameters and router stay float32
 _FLOAT32 = 32

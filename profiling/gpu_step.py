@@ -22,8 +22,8 @@ from moe_jax.measure.trace import FILES, read_trace
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 _SERIAL: dict[str, dict[str, str | bool]] = {
     "gpu": {"xla_gpu_enable_command_buffer": ""}

@@ -18,9 +18,9 @@ import numpy as np
 from count_argument import count_argument
 from results_file import quartiles, write_result
 
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
-from moe_jax.train.processes import Processes, initialize
 
 _SMALL = ((2048, 32, 256, 512), (4096, 32, 256, 512), (2048, 8, 512, 1024))
 # Fine-grained experts of a few widths, few and many of them on a device; and coarse ones.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hostile_files import CONFIGS, CONVERTED, METAS, METRICS, PARTS, PROFILES, TASK_TIMES, TUNED
 
-from moe_jax.train.prepare import prepare_text
+from moe_jax.data.prepare import prepare_text
 
 MODEL = Path(__file__).resolve().parents[1] / "tests/golden/mixtral"
 TINY = """

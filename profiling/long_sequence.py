@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding
 from results_file import rounded, write_result
 
 from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.memory import step_memory
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import Trainer, make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import Trainer, make_trainer
 
 DEVICES = 8
 _MIB = 2**20

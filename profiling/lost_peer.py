@@ -18,9 +18,9 @@ import box
 from results_file import rounded, write_result
 from training_run import CONFIG, tiny
 
+from moe_jax.distributed.processes import HEARTBEAT_TIMEOUT_S
 from moe_jax.errors import CommandParser, UserError, run_command
-from moe_jax.train.metrics import FILE_NAME, read_metrics
-from moe_jax.train.processes import HEARTBEAT_TIMEOUT_S
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 PROCESSES = 2
 CHECKPOINT_EVERY = 20

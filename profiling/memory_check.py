@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from memory_published import monta_bytes, piper_bytes
 from results_file import RESULTS
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import Target, check_compiler, find_target

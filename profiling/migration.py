@@ -19,11 +19,11 @@ from results_file import quartiles, rounded, write_result
 from training_run import records_of, train_config
 
 from moe_jax.config import Config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.train.mover import Mover
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import make_trainer
+from moe_jax.rebalance.transfer import Mover
+from moe_jax.step.trainer import make_trainer
 
 RANKS = 8
 SETTINGS = [

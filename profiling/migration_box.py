@@ -27,18 +27,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.plan.migration import Plan, plan
-from moe_jax.plan.moves import Move
-from moe_jax.train.mover import Mover
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.rebalance.moves import Move
+from moe_jax.rebalance.planner import Plan, plan
+from moe_jax.rebalance.transfer import Mover
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 RANKS = 2
 _COMMON = [

@@ -25,7 +25,7 @@ from results_file import quartiles, rounded, write_result
 from training_run import tiny
 
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 STEPS_PER_LOSS = 15
 CHECKPOINT_EVERY = 5

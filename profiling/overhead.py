@@ -13,12 +13,12 @@ from count_argument import count_argument
 from jax.sharding import NamedSharding
 from results_file import quartiles, write_result
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import Trainer, make_trainer
+from moe_jax.step.trainer import Trainer, make_trainer
 
 CONFIG = "configs/bench/box.yaml"
 ROUNDS = 40

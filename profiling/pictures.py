@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from results_file import RESULTS
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate

@@ -22,10 +22,10 @@ from results_file import RESULTS, quartiles, rounded, write_result
 from stand import Stand, seconds_per_step, tell, traced
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.trace import Operation
-from moe_jax.train.pipeline.plan import make_plan
+from moe_jax.step.pipelined.build import make_plan
 
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 BASE = "1f1b"

@@ -22,7 +22,8 @@ from real_compiler import read_command
 from results_file import RESULTS, rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.costs import collective_seconds, compute_seconds, matrix_products
 from moe_jax.measure.hlo import Instruction, Program, parse
@@ -38,9 +39,8 @@ from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
 from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.pipelines.tick import side_of
-from moe_jax.stages import Stages
-from moe_jax.train.pipeline.plan import make_plan
-from moe_jax.train.pipeline.stage import Stage
+from moe_jax.step.pipelined.build import make_plan
+from moe_jax.step.pipelined.executor import Stage
 
 _CONFIG = "configs/bench/fine_grained.yaml"
 SCHEDULES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.clusters import Cluster, Device, Level
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.handling import Handling

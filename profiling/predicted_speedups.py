@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
-from moe_jax.draft import open_draft
+from moe_jax.config.draft import open_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, schedules, with_rates
 from moe_jax.plan.clusters import Cluster, find_cluster

@@ -25,8 +25,8 @@ from results_file import quartiles, write_result
 from safetensors.numpy import load_file, save_file
 from training_run import CONFIG, tiny
 
+from moe_jax.data.prepare import prepare_text
 from moe_jax.errors import run_command
-from moe_jax.train.prepare import prepare_text
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_S = 10

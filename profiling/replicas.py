@@ -3,7 +3,7 @@
 Trains the model of `migration.py` with a router that sends every token to the first of 64 experts and to another one:
 four times what a rank has on average. Without migration, with it alone, and with a slot for a replica on each rank; the
 same batches, seed and optimiser. Compares the loads, and bytes of the compiled sums of copies with those predicted.
-Losses are compared by `tests/train/test_replicas.py`: this router draws by the bits of its logits, so anew where copies
+Losses are compared by `tests/step/test_replicas.py`: this router draws by the bits of its logits, so anew where copies
 add up in another order. About 8 minutes.
 """
 
@@ -18,12 +18,12 @@ from results_file import rounded, write_result
 from training_run import records_of, train_config
 
 from moe_jax.config import Config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.train.mover import Mover
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import batch_shape, step_program, target_here
+from moe_jax.rebalance.transfer import Mover
+from moe_jax.step.compile import batch_shape, step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 ROUTER = "model.moe.gate=skewed_gate:choose_one_always"
 RUNS: dict[str, list[str]] = {"off": [], "migration": ON, "replicas": [*ON, "migration.replicas=1"]}

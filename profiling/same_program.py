@@ -15,7 +15,7 @@ from real_compiler import read_command
 from results_file import rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import parse, without_frames
 from moe_jax.measure.overlap import replay
@@ -23,10 +23,10 @@ from moe_jax.measure.targets import Target, target_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compile_step import devices_for
 from moe_jax.report.compiled import Job, compile_job
-from moe_jax.train.choices import config_of_first_step
-from moe_jax.train.setup import Run, compile_programs
-from moe_jax.train.step import Trainer, make_trainer
-from moe_jax.train.step_program import batch_shape, step_program
+from moe_jax.run.setup import Run, compile_programs
+from moe_jax.run.tuning_space import config_of_first_step
+from moe_jax.step.compile import batch_shape, step_program
+from moe_jax.step.trainer import Trainer, make_trainer
 
 _CONFIG = "configs/bench/fine_grained.yaml"
 _NAMES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # that jax has for real ones

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 from results_file import rounded, write_result
 
-from moe_jax.config_files import load_draft
-from moe_jax.draft import open_draft
+from moe_jax.config.draft import open_draft
+from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.planner import plan

@@ -21,8 +21,8 @@ from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, Seconds
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 _RUNS = 3  # traces that the shares of tasks are the median of
 _CLOCKED = 9  # steps that their times are the median of

@@ -24,10 +24,10 @@ from count_argument import count_argument
 from results_file import write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import EXIT_BAD_INPUT, run_command
-from moe_jax.train.metrics import read_metrics
-from moe_jax.train.progress import PROGRAMS
+from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -23,15 +23,15 @@ from jax.sharding import NamedSharding
 from results_file import quartiles, write_result
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.over_tensor import FORMS
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import step_program, target_here
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 NODES, TENSOR_RANKS = 2, (2, 4)
 BASE = "replicated"

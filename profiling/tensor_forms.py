@@ -15,14 +15,14 @@ from results_file import write_result
 from training_run import losses_of, train_config
 
 from moe_jax.config import Config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.over_tensor import FORMS
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import make_trainer
-from moe_jax.train.step_program import batch_shape, step_program, target_here
+from moe_jax.step.compile import batch_shape, step_program, target_here
+from moe_jax.step.trainer import make_trainer
 
 EXPERT_RANKS, TENSOR_RANKS = 2, (2, 4)
 _STYLES = ("k-", "C0--", "C1-.", "C2:")

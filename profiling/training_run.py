@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import UserError
-from moe_jax.train.loop import train
-from moe_jax.train.metrics import read_metrics
+from moe_jax.run.loop import train
+from moe_jax.telemetry.run_log import read_metrics
 
 CONFIG = "configs/shakespeare_cpu.yaml"
 _QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")

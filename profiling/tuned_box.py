@@ -32,12 +32,12 @@ from tuned_picture import write_picture
 from tuned_replay import SAMPLES, WITHIN, regrets
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.train.choices import choices_of
-from moe_jax.train.loop import train
-from moe_jax.train.metrics import FILE_NAME, read_metrics
+from moe_jax.run.loop import train
+from moe_jax.run.tuning_space import choices_of
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 # Sums of gradients are as long as exchanges, so that chunks between them matter.
 _SETTINGS = [

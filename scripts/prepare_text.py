@@ -9,9 +9,9 @@ python scripts/prepare_text.py --verify tokens/mine                             
 import argparse
 from pathlib import Path
 
+from moe_jax.data.prepare import prepare_text
+from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import CommandParser, given_path, run_command
-from moe_jax.train.prepare import prepare_text
-from moe_jax.train.tokens import verify_tokens
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # what a user types; pages and models; what reads programs that jax traces, whose operations differ between versions
 TESTS=(tests/test_smoke.py tests/test_docs.py tests/convert/test_golden.py)
-TESTS+=(tests/train/test_residual_cut.py tests/plan/test_memory.py tests/plan/test_traffic.py)
+TESTS+=(tests/step/test_min_cut_remat.py tests/plan/test_memory.py tests/plan/test_traffic.py)
 
 find_newest() {
     local candidate pyenv="${HOME-}/.pyenv/versions"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 
 FOLDER = Path(__file__).parents[1] / "profiling"
 ONE_EACH_50_MS = """

@@ -15,17 +15,17 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax import generate
-from moe_jax.config_files import load_config
+from moe_jax.checkpoint.load import load_params
+from moe_jax.cli import generate
+from moe_jax.cli import train as training
+from moe_jax.config.yaml_io import load_config
+from moe_jax.data.loader import validation_batches
+from moe_jax.data.tokens import open_tokens
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.train import __main__ as training
-from moe_jax.train.data import validation_batches
-from moe_jax.train.load import load_params
-from moe_jax.train.sample import one_device_mesh
-from moe_jax.train.tokens import open_tokens
+from moe_jax.run.sample import one_device_mesh
 from tests import references
-from tests.train.whole_runs import compiled_once
+from tests.run.whole_runs import compiled_once
 
 LETTERS = "abcdefgh"  # a text of these is soon learnt so far that nothing else is sampled: every token is a character
 STEPS, SAMPLE = 40, 30

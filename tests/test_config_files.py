@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train
-from moe_jax.config_checks import setting
-from moe_jax.config_files import config_from, load_config, load_draft, setting_names, to_yaml
+from moe_jax.config.validate import setting
+from moe_jax.config.yaml_io import config_from, load_config, load_draft, setting_names, to_yaml
 from moe_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

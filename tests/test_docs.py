@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config_files import load_draft
+from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import CommandParser
 from tests.bad_input.cases import COMMANDS
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config_files import load_config, load_draft, to_yaml
-from moe_jax.draft import Draft
+from moe_jax.checkpoint.compatibility import check_same_run
+from moe_jax.config.draft import Draft
+from moe_jax.config.yaml_io import load_config, load_draft, to_yaml
 from moe_jax.errors import UserError
-from moe_jax.train.same_run import check_same_run
 from tests.results import result
 from tests.test_docs import CONFIG, PAGES, ROOT, arguments_of, check_command, prose
 

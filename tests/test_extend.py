@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
-from moe_jax.config_checks.parts import OWN_PARTS
-from moe_jax.config_files import load_config
+from moe_jax.config.plugins import named
+from moe_jax.config.validate.plugins import OWN_PARTS
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import gate_of, softmax
 from moe_jax.models.hooks import hooks_of
@@ -21,17 +22,16 @@ from moe_jax.models.hooks.protocol import Around, Hooks
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Order
 from moe_jax.models.transformer import Computation
-from moe_jax.named import named
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.run.loop import train
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.policies import POLICIES
-from moe_jax.train.loop import train
 from tests.schedule.steps import nominal
 from tests.small import small_config
-from tests.train.gradients import assert_equals_reference
+from tests.step.gradients import assert_equals_reference
 
 DOCS = Path(__file__).parents[1] / "docs" / "extend.md"
 LINES = 30  # of each example at most

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.files import Appended, all_or_nothing, check_writable, write_together
+from moe_jax.files.atomic import Appended, all_or_nothing, check_writable, write_together
 from tests.bad_input.cases import tree
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.foreign_files import MOST_DEPTH, parse_json, read_bytes
+from moe_jax.files.untrusted import MOST_DEPTH, parse_json, read_bytes
 
 
 def test_a_file_of_too_many_bytes_is_refused(tmp_path: Path) -> None:

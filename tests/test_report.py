@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.config_files import to_yaml
+from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
@@ -21,7 +21,7 @@ from moe_jax.report.load_plots import experts_svg, ranks_svg
 from moe_jax.report.loads import loads_of
 from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, thin
 from moe_jax.report.style import CSS
-from moe_jax.train.metrics import RunLog
+from moe_jax.telemetry.run_log import RunLog
 
 EVERYWHERE = ["Key numbers", "Loss", "Optimisation", "Speed"]
 SECTIONS = [*EVERYWHERE, "Balance", "Expert load", "Sample", "Config", "Provenance"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_jax.train.metrics import read_metrics
+from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 6

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from moe_jax.config import Model
+from moe_jax.config.gates import SCORE_BIAS, gate_parameters
 from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
 from moe_jax.convert.family import Family, places_of_experts
 from moe_jax.convert.hf_config import ConvertError, HfConfig
-from moe_jax.gate_table import SCORE_BIAS, gate_parameters
 
 _MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from moe_jax.convert.hf_config import ConvertError, read_json
-from moe_jax.foreign_files import check_regular
+from moe_jax.files.untrusted import check_regular
 
 SUFFIX = ".safetensors"
 _SINGLE = f"model{SUFFIX}"

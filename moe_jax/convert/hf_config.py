@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_jax import foreign_files
-from moe_jax.config_checks.ranges import RANGES
+from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import UserError
+from moe_jax.files import untrusted as foreign_files
 
 FILE = "config.json"
 

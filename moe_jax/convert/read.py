@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
 from moe_jax.convert.fused import as_stored
 from moe_jax.convert.table import Path, Place, places
-from moe_jax.stages import Stages
 
 _ALIGNED = 64  # bytes: what begins there CPU devices take as it is
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from moe_jax.config import Model
+from moe_jax.config.layer_layout import segments
 from moe_jax.convert.family import Family, end_rows
 from moe_jax.convert.tensors import Sizes, Tensor
 from moe_jax.models.parameters import param_dims, param_shapes
-from moe_jax.stages import segments
 
 Path = tuple[Any, ...]  # keys from the root of our parameters to an array
 

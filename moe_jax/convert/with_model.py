@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.convert.hf_config import HfConfig
-from moe_jax.files import write_together
+from moe_jax.files.atomic import write_together
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (

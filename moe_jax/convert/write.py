@@ -18,7 +18,7 @@ from moe_jax.convert.hf_config import FILE, ConvertError
 from moe_jax.convert.table import Place, places
 from moe_jax.convert.with_model import copy_with_model
 from moe_jax.errors import is_full_disk
-from moe_jax.files import all_or_nothing
+from moe_jax.files.atomic import all_or_nothing
 
 MOST_BYTES = 5 * 10**9  # of a file
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.distributed.address import join_address, split_address
 from moe_jax.errors import EXIT_TRY_AGAIN
 from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, RefusedError, join
 from moe_jax.launch.events import SIGNALLED, TOLD, Events, put_stop_signals, signal_within
@@ -15,7 +16,6 @@ from moe_jax.launch.rendezvous import card
 from moe_jax.launch.say import say
 from moe_jax.launch.start import TOKEN, Launch, LaunchError, Part, start, worker_environ
 from moe_jax.launch.worker import Worker
-from moe_jax.train.address import join_address, split_address
 
 _AGAIN_S = 0.5  # between calls of host 0
 

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.config_checks.ranges import CLUSTER, Range, check_number
+from moe_jax.config.validate.ranges import CLUSTER, Range, check_number
+from moe_jax.distributed.address import split_address
 from moe_jax.launch.start import TOKEN, LaunchError
 from moe_jax.launch.supervisor import PORTS
-from moe_jax.train.address import split_address
 
 _SHORTEST_TOKEN = 16
 LONGEST_S = 10**7  # of a wait: four months

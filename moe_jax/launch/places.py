@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection, Sequence
 
-from moe_jax.config_files import load_draft
+from moe_jax.config.yaml_io import load_draft
 
 
 class Places:

@@ -7,11 +7,11 @@ import threading
 import time
 from types import TracebackType
 
+from moe_jax.distributed.address import join_address
 from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, Objection, admit
 from moe_jax.launch.events import JOINED, Events
 from moe_jax.launch.remote import Host, RemoteWorker
 from moe_jax.launch.start import Launch, LaunchError, Part
-from moe_jax.train.address import join_address
 
 _MOST_STRANGERS = 64  # that are heard at once before they have shown that they know the token
 _LEAVING_S = 2  # that the others have to leave at the end

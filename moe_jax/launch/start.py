@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import UserError
 from moe_jax.launch.events import Events
 from moe_jax.launch.places import settings_of_fewer
 from moe_jax.launch.worker import Worker
-from moe_jax.train.folder_lock import LAUNCH
-from moe_jax.train.progress import PROGRAMS
+from moe_jax.run.run_lock import LAUNCH
 
 TRAINING = "moe_jax.train"  # a module
 TOKEN = "MOE_JAX_TOKEN"  # environment variable with the secret that the hosts of a run share

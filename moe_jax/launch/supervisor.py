@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
+from moe_jax.distributed.address import join_address
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_TRY_AGAIN
 from moe_jax.launch.events import Events, put_stop_signals, signal_within
 from moe_jax.launch.places import Places
@@ -20,7 +21,6 @@ from moe_jax.launch.rendezvous import Rendezvous
 from moe_jax.launch.say import say
 from moe_jax.launch.start import TRAINING, Launch, Part, start, worker_environ
 from moe_jax.launch.watch import FINAL, Watch, Watched
-from moe_jax.train.address import join_address
 
 PORTS = 16  # that generations use in turn: one may find that of the one before still taken
 LONGEST_PAUSE_S = 60

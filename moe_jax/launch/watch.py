@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from moe_jax.distributed.heartbeat import SAME_SIGNAL_S
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED
 from moe_jax.launch.events import FORWARDED, JOINED, LOOK_S, SIGNALLED, STOP_SIGNALS, Events
-from moe_jax.train.progress import SAME_SIGNAL_S
 
 FINAL = {EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED}  # a mistake would be made again
 

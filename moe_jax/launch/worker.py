@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from moe_jax.distributed.heartbeat import NO_MESH, PIPE, STARTS
 from moe_jax.launch.events import Events
-from moe_jax.train.progress import NO_MESH, PIPE, STARTS
 
 
 def how_it_ended(code: int) -> str:

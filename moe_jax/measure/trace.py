@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.errors import UserError
-from moe_jax.foreign_files import check_regular, parse_json
+from moe_jax.files.untrusted import check_regular, parse_json
 from moe_jax.measure.costs import collective_of
 from moe_jax.measure.hlo import Instruction, Program, parse
 from moe_jax.measure.tasks import action_of, turn_names

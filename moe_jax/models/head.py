@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Model
-from moe_jax.loss_chunks import tokens_of_chunk
+from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.models.layers import rms_norm, wide_matmul
 
 _SCOPE = "cross_entropy"

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.config import Model
-from moe_jax.gate_table import gate_parameters
+from moe_jax.config.gates import gate_parameters
+from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
-from moe_jax.stages import segments
 
 Params = dict[Any, Any]
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from moe_jax.config import MoE
+from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.models.gates.choice import Choice, expert_counts
 from moe_jax.models.orders.protocol import Room
-from moe_jax.stages import Stages, segments
 
 
 def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:

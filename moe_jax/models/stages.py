@@ -1,4 +1,4 @@
-"""Parameters as pipeline stages hold them: blocks in the rows that `moe_jax.stages` gives them."""
+"""Parameters as pipeline stages hold them: blocks in the rows that `moe_jax.config.layer_layout` gives them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_jax.config.layer_layout import Stages
 from moe_jax.models.parameters import param_shapes
-from moe_jax.stages import Stages
 
 Tree = Any
 

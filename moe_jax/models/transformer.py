@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.attention_kernels import Capability, kernel_of
 from moe_jax.config import Config, Exchange, Model, View
-from moe_jax.config_checks import check_context_split, check_node_split, check_tensor_split
+from moe_jax.config.attention_kernels import Capability, kernel_of
+from moe_jax.config.layer_layout import Segment, segments
+from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
@@ -33,7 +34,6 @@ from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import gathered, summed
-from moe_jax.stages import Segment, segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Computation:
     attention: Way = dataclasses.field(default_factory=Way)
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
-    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.loss_chunks
+    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.config.loss_chunks
     grouped_product: str = "blocks"  # of rows in groups of any size, never auto
 
     @property

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.config import Config, Schedule, Sections
-from moe_jax.config_checks import check_batch_split
-from moe_jax.draft import Draft
+from moe_jax.config.draft import Draft
+from moe_jax.config.layer_layout import Stages, check_blocks
+from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.placement import place
-from moe_jax.stages import Stages, check_blocks
 
 CHUNKS_MB = (8.0, 32.0, 128.0)
 HEAD_BLOCKS = (0, 1, 2, 4)  # periods of blocks that the head counts as

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.files import write_atomically
+from moe_jax.files.atomic import write_atomically
 from moe_jax.plan.curves import Curve, label
 from moe_jax.plan.json_file import read_json
 

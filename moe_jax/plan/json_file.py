@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_jax import foreign_files
 from moe_jax.errors import UserError
+from moe_jax.files import untrusted as foreign_files
 
 
 def read_json(path: Path, name: str, cure: str, error: type[UserError]) -> Any:

@@ -2,7 +2,7 @@
 
 The values are those that jax stacks up for the backward loop, read off the traced step:
 - *all*: every value that a derivative reads. Plain steps, and scheduled ones on CPUs and GPUs.
-- *least*: a minimum cut of them (`train/residual_cut.py`). Scheduled steps on TPUs.
+- *least*: a minimum cut of them (`step/scheduled/min_cut_remat.py`). Scheduled steps on TPUs.
 - *dots*, *full*: what `schedule.remat` leaves. A plain step keeps the input of a period of blocks, a scheduled one that
   of every task: rows are not sent again.
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from moe_jax.attention_kernels import Kernel, kernel_of
 from moe_jax.config import Config, Model
+from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]

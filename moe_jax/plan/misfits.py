@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from moe_jax.config import Config
-from moe_jax.draft import Draft
+from moe_jax.config.draft import Draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster

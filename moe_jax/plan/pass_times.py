@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from moe_jax.config.layer_layout import Held, segments
 from moe_jax.plan.gradients import held_by
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.plan.resources import owned_by_kind
@@ -14,7 +15,6 @@ from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside
 from moe_jax.schedule.play import play
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.stages import Held, segments
 
 _PERIODS = 3  # of equal blocks that are simulated; each further one takes what the last one added
 

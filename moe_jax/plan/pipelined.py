@@ -2,7 +2,7 @@
 
 Stages wait for each other behind every tick, so that the slowest one counts. In a tick gradients travel to the stage
 before, beside the forward pass, and then activations to the next one, beside the backward pass; a tick with both
-passes at once hides neither, unless weight gradients follow, beside which both travel (`train/pipeline/stage.py`).
+passes at once hides neither, unless weight gradients follow, beside which both travel (`step/pipelined/executor.py`).
 Where sends want the links of a pass's exchanges, exchanges go first.
 Gradients are summed behind the last tick.
 """
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterable
 
 from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Group
 from moe_jax.plan.gradients import held_by
@@ -23,7 +24,6 @@ from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finished_s
 from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
-from moe_jax.stages import Stages
 
 
 class PipelinedStep:

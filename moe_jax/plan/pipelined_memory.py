@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import held_by, own_parameters
 from moe_jax.plan.kept import held_bytes, kept_bytes, mode_of, sizes_of
@@ -17,7 +18,6 @@ from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.working import head_bytes, working_bytes
 from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import outline_of
-from moe_jax.stages import Stages
 
 
 def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.config import Config
-from moe_jax.config_checks import check_ranges
-from moe_jax.draft import Draft
+from moe_jax.config.draft import Draft
+from moe_jax.config.validate import check_ranges
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.config import Model
-from moe_jax.gate_table import SCORE_BIAS, gate_parameters
+from moe_jax.config.gates import SCORE_BIAS, gate_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_jax.config import Config
-from moe_jax.draft import Draft
+from moe_jax.config.draft import Draft
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.fabric import Group
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by, parts_of
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
-from moe_jax.stages import Stages, segments
 
 
 class OnStage(NamedTuple):

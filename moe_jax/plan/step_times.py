@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from moe_jax.attention_kernels import kernel_of
 from moe_jax.config import Config, Model
+from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.fabric import Choice, Collective, Fabric, Group

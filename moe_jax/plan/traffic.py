@@ -1,12 +1,12 @@
 """Bytes that leave a device in a step, by the axis of the mesh that they travel along."""
 
 from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import held_by, parts_of
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step, gathered_widths, passed_on
 from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
-from moe_jax.stages import Stages
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.errors import ConfigError
-from moe_jax.files import write_atomically
+from moe_jax.files.atomic import write_atomically
 from moe_jax.plan.json_file import read_json
 
 

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from moe_jax.attention_kernels import kernel_of
 from moe_jax.config import Config, Model
-from moe_jax.loss_chunks import tokens_of_chunk
+from moe_jax.config.attention_kernels import kernel_of
+from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moe_jax.report.html import table
 from moe_jax.report.numbers import Records
-from moe_jax.train.metrics import read_metrics
+from moe_jax.telemetry.run_log import read_metrics
 
 _LISTED = 100  # of each page, the last ones
 _TOLD = 5

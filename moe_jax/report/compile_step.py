@@ -15,18 +15,18 @@ from typing import Any
 import jax
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.measure.targets import Target, find_target, target_devices
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compiled import CompileError, Job, Outcome
-from moe_jax.train.choices import config_of_first_step
-from moe_jax.train.grouped_product import is_timed
-from moe_jax.train.pipeline.plan import Plan
-from moe_jax.train.processes import Processes, initialize
-from moe_jax.train.step import Trainer, make_trainer
-from moe_jax.train.step_program import StepProgram, batch_shape, step_program
+from moe_jax.run.choose_grouped_matmul import is_timed
+from moe_jax.run.tuning_space import config_of_first_step
+from moe_jax.step.compile import StepProgram, batch_shape, step_program
+from moe_jax.step.pipelined.build import Plan
+from moe_jax.step.trainer import Trainer, make_trainer
 
 # jax and where the compiler is
 _PACKAGES = {

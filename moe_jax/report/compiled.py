@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import EXIT_BAD_INPUT, UserError
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.overlap import Replay, replay

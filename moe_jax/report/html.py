@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from moe_jax.foreign_files import read_text
+from moe_jax.files.untrusted import read_text
 
 
 def plots(found: Iterable[tuple[str, str]], kind: str = "plots") -> str:

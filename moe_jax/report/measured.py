@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_jax.config_files import load_config
-from moe_jax.foreign_files import read_text
+from moe_jax.config.yaml_io import load_config
+from moe_jax.files.untrusted import read_text
 from moe_jax.measure.hlo import HloError, Program, parse
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.trace import (

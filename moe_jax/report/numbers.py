@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.report.plots import Curve
-from moe_jax.train.metrics import human_count, human_seconds, read_metrics
+from moe_jax.telemetry.run_log import human_count, human_seconds, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 

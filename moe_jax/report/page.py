@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax import __version__
-from moe_jax.files import write_atomically
-from moe_jax.foreign_files import read_json
+from moe_jax.files.atomic import write_atomically
+from moe_jax.files.untrusted import read_json
 from moe_jax.report.alarms import alarm_section
 from moe_jax.report.html import plots, table, text
 from moe_jax.report.load_sections import expert_section, rank_section
@@ -17,7 +17,7 @@ from moe_jax.report.loads import loads_of
 from moe_jax.report.numbers import Records, ReportError, curve, key_numbers, not_finite, records_of
 from moe_jax.report.plots import SPANS, Curve, curves_svg
 from moe_jax.report.style import CSS
-from moe_jax.train.metrics import FILE_NAME
+from moe_jax.telemetry.run_log import FILE_NAME
 
 # Section → title, key and axis of each of its curves.
 _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_jax.config_files import to_yaml
-from moe_jax.draft import Draft
+from moe_jax.config.draft import Draft
+from moe_jax.config.yaml_io import to_yaml
 from moe_jax.measure.targets import Target, TargetError, check_compiler, find_target
 from moe_jax.plan.candidates import divisors
 from moe_jax.plan.clusters import PRESETS, Cluster

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.report.page import write_report
-from moe_jax.train.metrics import read_metrics
+from moe_jax.telemetry.run_log import read_metrics
 
 
 def watch(run: Path, every_s: int) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
-from moe_jax.named import guarded, named
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_chunks import by_readiness, fill_gaps

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_jax import generate
-from moe_jax.convert import __main__ as convert
-from moe_jax.launch import __main__ as launch
-from moe_jax.measure import __main__ as measure
-from moe_jax.plan import __main__ as plan
-from moe_jax.report import __main__ as report
-from moe_jax.train import __main__ as train
+from moe_jax.cli import convert, generate, launch, measure, plan, report, train
 
 ROOT = Path(__file__).parents[2]
 

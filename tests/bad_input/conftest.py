@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.data.prepare import prepare_text
 from moe_jax.errors import run_command
-from moe_jax.train import loop
-from moe_jax.train.prepare import prepare_text
-from moe_jax.train.setup import Programs, Run, compile_programs
+from moe_jax.run import loop
+from moe_jax.run.setup import Programs, Run, compile_programs
 from tests.bad_input.cases import COMMANDS, Command, Refusal, Said, tree
 
 PLAIN_HLO = """HloModule jit_step, is_scheduled=true

@@ -181,7 +181,7 @@ def test_what_cannot_be_planned(line: str, message: str, assert_refused: Refusal
 def test_a_plan_that_could_not_be_written_is_not_made(
     out: str, reason: str, assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("moe_jax.plan.__main__.plan")
+    monkeypatch.delattr("moe_jax.cli.plan.plan")
     line = f"plan --model tiny.yaml --cluster h100x8 --out {out}"
     assert_refused(line, f"--out {out} cannot be written ({reason}): name another file")
 
@@ -213,7 +213,7 @@ def test_an_interrupted_command_says_so(folder: Path, command: Command, monkeypa
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_jax.plan.__main__.plan", interrupt)
+    monkeypatch.setattr("moe_jax.cli.plan.plan", interrupt)
     assert command("plan --model tiny.yaml --cluster h100x8") == Said(130, "stopped: interrupted\n")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config, Data, Log, Sections
-from moe_jax.config_files import load_config, setting_names
+from moe_jax.config.yaml_io import load_config, setting_names
 from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
 from tests.bad_input.cases import Refusal

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moe_jax.checkpoint.record import Record, read_record
+from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import run_command
-from moe_jax.train import loop
-from moe_jax.train.checkpoint import Checkpoints
-from moe_jax.train.checkpoint_record import Record, read_record
-from moe_jax.train.restore import Restored, restore_newest
-from moe_jax.train.setup import Run, open_run
+from moe_jax.run import loop
+from moe_jax.run.restore import Restored, restore_newest
+from moe_jax.run.setup import Run, open_run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.train import room
+from moe_jax.run import memory_check as room
 from tests.bad_input.cases import Refusal, cases
 
 CONFIG = [
@@ -379,7 +379,7 @@ def test_settings_that_cannot_be(words: str, message: str, assert_refused: Refus
 def test_a_model_without_room_in_this_machine_is_not_compiled(
     assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("moe_jax.train.loop.compile_programs")
+    monkeypatch.delattr("moe_jax.run.loop.compile_programs")
     monkeypatch.setattr(room, "machine_bytes", lambda: 100_000)
     monkeypatch.setattr(room, "size", lambda num_bytes: "MUCH")
     little = "a step takes about MUCH on 8 simulated devices, MUCH of it for parameters and optimizer, and this machine"

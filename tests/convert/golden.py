@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
 from moe_jax.config import Config, Mesh, Model
+from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import FAMILIES, family_of
 from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import read_config
@@ -19,7 +20,6 @@ from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import partitions
-from moe_jax.stages import Stages
 from tests.models.test_decode import logits_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors import SafetensorError
 
-from moe_jax.convert import __main__ as convert
+from moe_jax.cli import convert
 from moe_jax.convert import files
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.write import write_model

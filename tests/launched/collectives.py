@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moe_jax.train.processes import add_arguments, initialize, is_main_process, options_from
+from moe_jax.distributed.processes import add_arguments, initialize, is_main_process, options_from
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cpu-devices", type=int)

@@ -9,10 +9,10 @@ import time
 
 from jax.experimental import multihost_utils
 
+from moe_jax.distributed.failures import fail_fast
+from moe_jax.distributed.interrupt import stop_on_signals
+from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.errors import ConfigError, run_command
-from moe_jax.train.failures import fail_fast
-from moe_jax.train.interrupt import stop_on_signals
-from moe_jax.train.processes import add_arguments, initialize, options_from
 
 parser = argparse.ArgumentParser()
 parser.add_argument("how", choices=("bug", "bad-input", "bad-input-of-all", "killed", "signalled", "waits"))

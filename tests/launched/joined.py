@@ -13,9 +13,9 @@ import time
 import jax
 from jax.experimental import multihost_utils
 
+from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.parallel import post
 from moe_jax.parallel.post import Post
-from moe_jax.train.processes import add_arguments, initialize, options_from
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)

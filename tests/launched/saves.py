@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax.train import checkpoint_files
-from moe_jax.train.checkpoint import Checkpoints
-from moe_jax.train.digest import digest_program
-from moe_jax.train.metrics import RunLog
-from moe_jax.train.newest import agreed_newest
-from moe_jax.train.processes import add_arguments, initialize, options_from
+from moe_jax.checkpoint import files as checkpoint_files
+from moe_jax.checkpoint.checksums import digest_program
+from moe_jax.checkpoint.latest import agreed_newest
+from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.distributed.processes import add_arguments, initialize, options_from
+from moe_jax.telemetry.run_log import RunLog
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)

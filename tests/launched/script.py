@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from moe_jax.train.progress import tell_no_mesh, tell_progress
+from moe_jax.distributed.heartbeat import tell_no_mesh, tell_progress
 
 role, rank = sys.argv[1], int(sys.argv[-1])
 

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax.config_files import load_draft
+from moe_jax.checkpoint.checksums import digest_program
+from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.config.yaml_io import load_draft
+from moe_jax.data.tokens import open_tokens
+from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.errors import UserError
-from moe_jax.train.alike import check_same_data, check_same_settings
-from moe_jax.train.checkpoint import Checkpoints
-from moe_jax.train.digest import digest_program
-from moe_jax.train.metrics import RunLog
-from moe_jax.train.processes import add_arguments, initialize, options_from
-from moe_jax.train.tokens import open_tokens
+from moe_jax.run.process_agreement import check_same_data, check_same_settings
+from moe_jax.telemetry.run_log import RunLog
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)

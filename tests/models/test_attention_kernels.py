@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from moe_jax.attention_kernels import kernel_of
 from moe_jax.config import Attention, Config, Latent, Mesh, Model, Train
+from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.errors import ConfigError
 from moe_jax.models.attention import kernels
 

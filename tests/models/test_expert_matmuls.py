@@ -13,7 +13,7 @@ from moe_jax.models.expert_matmuls import as_experts_multiply, rounded
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.layers import EACH, ONE
 from moe_jax.models.orders import ORDERS
-from moe_jax.train.jaxprs import inlined
+from moe_jax.step.scheduled.jaxpr_utils import inlined
 from tests.references import fp8_product, to_fp8
 
 L, ROWS, D, F = 3, 16, 10, 6

@@ -17,8 +17,8 @@ import pytest
 from jax.test_util import check_grads
 
 from moe_jax.config import Model, MoE
-from moe_jax.gate_table import BIASED, GROUPED, gate_parameters
-from moe_jax.gate_table import GATES as TABLE
+from moe_jax.config.gates import BIASED, GROUPED, gate_parameters
+from moe_jax.config.gates import GATES as TABLE
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.choice import Choice, Mixed, Picked
 from moe_jax.models.gates.seen import Seen

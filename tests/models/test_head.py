@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Model, MoE
-from moe_jax.loss_chunks import tokens_of_chunk
+from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.models.head import cross_entropy
 from tests import references
 

@@ -13,10 +13,10 @@ from moe_jax.models.hop_by_hop import through_experts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.train.jaxprs import variables
+from moe_jax.step.scheduled.jaxpr_utils import variables
 from tests.parallel.per_device import on_mesh
 from tests.small import first_params, small_config, tokens_of
-from tests.train.gradients import assert_equals_reference, sharded_gradients
+from tests.step.gradients import assert_equals_reference, sharded_gradients
 
 RING = {"algorithm": "ring"}
 

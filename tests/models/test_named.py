@@ -7,7 +7,7 @@ from moe_jax.models.gates import softmax
 from moe_jax.models.hooks.protocol import Hooks
 from moe_jax.models.orders import ORDERS
 from tests.small import first_params, small_config, tokens_of
-from tests.train.gradients import sharded_gradients
+from tests.step.gradients import sharded_gradients
 
 
 def not_a_choice(logit_TE, moe):

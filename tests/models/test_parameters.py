@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Attention, Mesh, Model, MoE
+from moe_jax.config.layer_layout import segments
 from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.sharding import partitions, shardings
-from moe_jax.stages import segments
 
 PATTERNS = [
     (4, MoE()),

@@ -3,7 +3,7 @@ first cell with the row's numbers in order."""
 
 import numpy as np
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.memory import step_memory
 from tests.numbers.readme import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
 from tests.numbers.stored import hundreds, plan_text, within

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
-from moe_jax.draft import open_draft
+from moe_jax.config.draft import open_draft
 from moe_jax.plan.axes import Cut, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
 from moe_jax.plan.candidates import choices, schedules

@@ -14,13 +14,13 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
 from moe_jax.config import Config, Latent, Mesh, Optimizer
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models import transformer
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
-from moe_jax.train.facts import Facts
-from moe_jax.train.step import make_trainer
+from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.trainer import make_trainer
 from tests.small import small_config
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 
 FOLDER = Path(__file__).parents[2] / "configs/models"

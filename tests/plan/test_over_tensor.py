@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from moe_jax.config_files import load_draft
+from moe_jax.config.yaml_io import load_draft
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.over_tensor import Stages, form_seconds, stage_seconds

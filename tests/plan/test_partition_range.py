@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
-from moe_jax.draft import open_draft, sections_of
+from moe_jax.config.draft import open_draft, sections_of
 from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate

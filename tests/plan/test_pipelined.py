@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
-from moe_jax.config_files import load_config, load_draft
-from moe_jax.draft import Draft, sections_of
+from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
 from moe_jax.plan.clusters import find_cluster
@@ -26,7 +26,7 @@ from moe_jax.plan.planner import PlanError, plan
 from moe_jax.plan.resources import parameters_per_device
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.pipelines.build import make_table
-from moe_jax.train.step import make_trainer
+from moe_jax.step.trainer import make_trainer
 from tests.small import small_config
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moe_jax.config_files import load_config, load_draft
-from moe_jax.plan import __main__ as command
+from moe_jax.cli import plan as command
+from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.plan.clusters import find_cluster
 
 CONFIG = """

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
-from moe_jax.config_checks import setting
-from moe_jax.config_files import load_config, load_draft
-from moe_jax.draft import PLANNED, Draft, open_draft, sections_of
+from moe_jax.config.draft import PLANNED, Draft, open_draft, sections_of
+from moe_jax.config.validate import setting
+from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, choices, divisors, meshes, on_meshes, schedules
 from moe_jax.plan.clusters import Cluster, find_cluster

@@ -4,11 +4,11 @@ import jax
 import pytest
 
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE
-from moe_jax.gate_table import GATES
+from moe_jax.config.gates import GATES
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.resources import count_parameters, parameters_per_device, train_flops_per_token
-from moe_jax.train.step import make_trainer
+from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 
 MODELS = [

@@ -11,11 +11,11 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.traffic import traffic
-from moe_jax.train.step import make_trainer
+from moe_jax.step.trainer import make_trainer
 
 SMALL = [
     *("model.d_model=64", "model.num_layers=2", "model.num_heads=4", "model.vocab_size=32", "model.hidden_dim=96"),

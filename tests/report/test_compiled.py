@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from moe_jax.config import Config
-from moe_jax.config_files import load_config
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.measure.tasks import action_of
@@ -23,11 +23,11 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.report.compiled import Job, Outcome, analyse, compile_job, file_name, variants_of
 from moe_jax.report.compiled_text import assumptions, columns, compare, describe
+from moe_jax.run.profiler import Tracing
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.xla_flags import FLAGS, compiler_options
-from moe_jax.train.profiled import Tracing
-from moe_jax.train.step import make_trainer
+from moe_jax.step.trainer import make_trainer
 from tests.schedule.steps import nominal
 from tests.small import tokens_of
 

@@ -11,7 +11,7 @@ from moe_jax.errors import UserError
 from moe_jax.report import load_figure, write_report
 from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg
 from moe_jax.report.loads import RankMove, loads_of
-from moe_jax.train.metrics import FILE_NAME
+from moe_jax.telemetry.run_log import FILE_NAME
 
 EVERY = 50  # steps between two looks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
-from moe_jax.config_files import load_config
-from moe_jax.draft import Draft, sections_of
+from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import Target
 from moe_jax.plan.clusters import find_cluster

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config, Train
-from moe_jax.config_files import to_yaml
+from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report.watch import watch
-from moe_jax.train.metrics import FILE_NAME
+from moe_jax.telemetry.run_log import FILE_NAME
 
 REFRESH = '<meta http-equiv="refresh" content="7">'
 

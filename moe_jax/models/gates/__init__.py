@@ -1,6 +1,6 @@
 """Gates: which experts a token goes to and how much each counts. One file each, one signature.
 
-What else is to be known of each, without computing it, stands in `moe_jax.gate_table`.
+What else is to be known of each, without computing it, stands in `moe_jax.config.gates`.
 """
 
 import functools
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoE
+from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import (
     batch_prioritised,
@@ -27,7 +28,6 @@ from moe_jax.models.gates import (
 )
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
-from moe_jax.named import first_line_of, guarded, named
 
 GATES: dict[str, Gate] = {
     "softmax": of_biased_logits(softmax.choose),

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoE
+from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.hooks import bf16, fp8
 from moe_jax.models.hooks.protocol import Around, Hooks
-from moe_jax.named import first_line_of, guarded, named
 
 HOOKS = {"none": Hooks(), "bf16": bf16.HOOKS, "fp8": fp8.HOOKS}
 

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 
 from moe_jax.config import MoE
+from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.orders import dropless, irregular, mixed, one_hot, picked, slots
 from moe_jax.models.orders.protocol import Order
-from moe_jax.named import guarded, named
 
 ORDERS: dict[str, Order] = {
     "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),

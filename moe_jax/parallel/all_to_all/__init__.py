@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from moe_jax.config.plugins import named
 from moe_jax.errors import ConfigError
-from moe_jax.named import named
 from moe_jax.parallel.all_to_all import background, flat, halo, hier_1d, hier_2d, ring
 from moe_jax.parallel.ranks import Ranks
 

@@ -1,0 +1,92 @@
+"""The arrays of a checkpoint, read and held against the digests that were saved with them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+from numpy.typing import NDArray
+
+from moe_jax.checkpoint.checksums import digest_program, names_of
+from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, first_line, home
+from moe_jax.checkpoint.record import Leaf, Record
+from moe_jax.distributed.processes import allgather
+from moe_jax.errors import CheckpointError
+from moe_jax.step.compile_cache import compiled
+
+_READERS = 8  # arrays that are read at once
+
+
+def leaves_of(state: Any, digests: Any) -> dict[str, Leaf]:
+    """What a record says of a state's arrays, with their `digests`."""
+    return {
+        name: Leaf(tuple(leaf.shape), str(leaf.dtype), (int(first), int(second)))
+        for name, leaf, (first, second) in zip(
+            names_of(state), jax.tree.leaves(state), np.asarray(digests), strict=True
+        )
+    }
+
+
+def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
+    """A part of a checkpoint's state, placed as the shapes' shardings say; all processes call it.
+
+    Raises CheckpointError for arrays of another model, and DamagedError for such that are not what was saved.
+    """
+    _check_shapes(run, record, shapes)
+    path = home(run) / str(record.step) / STATE
+    found, problem = None, ""
+    try:
+        found = _read(path, shapes)
+    except Exception as error:  # tensorstore's errors have no common type
+        problem = first_line(error)
+    if any(allgather(found is None)):
+        raise DamagedError(problem or "another process cannot read it")
+    digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
+    leaves = leaves_of(found, digests)
+    wrong = next((name for name, leaf in leaves.items() if leaf.digest != record.leaves[name].digest), None)
+    if any(allgather(wrong is not None)):
+        own = f"{wrong} is not what was saved: its digest differs"
+        raise DamagedError(own if wrong else "another process cannot read it")
+    return found
+
+
+def _check_shapes(run: Path, record: Record, shapes: Any) -> None:
+    """Raise CheckpointError unless these parts of the state have the same arrays in it; orbax would cast silently."""
+    here = {
+        name: f"{x.dtype}{list(x.shape)}" for name, x in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True)
+    }
+    there = {name: str(leaf) for name, leaf in record.leaves.items() if name.partition(".")[0] in shapes}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"the checkpoint {run / FOLDER / str(record.step)} has {there.get(name, 'none')} as {name}, and this "
+                f"run {here.get(name, 'none')}: use the settings that it was made with, or another log.dir"
+            )
+
+
+def _read(path: Path, shapes: Any) -> Any:
+    """Without orbax, which casts types silently and whose threads print the stacks of errors that it also raises."""
+    context, base = tensorstore.Context(), {"driver": "file", "path": f"{path}/"}
+
+    def read(name: str, wanted: Any) -> jax.Array:
+        store = tensorstore.open(
+            {"driver": "auto", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
+            context=context,
+            read=True,
+        ).result()
+        if (store.shape, store.dtype.numpy_dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(f"{name} is {store.dtype.name}{list(store.shape)} in its file")
+        parts: dict[str, NDArray[Any]] = {}
+
+        def part(index: tuple[slice, ...] | None) -> NDArray[Any]:
+            """Read once for all devices that hold it."""
+            if str(index) not in parts:
+                parts[str(index)] = store[index].read().result()
+            return parts[str(index)]
+
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return jax.tree.unflatten(jax.tree.structure(shapes), pool.map(read, names_of(shapes), jax.tree.leaves(shapes)))

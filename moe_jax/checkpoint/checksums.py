@@ -1,0 +1,114 @@
+"""Digests of arrays: two numbers for each, made where the arrays lie, and the same however they are cut over devices.
+
+L arrays, P processes.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.stages import Wrapped
+from jaxtyping import Array, UInt32
+
+from moe_jax.distributed.processes import allgather, allgather_rows
+from moe_jax.errors import EXIT_TRY_AGAIN, UserError
+from moe_jax.parallel.sharding import REPLICATED
+
+Digest = tuple[int, int]
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by the bytes of an element; 8 are two words
+
+
+class ReplicasError(UserError):
+    """Devices that should hold the same numbers, and do not. The newest checkpoint is of a step at which they did."""
+
+    exit_code = EXIT_TRY_AGAIN
+
+
+def digests(tree: Any) -> UInt32[Array, "L 2"]:
+    """Of each array, in the order of the tree's leaves, with sums modulo 2³², which no order of adding changes.
+
+    The first is Σ word · (2·index + 1) over the array's words and their global indices: as the weights are odd, any one
+    bit changes it. But two flipped sign bits leave it as it is (2³¹ times the sum of two odd numbers), so the second is
+    Σ mix(word ⊕ mix(index)), in which every bit of a word decides all bits of what is added.
+    """
+    return jnp.stack([_digest(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def digest_program(like: Any) -> Wrapped:
+    """`digests` as one program for trees whose arrays are placed like these; every device gets all numbers."""
+    placed = jax.tree.leaves(like)[0].sharding
+    whole = NamedSharding(placed.mesh, REPLICATED) if isinstance(placed, NamedSharding) else None
+    return jax.jit(digests, out_shardings=whole)
+
+
+def agreed(found: Any, step: int, state: Any) -> UInt32[np.ndarray, "L 2"]:
+    """Digests of a state, which `digest_program` has made of the replicas of each device.
+
+    All processes call it. Raises ReplicasError on all of them if two replicas of an array differ, anywhere.
+    """
+    shards = getattr(found, "addressable_shards", None)
+    rows = np.stack([np.asarray(shard.data) for shard in shards]) if shards else np.asarray(found)[None]
+    codes = set(allgather(zlib.crc32(rows[0].tobytes()) | 1 if (rows == rows[0]).all() else 0))
+    if len(codes) == 1 and 0 not in codes:
+        return rows[0]
+    ends_P2L2 = allgather_rows(np.stack([rows.min(axis=0), rows.max(axis=0)]))
+    differs_L = (ends_P2L2 != ends_P2L2[:1, :1]).any(axis=(0, 1, 3))
+    number = int(np.argmax(differs_L))
+    raise ReplicasError(
+        f"replicas of {names_of(state)[number]} are not the same after step {step} ({_where(ends_P2L2[:, :, number])}; "
+        f"{differs_L.sum()} of {len(differs_L)} arrays differ), so this state is not saved: run the same command to "
+        "resume from the newest checkpoint; if it happens again, check the memory of these devices"
+    )
+
+
+def _where(ends_P22: UInt32[np.ndarray, "P 2 2"]) -> str:
+    """Which replicas of one array differ, by its least and largest digests on each process."""
+    apart = [process for process, (least, largest) in enumerate(ends_P22) if (least != largest).any()]
+    if apart:
+        return f"devices of process {', '.join(map(str, apart))} differ"
+    of_process = [ends.tobytes() for ends in ends_P22]
+    most, count = Counter(of_process).most_common(1)[0]
+    others = [process for process, each in enumerate(of_process) if each != most]
+    if count > len(others):
+        return f"process {', '.join(map(str, others))} differs from the others"
+    return f"processes {', '.join(map(str, range(len(of_process))))} differ"
+
+
+def names_of(tree: Any) -> list[str]:
+    """Of the leaves: the way to each, e.g. `params.head`."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _digest(x: jax.Array) -> UInt32[Array, " 2"]:
+    bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
+    word = bits.astype(jnp.uint32)
+    index, zero = _index(word.shape), jnp.uint32(0)
+    terms = word * (2 * index + 1), _mix(word ^ _mix(index))
+    # one reduction of both, for which nothing is stored on the way; two would share terms as large as the array
+    return jnp.stack(jax.lax.reduce(terms, (zero, zero), _add, tuple(range(word.ndim))))
+
+
+def _add(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x + y for x, y in zip(some, others, strict=True)]
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+    """Of each element in the whole array, in row-major order, modulo 2³²."""
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return index
+
+
+def _mix(word: jax.Array) -> jax.Array:
+    """The last steps of MurmurHash3 (Appleby): one to one, and every bit depends on all."""
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)

@@ -1,0 +1,86 @@
+"""Whether a run goes on with what its checkpoints hold: the same model and the same order of data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.config import Config
+from moe_jax.config.gates import gate_parameters
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import config_from, load_config
+from moe_jax.errors import CheckpointError, ConfigError
+
+# What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
+_MODEL = ("model.",)
+# That the tokens are the same, too, is seen by their checksums (run/identity.py), not by their name.
+_FIXED = (*_MODEL, "data.seq_len", "train.seed", "train.batch_size")
+_FREE = {
+    "model.moe.capacity_factor",
+    "model.moe.capacity_schedule",
+    "model.moe.hooks",
+    "model.moe.expert_matmuls",
+    "model.moe.order",
+    "model.moe.load_balance_weight",
+    "model.moe.load_balance",
+    "model.moe.router_z_weight",
+    "model.moe.bias_update_rate",  # if both have a bias, or none
+}
+
+
+def check_same_run(config: Config, run: Path, but_data: bool = False) -> None:
+    """Raise CheckpointError unless the run's saved config has this config's model and, but for who only reads it, its
+    order of data."""
+    try:
+        saved = load_config(run)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
+        ) from None
+    _check_same(config, saved, run, _MODEL if but_data else _FIXED)
+
+
+def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: int) -> None:
+    """Raise CheckpointError unless the config that a checkpoint itself was made with has this config's model and order
+    of data."""
+    try:
+        made_with = config_from(saved)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} in log.dir={run} was made with settings of another version ({error}): "
+            "use that version, or another log.dir"
+        ) from None
+    _check_same(config, made_with, run, _FIXED)
+
+
+def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]) -> None:
+    free = _FREE
+    if gate_parameters(config.model) != gate_parameters(saved.model):
+        free = free - {"model.moe.bias_update_rate"}
+    for name, here, there in _differences(config, saved, ""):
+        if name.startswith(fixed) and name not in free:
+            raise CheckpointError(
+                f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
+                f"use {name}={there}, or another log.dir"
+            )
+    if Stages.of(config).layout != Stages.of(saved).layout:
+        here, there = (_stages_text(each) for each in (config, saved))
+        raise CheckpointError(
+            f"{here}, but the checkpoints in log.dir={run} hold blocks in the order of {there}: "
+            f"use {there}, or another log.dir"
+        )
+
+
+def _stages_text(config: Config) -> str:
+    settings = config.schedule
+    head = f" and schedule.head_blocks={settings.head_blocks}" if settings.head_blocks else ""
+    return f"mesh.pipeline={config.mesh.pipeline} with schedule.virtual_stages={settings.virtual_stages}{head}"
+
+
+def _differences(here: Any, there: Any, name: str) -> list[tuple[str, Any, Any]]:
+    if not hasattr(here, "__dataclass_fields__"):
+        return [(name, here, there)] if here != there else []
+    return [
+        difference
+        for field in here.__dataclass_fields__
+        for difference in _differences(getattr(here, field), getattr(there, field), f"{name}.{field}".lstrip("."))
+    ]

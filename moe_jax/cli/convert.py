@@ -1,0 +1,153 @@
+"""python -m moe_jax.convert import FOLDER --out RUN, and export RUN --out FOLDER"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from moe_jax.checkpoint.checksums import digest_program
+from moe_jax.checkpoint.load import load_params
+from moe_jax.checkpoint.save import LEFT_FREE, Checkpoints
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.validate import check_expert_split
+from moe_jax.config.yaml_io import config_from, load_config, to_yaml
+from moe_jax.convert.families import family_that_holds
+from moe_jax.convert.files import DTYPES
+from moe_jax.convert.hf_config import FILE, read_config
+from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
+from moe_jax.convert.with_model import copy_with_model, special_tokens
+from moe_jax.convert.write import check_is_free, write_model
+from moe_jax.distributed import processes
+from moe_jax.distributed.failures import fail_fast
+from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
+from moe_jax.files.atomic import all_or_nothing, write_atomically
+from moe_jax.measure.provenance import versions
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.stages import in_order, stored_shapes
+from moe_jax.parallel.mesh import expert_axis, make_mesh
+from moe_jax.parallel.sharding import REPLICATED, partitions
+from moe_jax.plan.plan_text import size
+from moe_jax.run.export_tokenizer import special_tokens_of
+from moe_jax.run.init_from import check_source, source_params
+from moe_jax.run.run_dir import check_folder
+from moe_jax.run.sample import one_device_mesh
+from moe_jax.telemetry.run_log import RunLog
+
+
+def main() -> None:
+    """Read the command line, and convert."""
+    parser = CommandParser(
+        prog="python -m moe_jax.convert",
+        description="Hugging Face models in and out: a model becomes a run without steps, or a run's newest checkpoint "
+        "a model.",
+    )
+    parser.add_argument("way", choices=("import", "export"))
+    parser.add_argument("source", type=Path, help="folder of the model (config.json, safetensors), or of the run")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
+    parser.add_argument("--dtype", choices=DTYPES, help="export: of the tensors (default: float32)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
+    processes.add_arguments(parser)
+    arguments = parser.parse_intermixed_args()
+    if arguments.way == "export":
+        if arguments.overrides:
+            parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
+        if arguments.distributed == "on" or processes.options_from(arguments).coordinator is not None:
+            parser.error("--distributed and --coordinator are for import: one process exports")
+        _export(arguments)
+        return
+    for name in ("family", "dtype"):
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name} is for export")
+    _import(arguments)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    run, source = arguments.out, arguments.source
+    check_folder(run, "--out")
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
+    special_tokens(read_config(source))
+    values = {
+        "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists for tuples, as in files
+        "train": {"init_from": str(source)},
+        "log": {"dir": str(run), "sample_tokens": 0},
+    }
+    config = config_from(values, arguments.overrides)
+    processes.initialize(processes.options_from(arguments), config.mesh.cpu_devices)
+    with fail_fast():
+        mesh = make_mesh(config.mesh)
+        check_expert_split(config, mesh.shape)
+        check_source(config)
+        placed = partitions(param_dims(config.model), expert_axis(config.mesh))
+        shapes = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+            stored_shapes(Stages.of(config)),
+            placed,
+        )
+        _check_room(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
+        params = source_params(config, shapes)
+        step = jax.device_put(jnp.int32(0), NamedSharding(mesh, REPLICATED))
+        with all_or_nothing(run) if processes.is_main_process() else nullcontext():
+            _write_run(run, source, config, {"step": step, "params": params})
+
+
+def _check_room(run: Path, num_bytes: int) -> None:
+    """Raise ConfigError in all processes if one sees too small a disk, before a large model is read."""
+    free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
+    needed = num_bytes + LEFT_FREE
+    if any(processes.allgather(free < needed)):
+        raise ConfigError(
+            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: make room, or name "
+            "another folder"
+        )
+
+
+def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]) -> None:
+    mesh = jax.tree.leaves(state)[0].sharding.mesh
+    sizes = {str(axis): size for axis, size in mesh.shape.items()}
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(run)))
+    facts = {"config": dataclasses.asdict(config), "mesh": sizes, "versions": versions()}
+    quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
+    if processes.is_main_process():
+        run.mkdir(parents=True, exist_ok=True)
+        copy_with_model(source, run)
+        shutil.copyfile(source / FILE, run / ORIGIN)
+        write_atomically(run / "config.yaml", to_yaml(config))
+    processes.allgather(0)  # until the folder is there
+    checkpoints = Checkpoints(run, 1, quiet, digest_program(state), facts)
+    try:
+        with checkpoints:
+            checkpoints.save(0, state, data={})
+    except CheckpointError:  # in all processes
+        processes.allgather(0)  # until none writes there any more
+        reason, cure = checkpoints.last_failure
+        raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
+    if processes.is_main_process():
+        print(f"{run}: begin with it by --config {run} log.dir=… data.path=…")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.source)
+    family = family_that_holds(config.model, arguments.family)
+    dtype = arguments.dtype or "float32"
+    check_is_free(arguments.out)
+    placed = NamedSharding(one_device_mesh(), REPLICATED)
+    stages = Stages.of(config)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
+    params = in_order(load_params(arguments.source, shapes), stages)
+    longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
+    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
+    print(f"{arguments.out}: {family.architecture}, {dtype}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,86 @@
+"""`python -m moe_jax.launch --processes N …`: train with N supervised processes, here or on each of several hosts.
+
+What is not a flag of the launcher goes to every process. Process 0 has the terminal; what the others write to stderr
+is passed on behind their rank. When one fails or hangs, all start again; when the launcher is told to stop, none stays
+behind.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from moe_jax.config.validate.ranges import Range, check_number
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.launch.follower import follow
+from moe_jax.launch.hosts import LONGEST_S, add_arguments, hosts_from
+from moe_jax.launch.start import TRAINING, Launch, LaunchError
+from moe_jax.launch.supervisor import PORTS, supervise
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with 0, or as the process that failed first. Raises LaunchError."""
+    parser = CommandParser(
+        prog="python -m moe_jax.launch",
+        description="Start N processes of one run on this machine, and again from its newest checkpoint when one "
+        "fails. All other arguments go to each of them.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start, on each host")
+    parser.add_argument("--port", type=int, metavar="P", help="where they meet on 127.0.0.1; None: a free one")
+    parser.add_argument("--module", default=TRAINING, help="what each of them runs")
+    parser.add_argument("--grace", type=float, default=60, metavar="SECONDS", help="left to save and end in")
+    parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
+    parser.add_argument(
+        "--min-processes", type=int, metavar="N", help="go on with so many if one fails at every start; None: all"
+    )
+    parser.add_argument(
+        "--progress-timeout", type=float, default=600, metavar="SECONDS", help="without a new step, and all start again"
+    )
+    parser.add_argument(
+        "--start-timeout", type=float, default=3600, metavar="SECONDS", help="the same, before the first new step"
+    )
+    add_arguments(parser)
+    arguments, command = parser.parse_known_args(argv)
+    hosts = hosts_from(arguments)
+    _check(arguments, hosts["hosts"])
+    launch = Launch(
+        module=arguments.module,
+        command=command[1:] if command[:1] == ["--"] else command,
+        processes=arguments.processes,
+        min_processes=arguments.min_processes or arguments.processes * hosts["min_hosts"],
+        port=arguments.port,
+        grace_s=arguments.grace,
+        retries=arguments.retries,
+        progress_timeout_s=arguments.progress_timeout,
+        start_timeout_s=arguments.start_timeout,
+        **hosts,
+    )
+    sys.exit(follow(launch) if launch.host else supervise(launch))
+
+
+def _check(arguments: argparse.Namespace, hosts: int) -> None:
+    check_number("--processes", arguments.processes, Range(1, 1024))
+    count, of = arguments.processes * hosts, "--processes" if hosts == 1 else "--processes × --hosts"
+    if arguments.min_processes is not None and not 1 <= arguments.min_processes <= count:
+        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{count} ({of})")
+    if arguments.port is not None and not 0 < arguments.port <= 2**16 - PORTS:
+        raise LaunchError(f"--port={arguments.port} must be 1..{2**16 - PORTS}")
+    check_number("--grace", arguments.grace, Range(0, LONGEST_S))
+    check_number("--retries", arguments.retries, Range(0, 10**6))
+    check_number("--progress-timeout", arguments.progress_timeout, Range(0, LONGEST_S, above=True))
+    check_number("--start-timeout", arguments.start_timeout, Range(0, LONGEST_S, above=True))
+    if not _exists(arguments.module):
+        raise LaunchError(f"--module={arguments.module} is not found: name what python -m can run, e.g. moe_jax.train")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of the package that it should be in; an empty name
+        return False
+
+
+if __name__ == "__main__":
+    run_command(main)

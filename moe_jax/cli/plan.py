@@ -1,0 +1,138 @@
+"""`python -m moe_jax.plan --model FILE --cluster h100x64`: how to train a model on a cluster, and how fast that is."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_jax.config import Data, Model
+from moe_jax.config.draft import open_draft
+from moe_jax.config.yaml_io import load_draft, to_yaml
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.files.atomic import check_writable, reason, write_together
+from moe_jax.measure.provenance import origin
+from moe_jax.plan.clusters import PRESETS, find_cluster
+from moe_jax.plan.plan_text import plan_text, seconds
+from moe_jax.plan.planner import Plans, plan
+from moe_jax.report.planned import compile_plans
+from moe_jax.report.plots import PlotError
+from moe_jax.report.timeline import draw, predicted_bars
+
+
+def main() -> None:
+    """Read the command line, plan, print, and write what was asked for."""
+    parser = CommandParser(
+        prog="python -m moe_jax.plan",
+        description="Find the mesh, the schedule and the exchange that train a model fastest on a cluster that need "
+        "not be there, by simulated steps; print the best ways and why the others lost.",
+        epilog="example: --model configs/models/mixtral_8x7b.yaml --cluster h100x64 train.batch_size=256 "
+        "--out plans/mixtral.yaml",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+    parser.add_argument("--model", metavar="FILE", required=True, help="a config; its mesh and schedule are replaced")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        required=True,
+        help=f"{', '.join(PRESETS)} with a number of devices, as in h100x64, v5p-512, 4xv5e-256; "
+        "or the JSON file of a measured profile",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the best plan for that hardware, which need not be there, and correct the estimates by it",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the best plan as a config; beside it what was printed, and a timeline",
+    )
+    arguments = parser.parse_intermixed_args()
+    if not arguments.model:
+        raise ConfigError("--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml")
+    cluster = find_cluster(arguments.cluster)
+    given = load_draft(arguments.model, arguments.overrides)
+    if given.plan.cluster not in (None, arguments.cluster):
+        raise ConfigError(
+            f"plan.cluster={given.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
+        )
+    if arguments.out:
+        _check(arguments.out)
+    draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        print("\n" * bool(said) + text, flush=True)
+        said.append(text)
+
+    if arguments.compile:
+        plans = compile_plans(draft, cluster, tell).plans
+    else:
+        plans = plan(draft, cluster)
+        tell(plan_text(plans))
+    if arguments.out:
+        _write(plans, "\n\n".join(said), arguments.out)
+
+
+def _check(out: Path) -> None:
+    """Raise ConfigError, before anything is planned, if one of the three files could not be written."""
+    if out.suffix != ".yaml":
+        raise ConfigError(f"--out {out} is to be a config: name a .yaml file")
+    with _told(out):
+        check_writable(out, *(out.with_suffix(suffix) for suffix in (".txt", ".png")))
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """An OSError becomes a ConfigError that names --out."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({reason(error)}): name another file") from None
+
+
+def _write(plans: Plans, text: str, out: Path) -> None:
+    facts = [f"{name}: {value}" for name, value in origin().items()]
+    files = {
+        out: (_head(plans) + to_yaml(plans.config)).encode(),
+        out.with_suffix(".txt"): "\n".join([text, "", *facts, ""]).encode(),
+    }
+    picture = io.BytesIO()
+    try:
+        draw({"predicted": predicted_bars(plans.best.estimate.timeline)}, picture, _title(plans))
+        files[out.with_suffix(".png")] = picture.getvalue()
+    except PlotError as error:
+        print(f"no {out.with_suffix('.png')}: {error}")
+    with _told(out):
+        write_together(files)
+    print(f"wrote {', '.join(map(str, files))}")
+
+
+def _head(plans: Plans) -> str:
+    """What the config is, as its comment."""
+    config = plans.config
+    told = f"# Planned for {plans.cluster.name}: {seconds(plans.best.estimate.step_s)} a step, as predicted.\n"
+    if config.data == Data(seq_len=config.data.seq_len) and config.model.vocab_size != Model().vocab_size:
+        told += (
+            f"# Set data.path before training: the default is a text of bytes, and this model knows "
+            f"{config.model.vocab_size:,} tokens.\n# scripts/prepare_text.py makes a folder of tokens from text.\n"
+        )
+    return told
+
+
+def _title(plans: Plans) -> str:
+    """Of the timeline, which has few of many blocks, and one part of a batch that is cut."""
+    found, config = plans.best.estimate, plans.config
+    parts = config.train.grad_accumulation
+    shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]
+    if config.is_pipelined:
+        where = ", on one pipeline stage" if config.mesh.pipeline > 1 else ""
+        shown.append(f"one of {parts} parts of the batch{where}")
+    elif parts > 1:
+        shown.append(f"the last of {parts} parts of the batch")
+    return f"{', '.join(shown)}: from a step of {seconds(found.step_s)} on {plans.cluster.name}, {plans.best.mesh}"
+
+
+if __name__ == "__main__":
+    run_command(main)

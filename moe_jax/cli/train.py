@@ -1,0 +1,90 @@
+"""python -m moe_jax.train --config FILE [section.key=value …]"""
+
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # what is imported and traced stays, and looking for garbage in it takes 0.4 s until the first step
+
+import logging
+from pathlib import Path
+
+import jax
+
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_draft
+from moe_jax.distributed import processes
+from moe_jax.distributed.failures import fail_fast, run_and_leave
+from moe_jax.distributed.heartbeat import tell_no_mesh, tell_start
+from moe_jax.errors import CommandParser, MeshError
+from moe_jax.plan.planner import PlanError
+from moe_jax.report import write_report
+from moe_jax.report.alarms import alarm_text
+from moe_jax.report.plots import PlotError
+from moe_jax.run.describe import dry_run, table
+from moe_jax.run.loop import train
+from moe_jax.run.resolve_auto import choose
+from moe_jax.run.sample import write_sample
+from moe_jax.step.expert_placement import params_in_order
+from moe_jax.step.trainer import State
+
+
+def main() -> None:
+    """Read the command line, train, and leave a sample and a report in the run's folder."""
+    parser = CommandParser(
+        prog="python -m moe_jax.train",
+        description="Train a Mixture-of-Experts model.",
+        epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings: moe_jax/config/sections.py.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file, or the folder of an earlier run")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    processes.add_arguments(parser)
+    arguments = parser.parse_intermixed_args()
+    draft = load_draft(arguments.config, arguments.overrides)
+    if not draft.open:
+        draft.choose()  # refused now if it is wrong
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
+    tell_start()
+    processes.initialize(
+        processes.options_from(arguments),
+        draft.mesh.cpu_devices,
+        in_background=draft.may_wait_in_threads,
+        quick_compile=draft.train.quick_compile,
+    )
+    with fail_fast():
+        try:
+            config, chosen = choose(draft)
+        except (MeshError, PlanError):
+            tell_no_mesh()
+            raise
+        if arguments.dry_run:
+            _say(table(chosen | dry_run(config)))
+            return
+        if chosen:
+            _say(table(chosen))
+        state = train(config)
+        if int(state["step"]) == config.train.steps:
+            _write_results(config, state)
+
+
+def _say(text: str) -> None:
+    if processes.is_main_process():
+        print(text, flush=True)
+
+
+def _write_results(config: Config, state: State) -> None:
+    run = Path(config.log.dir)
+    if config.log.sample_tokens and jax.process_count() == 1:  # sampling runs on one device of one process
+        print(write_sample(config, params_in_order(state, Stages.of(config)), run))
+    if processes.is_main_process():
+        try:
+            print(f"report: {write_report(run)}")
+            if text := alarm_text(run):
+                print(text)
+        except PlotError as error:  # the run itself is done
+            print(f"no report: {error}")
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

@@ -1,0 +1,489 @@
+"""What an experiment is: frozen sections of plain values, checked once when they are made.
+
+Sizes are counted in tokens, sequences, blocks or features as their comments say; fractions are of 1.
+`config_checks` says which values they may have; `config_files` reads them from YAML and the command line.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from moe_jax.config import gates as gate_table
+from moe_jax.config.validate import check_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """The Mixture-of-Experts layer of a block."""
+
+    num_experts: int = 8  # 0: no block has experts (a dense model)
+    top_k: int = 2  # experts per token
+    hidden_dim: int = 512  # of one expert
+    num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
+    shared_gate: bool = False  # whose output is times a sigmoid of the token's features (Qwen2-MoE)
+    dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
+    bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
+    capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
+    # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
+    capacity_schedule: tuple[tuple[float, ...], ...] = ()
+    gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
+    normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
+    # with top_k=1, too: the one weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise it is
+    # the expert's score, as in Switch
+    normalize_top_1: bool = False
+    routed_scale: float = 1.0  # factor on the routed experts' output
+    num_groups: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
+    top_groups: int = 1  # and those of a token in so many of them
+    router_rank: int | None = None  # gate xmoe: the width in which tokens and experts meet; null: half the experts
+    slots_per_expert: int = 1  # gate softmoe: on each source device, instead of a capacity
+    # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
+    order: str = "sort"
+    # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
+    # computed in it, or as 8-bit floats), or package.module:name of Hooks
+    hooks: str = "none"
+    # operands of routed experts' matrix products: as train.compute_dtype has them, or rounded to 8-bit floats, see
+    # docs/models.md
+    expert_matmuls: Literal["compute_dtype", "fp8"] = "compute_dtype"
+    first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
+    every: int = 1  # above those, every n-th block has experts
+    load_balance_weight: float = 0.01
+    # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
+    # of all blocks pooled, or each block's of every sequence by itself, see docs/balance.md
+    load_balance: Literal["batch", "pooled", "sequence"] = "batch"
+    # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
+    # docs/balance.md; null: there is none, or it stays as it is
+    bias_update_rate: float | None = None
+    router_z_weight: float = 0.001
+
+    @property
+    def gate_facts(self) -> gate_table.GateFacts:
+        """What is known of the gate without computing it."""
+        return gate_table.facts_of(self.gate)
+
+    @property
+    def divides_by_sum(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.normalize_weights and (self.top_k > 1 or self.normalize_top_1)
+
+    @property
+    def latent_router_width(self) -> int:
+        """In which tokens and experts meet, if the gate projects both."""
+        return self.router_rank or max(self.num_experts // 2, 1)
+
+    @property
+    def sorts_rows(self) -> bool:
+        """Whether tokens that chose experts are sorted into rows."""
+        return self.order == "sort" and not self.gate_facts.fills_slots
+
+    @property
+    def sends_capacity_rows(self) -> bool:
+        """Whether tokens reach slots of a limited number as sorted rows."""
+        return self.capacity_factor is not None and self.sorts_rows
+
+    @property
+    def sends_sized_rows(self) -> bool:
+        """Whether experts have no capacity, and sorted rows travel with their sizes."""
+        return self.capacity_factor is None and self.sorts_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): all keys and values are made of one short vector."""
+
+    kv_lora_rank: int | None = None  # width of that latent; null: no latents, grouped-query attention
+    q_lora_rank: int | None = None  # of the queries' latent; null: queries are made of the model width
+    qk_nope_head_dim: int = 128  # of a query and key, the part that is not rotated
+    qk_rope_head_dim: int = 64  # and the part that is; all heads have the same key there
+    v_head_dim: int = 128
+    norm_eps: float | None = None  # of the latents' norms; null: model.norm_eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What a token's attention sees, and what is added to it."""
+
+    bias: bool = False  # vectors added behind the projections
+    out_bias: bool = True  # with them, one behind the last projection, too (not in Qwen2-MoE)
+    sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
+    window: int | None = None  # tokens that a token sees, itself included; null: all before it
+    full_every: int | None = None  # every n-th block has no window
+    nope_every: int | None = None  # every n-th block has no rotary embedding (Llama 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies for sequences that are longer than those a model began with, see docs/models.md.
+
+    A pair of features turns so many times in `original_length` tokens: frequencies of up to `slow_turns` are divided by
+    `factor`, those of `fast_turns` or more stay, and between them is a ramp.
+    """
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
+    factor: float = 1.0
+    original_length: int = 4096  # tokens
+    slow_turns: float = 1.0
+    fast_turns: float = 32.0
+    truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
+    attention_factor: float = 1.0  # on queries and keys that are rotated
+    mscale_all_dim: float = 0.0  # m of DeepSeek: attention's logits times (0.1·m·ln(factor) + 1)²
+
+
+class View(NamedTuple):
+    """How attention of one block sees tokens."""
+
+    window: int | None
+    rope: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
+
+    vocab_size: int = 256
+    d_model: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None  # null: as many as num_heads; fewer: grouped-query attention
+    head_dim: int | None = None  # null: d_model / num_heads
+    hidden_dim: int = 1024  # of the MLP in dense blocks
+    # of MLPs and experts; clipped_swiglu: values within 7, and 1 more of what is not gated (gpt-oss)
+    activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
+    tie_embeddings: bool = False  # one matrix for the embedding and the head
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    norm_eps: float = 1e-6
+    attention: Attention = field(default_factory=Attention)
+    latent: Latent = field(default_factory=Latent)
+    moe: MoE = field(default_factory=MoE)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs and experts have two matrices in front of their activation."""
+        return self.activation != "gelu"
+
+    @property
+    def has_latents(self) -> bool:
+        return self.latent.kv_lora_rank is not None
+
+    @property
+    def qk_width(self) -> int:
+        """Of a head's query and key."""
+        latent = self.latent
+        return latent.qk_nope_head_dim + latent.qk_rope_head_dim if self.has_latents else self.head_width
+
+    @property
+    def v_width(self) -> int:
+        """Of a head's value."""
+        return self.latent.v_head_dim if self.has_latents else self.head_width
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """How each block's attention sees tokens, from the bottom up."""
+        attention = self.attention
+
+        def is_nth(block: int, every: int | None) -> bool:
+            return every is not None and (block + 1) % every == 0
+
+        return tuple(
+            View(
+                window=None if is_nth(i, attention.full_every) else attention.window,
+                rope=not is_nth(i, attention.nope_every),
+            )
+            for i in range(self.num_layers)
+        )
+
+    @functools.cached_property
+    def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
+        """What each block has behind its attention, from the bottom up."""
+        moe = self.moe
+        first = moe.first_dense_blocks
+        return tuple(
+            "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.every == 0 else "dense"
+            for i in range(self.num_layers)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices along each named axis. One axis may be -1: all that the others leave."""
+
+    data: int = -1
+    expert: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    experts_over_context: bool = False  # cut experts over the context ranks, too, see docs/context.md
+    cpu_devices: int | None = None  # simulate this many devices on the CPU; null: use what there is
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, by its name."""
+        return {
+            "data": self.data,
+            "expert": self.expert,
+            "pipeline": self.pipeline,
+            "tensor": self.tensor,
+            "context": self.context,
+        }
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Those that cut experts, as one."""
+        return ("context", "expert") if self.experts_over_context else ("expert",)
+
+    def expert_ranks(self, sizes: Mapping[str, int]) -> int:
+        """That have experts of their own, on a mesh of these sizes."""
+        return math.prod(sizes[axis] for axis in self.expert_axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """In which order an iteration's tasks run."""
+
+    policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
+    microbatches: int = 1  # unified: parts of a device's sequences; expert_pipeline: of the slots
+    backward_microbatches: int | None = None  # null: as many; unified: a divisor
+    expert_chunks: int = 1  # unified: parts of a microbatch's slots, which exchanges and experts see one by one
+    weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
+    grad_reduce: Literal["end", "block", "chunked"] = "end"  # when gradients are summed over devices
+    chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
+    device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
+    link_gb_per_s: float | None = None  # null: typical of the platform
+    network_gb_per_s: float | None = None  # the same beyond a node of GPUs
+    task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
+    unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
+    remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
+    # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
+    # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
+    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled", "coscheduled_split"] = "1f1b"
+    virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
+    head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether microbatches are parts of a device's sequences; those of a policy from elsewhere may be."""
+        return self.policy not in ("vanilla", "expert_pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """In which form tokens and gradients travel between devices."""
+
+    # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, by way of nodes, see
+    # docs/exchange.md; ragged, only existing rows (microbatches; auto: on TPU and GPU); background, beside the program
+    # (CPU); package.module:name of an Exchange, see docs/extend.md
+    algorithm: str = "auto"
+    ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
+    # how tensor ranks share an exchange, see docs/exchange.md: all rows from each of them (replicated), its own rows
+    # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
+    tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
+    tensor_chunks: int = 2  # of o2 and o3
+    # how attention sees the tokens of other context ranks, see docs/context.md: their keys and values go around a ring
+    # while those that came are computed with, or all are gathered first
+    context_form: Literal["ring", "all_gather"] = "ring"
+    reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
+    # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
+    # run says. null: for all rows to choose one rank, so that none is ever dropped
+    buffer_factor: float | None = 3.0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the algorithm is none of the project's own."""
+        return ":" in self.algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where tokens come from."""
+
+    path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
+    seq_len: int = 256  # tokens per sequence
+    validation_fraction: float = 0.1  # of a .txt file: its end; a folder has its own validation file
+    prefetch: int = 8  # batches read ahead
+    damaged_chunks: int = 0  # pieces of a prepared file that may be damaged and are passed over, see docs/data.md
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW behind a warm-up, a decay and a clip by the global norm."""
+
+    learning_rate: float = 1e-3  # at the end of the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 100  # before the first step at learning_rate
+    final_fraction: float = 0.1  # of learning_rate, in the last step of train.steps
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices; vectors are not decayed
+    clip_norm: float | None = 1.0  # null: no clipping
+    # what is cut over the devices that hold the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too: with
+    # train.grad_accumulation those of each part of a batch are summed by themselves
+    zero: Literal[0, 1, 2] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at once, and in which precision."""
+
+    steps: int = 1000
+    seed: int = 0
+    batch_size: int = 32  # sequences in one optimiser step, over all devices
+    grad_accumulation: int = 1  # parts of a batch, one after another; each fills slots and is balanced by itself
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
+    # of attention, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits of
+    # all pairs of tokens in memory; auto: cudnn where it can
+    attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
+    # how rows of experts without a capacity are multiplied, see docs/measure.md: blocks, a tile of rows after another;
+    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs what is fastest here, else the platform's own
+    grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
+    # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
+    # them (512 MiB)
+    loss_chunk: int | None = None
+    # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. With other
+    # schedules or chunks of gradients losses are then the same but for their last bits, not bit for bit
+    quick_compile: bool = False
+    # what a new run begins with: the folder of a Hugging Face model, or of a run; null: random numbers. See
+    # docs/convert.md
+    init_from: str | None = None
+    upcycle: bool = False  # that model is dense, and each expert begins as its MLP
+    eval_every: int = 250  # steps; 0: only at the end
+    eval_batches: int = 8
+    # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its
+    # newest checkpoint, and the next time stops; null: never. See docs/bad_numbers.md
+    bad_in_a_row: int | None = 3
+    spike_factor: float | None = None  # loss / median of the last 64 that is told; null: none
+    skip_spikes: bool = False  # and counts as bad
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the training state is saved (below log.dir) and how much is kept."""
+
+    every: int = 500  # steps; 0: only at the end
+    keep: int = 2
+    resume: bool = True  # go on from the newest checkpoint in log.dir, if there is one
+    # steps between two safety copies of the state in the memory of two nodes, see docs/recovery.md; 0: none
+    safety_copies_every: int = 0
+    safety_copies_dir: str = "/dev/shm"  # where they are; a folder of each node, in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Settings that a run tries while it trains, to go on with the fastest, see docs/tune.md."""
+
+    # schedule.chunk_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
+    over: tuple[Literal["chunk_mb", "microbatches", "algorithm"], ...] = ()
+    samples: int = 8  # choices tried in one search
+    iterations: int = 10  # steps that a choice is timed for
+    band: float = 0.2  # by which share of the best time a step's may change
+    patience: int = 50  # steps for which it has to have changed by more before the next search
+    cache: str | None = None  # file of what was found, for other runs, too; null: tuned.json in log.dir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """Experts that change ranks while a run trains, so that ranks are loaded alike, see docs/migration.md."""
+
+    enabled: bool = False
+    every: int = 50  # steps between two looks at the load of ranks, which is added up meanwhile
+    threshold: float = 1.2  # load of the busiest rank / mean of all, over those steps, that is too much
+    patience: int = 2  # looks in a row at which a block was above it before its experts move
+    # steps in which a move has to save the time that it takes, and no more than the run has left; null: moves are free
+    payback_steps: int | None = 1000
+    replicas: int = 0  # slots of each expert rank for copies of experts that others have, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What a run leaves behind."""
+
+    dir: str = "runs/default"
+    every: int = 10  # steps between two lines
+    tensorboard: bool = True
+    wandb_project: str | None = None  # at Weights & Biases, of process 0, see docs/logging.md; null: none
+    # every n-th record has the load of each expert of each block; null: as many records as keep it to 1,024 numbers in
+    # each on average
+    expert_load_every: int | None = None
+    # warnings, once until the block recovers: an expert that no token chose for so many steps; a step's load whose
+    # entropy is a smaller part of an even load's. null: none
+    alarm_unused_steps: int | None = 100
+    alarm_entropy: float | None = 0.5
+    # run this step, or those from the first to the last ([10, 13]), under jax's profiler, into log.dir/trace; the first
+    # step of a process is not traced, but the next
+    trace_step: tuple[int, ...] | None = None
+    sample_prompt: str = "\n"  # of the text sampled at the end, for the report
+    sample_tokens: int = 400  # 0: no sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """For what settings are planned that say auto (docs/plan.md)."""
+
+    cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """All settings of one experiment, unchecked."""
+
+    model: Model = field(default_factory=Model)
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: Schedule = field(default_factory=Schedule)
+    exchange: Exchange = field(default_factory=Exchange)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tune: Tune = field(default_factory=Tune)
+    migration: Migration = field(default_factory=Migration)
+    log: Log = field(default_factory=Log)
+    plan: Plan = field(default_factory=Plan)
+
+    @property
+    def may_wait_in_threads(self) -> bool:
+        """Whether a step may wait in the host's threads for what other devices send beside the program."""
+        exchange = self.exchange
+        in_background = "background" in (exchange.algorithm, exchange.reduction)
+        return in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Sections):
+    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    @property
+    def replicas(self) -> int:
+        """Slots of each expert rank for copies of others' experts."""
+        return self.migration.replicas if self.migration.enabled else 0
+
+    def expert_slots(self, sizes: Mapping[str, int]) -> int:
+        """Of all ranks, on a mesh of these sizes, for the experts of one block and their copies."""
+        return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a step runs a table of ticks."""
+        return self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+        unscheduled = Schedule()
+        names = ("policy", "weight_grad", "grad_reduce")
+        same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        return same and self.exchange.reduction == "all_reduce" and not self.is_pipelined

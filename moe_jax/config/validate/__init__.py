@@ -1,0 +1,57 @@
+"""Which values the settings of a config may have, alone and together.
+
+Each refusal gives the setting, its value and the cure.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config.attention_kernels import check_attention_kernel
+from moe_jax.config.validate.mesh import (
+    check_batch_split,
+    check_context_split,
+    check_expert_split,
+    check_mesh,
+    check_tensor_split,
+)
+from moe_jax.config.validate.messages import nearest_multiples
+from moe_jax.config.validate.migration import check_migration
+from moe_jax.config.validate.model import check_model
+from moe_jax.config.validate.paths import check_paths, plain_setting
+from moe_jax.config.validate.pipeline import check_pipeline
+from moe_jax.config.validate.plugins import check_parts
+from moe_jax.config.validate.ranges import check_ranges, setting
+from moe_jax.config.validate.schedule import check_exchange, check_node_split, check_schedule
+from moe_jax.config.validate.training import check_training
+from moe_jax.config.validate.tune import check_tune
+
+if TYPE_CHECKING:  # a Config checks itself with what stands here
+    from moe_jax.config import Config
+
+__all__ = [
+    "check_batch_split",
+    "check_config",
+    "check_context_split",
+    "check_expert_split",
+    "check_node_split",
+    "check_ranges",
+    "check_tensor_split",
+    "nearest_multiples",
+    "plain_setting",
+    "setting",
+]
+
+
+def check_config(config: "Config") -> None:
+    """Raise ConfigError for a value out of range, and for settings that contradict each other."""
+    check_paths(config)
+    check_ranges(config)
+    check_parts(config)
+    check_model(config.model)
+    check_mesh(config)
+    check_pipeline(config)
+    check_schedule(config)
+    check_exchange(config)
+    check_training(config)
+    check_attention_kernel(config)
+    check_tune(config)
+    check_migration(config)

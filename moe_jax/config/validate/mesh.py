@@ -1,0 +1,120 @@
+"""Rules of a mesh: what its axes cut must divide."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moe_jax.config.validate.messages import divisors_text, nearest_multiples
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config, Mesh
+
+
+def check_mesh(config: "Config") -> None:
+    """Raise ConfigError for an axis that does not exist, or that cuts what it does not divide."""
+    sizes = config.mesh.sizes
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
+    if sizes["tensor"] > 1:
+        check_tensor_split(config, sizes["tensor"])
+    if sizes["context"] > 1:
+        check_context_split(config, sizes["context"], max(sizes["tensor"], 1))
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(
+            f"mesh.{free[0]} and mesh.{free[1]} are both -1, and only one axis can take the remaining devices: "
+            f"set mesh.{free[0]}=1"
+        )
+    check_expert_split(config, sizes)
+
+
+def check_tensor_split(config: "Config", ranks: int) -> None:
+    """Raise ConfigError unless `ranks` tensor ranks divide heads, hidden widths and sequences."""
+    if ranks == 1:
+        return
+    model = config.model
+    divided = {"model.num_heads": model.num_heads, "data.seq_len": config.data.seq_len}
+    if model.num_kv_heads is not None:
+        divided["model.num_kv_heads"] = model.num_kv_heads
+    if "dense" in model.block_kinds or model.moe.dense_residual:
+        divided["model.hidden_dim"] = model.hidden_dim
+    if model.moe.num_experts:
+        divided["model.moe.hidden_dim"] = model.moe.hidden_dim
+    for name, size in divided.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
+                f"or mesh.tensor={divisors_text(math.gcd(*divided.values()))}"
+            )
+    if config.exchange.algorithm == "ragged":
+        raise ConfigError(
+            f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
+            "or mesh.tensor=1"
+        )
+
+
+def check_context_split(config: "Config", ranks: int, tensor_ranks: int) -> None:
+    """Raise ConfigError unless sequences divide into two pieces for each context rank, and these over tensor ranks."""
+    if ranks == 1:
+        return
+    length, unit = config.data.seq_len, ranks * math.lcm(2, tensor_ranks)
+    if length % unit:
+        tensor = f" × mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
+        rest = length // math.lcm(2, tensor_ranks) if length % math.lcm(2, tensor_ranks) == 0 else 1
+        raise ConfigError(
+            f"data.seq_len={length} is not divisible into two pieces for each of mesh.context={ranks}{tensor}: "
+            f"use {nearest_multiples(length, unit)}, or mesh.context={divisors_text(rest)}"
+        )
+
+
+def check_expert_split(config: "Config", sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError unless the ranks that cut experts divide them; -1 ranks are open, and not checked."""
+    num_experts, shared = config.model.moe.num_experts, config.mesh.experts_over_context
+    if shared:
+        _check_shared(num_experts, sizes["context"])
+    if min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
+        return
+    ranks, text = config.mesh.expert_ranks(sizes), expert_ranks_text(config.mesh, sizes)
+    if num_experts == 0 and ranks > 1:
+        raise ConfigError(f"{text} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
+    if num_experts % ranks:
+        of_expert, rest = divmod(num_experts, sizes["context"] if shared else 1)
+        cure = "mesh.experts_over_context=false" if rest else f"mesh.expert={divisors_text(of_expert)}"
+        raise ConfigError(
+            f"model.moe.num_experts={num_experts} is not divisible by {text}: "
+            f"use {nearest_multiples(num_experts, ranks)} experts, or {cure}"
+        )
+
+
+def _check_shared(num_experts: int, context: int) -> None:
+    """Raise ConfigError unless there are experts and context ranks."""
+    if num_experts == 0:
+        raise ConfigError(
+            "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
+            "set mesh.experts_over_context=false"
+        )
+    if context == 1:
+        raise ConfigError(
+            "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
+            "use mesh.context=2 or more, or mesh.experts_over_context=false"
+        )
+
+
+def expert_ranks_text(mesh: "Mesh", sizes: Mapping[str, int]) -> str:
+    """The axes that cut experts."""
+    return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
+
+
+def check_batch_split(config: "Config", batch_shards: int) -> None:
+    """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
+    size, parts = config.train.batch_size, config.train.grad_accumulation
+    microbatches = config.schedule.microbatches if config.schedule.cuts_batch else 1
+    unit = parts * batch_shards * microbatches
+    if size % unit:
+        cut = f" × schedule.microbatches={microbatches}" if microbatches > 1 else ""
+        raise ConfigError(
+            f"train.batch_size={size} is not divisible by train.grad_accumulation={parts} × {batch_shards} devices "
+            f"(data × expert){cut} = {unit}: use {nearest_multiples(size, unit)}"
+        )

@@ -1,0 +1,122 @@
+"""Rules of a model: heads, experts and the blocks that have them."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config.validate.gate import check_gate
+from moe_jax.config.validate.messages import divisors_text
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Model
+
+
+def check_model(model: "Model") -> None:
+    """Raise ConfigError for heads that do not divide, and for experts in no block."""
+    if model.has_latents:
+        _check_latents(model)
+    else:
+        _check_heads(model)
+    _check_views(model)
+    _check_rope(model)
+    _check_experts(model)
+
+
+def _check_heads(model: "Model") -> None:
+    if model.latent.q_lora_rank is not None:
+        raise ConfigError(
+            f"model.latent.q_lora_rank={model.latent.q_lora_rank} without model.latent.kv_lora_rank: "
+            "set both, or model.latent.q_lora_rank=null"
+        )
+    if model.head_dim is None and model.d_model % model.num_heads:
+        raise ConfigError(
+            f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}: "
+            f"use {divisors_text(model.d_model)} heads, or set model.head_dim"
+        )
+    if model.head_width % 2:
+        raise ConfigError(
+            f"a head width of {model.head_width} is odd, and rotary embedding turns pairs: set an even model.head_dim"
+        )
+    if model.num_heads % model.kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}: "
+            f"use {divisors_text(model.num_heads)}"
+        )
+
+
+def _check_latents(model: "Model") -> None:
+    rank = f"model.latent.kv_lora_rank={model.latent.kv_lora_rank}"
+    if model.latent.qk_rope_head_dim % 2:
+        raise ConfigError(
+            f"model.latent.qk_rope_head_dim={model.latent.qk_rope_head_dim} is odd, and rotary embedding turns pairs: "
+            "use an even number"
+        )
+    for name, value, unset in (
+        ("num_kv_heads", model.num_kv_heads, None),
+        ("head_dim", model.head_dim, None),
+        ("qk_norm", model.qk_norm, False),
+        ("attention.bias", model.attention.bias, False),
+    ):
+        if value != unset:
+            cure = "null" if unset is None else "false"
+            raise ConfigError(
+                f"model.{name}={value} is not for latent attention ({rank}): set model.{name}={cure}, "
+                "or model.latent.kv_lora_rank=null"
+            )
+
+
+def _check_views(model: "Model") -> None:
+    attention = model.attention
+    if attention.full_every is not None and attention.window is None:
+        raise ConfigError(
+            f"model.attention.full_every={attention.full_every} excepts blocks from a window that there is not: "
+            "set model.attention.window, or model.attention.full_every=null"
+        )
+
+
+def _check_rope(model: "Model") -> None:
+    scaling, name = model.rope_scaling, "model.rope_scaling"
+    for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
+        value = getattr(scaling, key)
+        if scaling.kind == "none" and value != unset:
+            raise ConfigError(
+                f"{name}.{key}={value} without a kind of scaling: set {name}.kind=yarn, linear or llama3, "
+                f"or {name}.{key}={unset}"
+            )
+    slow, fast = scaling.slow_turns, scaling.fast_turns
+    if (scaling.kind == "yarn" and slow > fast) or (scaling.kind == "llama3" and slow >= fast):
+        raise ConfigError(f"{name}.slow_turns={slow} must be below {name}.fast_turns={fast}")
+    if scaling.mscale_all_dim and not model.has_latents:
+        raise ConfigError(
+            f"{name}.mscale_all_dim={scaling.mscale_all_dim} is for latent attention: "
+            f"set model.latent.kv_lora_rank, or {name}.mscale_all_dim=0"
+        )
+
+
+def _check_experts(model: "Model") -> None:
+    moe = model.moe
+    if moe.num_experts == 0:
+        if moe.expert_matmuls != "compute_dtype":
+            raise ConfigError(
+                f"model.moe.expert_matmuls={moe.expert_matmuls}, and with model.moe.num_experts=0 there are no "
+                "experts: set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
+            )
+        return
+    if moe.shared_gate and not moe.num_shared_experts:
+        raise ConfigError(
+            "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
+            "model.moe.shared_gate=false"
+        )
+    if moe.top_k > moe.num_experts:
+        raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")
+    check_gate(moe)
+    if moe.first_dense_blocks >= model.num_layers:
+        raise ConfigError(
+            f"model.moe.first_dense_blocks={moe.first_dense_blocks} leaves none of model.num_layers={model.num_layers} "
+            f"for experts: use 0..{model.num_layers - 1}, or model.moe.num_experts=0 for a dense model"
+        )
+    if moe.every > model.num_layers - moe.first_dense_blocks:
+        raise ConfigError(
+            f"model.moe.every={moe.every} puts experts in none of "
+            f"the {model.num_layers - moe.first_dense_blocks} blocks: "
+            f"use 1..{model.num_layers - moe.first_dense_blocks}, or model.moe.num_experts=0 for a dense model"
+        )

@@ -1,0 +1,38 @@
+"""Parts that settings name: the project's own, and those of other modules."""
+
+import difflib
+import re
+from typing import TYPE_CHECKING
+
+from moe_jax.config.gates import GATES
+from moe_jax.config.validate.ranges import setting
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Sections
+
+# Parts with a name of their own; others are named package.module:name.
+OWN_PARTS = {
+    "model.moe.gate": tuple(GATES),
+    "model.moe.order": ("sort", "einsum"),
+    "model.moe.hooks": ("none", "bf16", "fp8"),
+    "schedule.policy": ("vanilla", "expert_pipeline", "unified"),
+    "exchange.algorithm": ("auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"),
+}
+_OPEN = ("schedule.policy",)  # of these, what may say auto until it is planned
+_ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_MOST_COMPARED = 200  # characters
+
+
+def check_parts(config: "Sections") -> None:
+    """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
+    for name, own in OWN_PARTS.items():
+        value = str(setting(config, name))
+        if value not in own and not _ELSEWHERE.fullmatch(value):
+            near = difflib.get_close_matches(value[:_MOST_COMPARED], [*own, "auto"] if name in _OPEN else own, n=1)
+            cure = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name}={value} must be {_either(own)} or package.module:name{cure}")
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(names) if len(names) <= 3 else f"{', '.join(names[:-1])} or {names[-1]},"

@@ -1,0 +1,63 @@
+"""Rules of data, optimiser and log."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.config.validate.ranges import setting
+from moe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_jax.config import Config
+
+
+_NAMES = {
+    "schedule.task_times": "file",
+    "tune.cache": "file",
+    "plan.cluster": "cluster",
+    "train.init_from": "folder",
+    "log.wandb_project": "project",
+}
+
+
+def check_training(config: "Config") -> None:
+    """Raise ConfigError for fractions and names out of range, and for a step that is never reached."""
+    if not config.data.path:
+        raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
+    if not config.log.dir:
+        raise ConfigError("log.dir is empty: name the folder that receives the run")
+    for name, kind in _NAMES.items():
+        if setting(config, name) == "":
+            raise ConfigError(f"{name} is empty: name a {kind}, or null")
+    if not config.checkpoint.safety_copies_dir:
+        raise ConfigError("checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm")
+    if config.checkpoint.safety_copies_every and not config.checkpoint.resume:
+        raise ConfigError(
+            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to go on from, which "
+            "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
+        )
+    if config.train.upcycle and config.train.init_from is None:
+        raise ConfigError(
+            "train.upcycle=true needs a dense model to begin with: set train.init_from, or train.upcycle=false"
+        )
+    if config.train.upcycle and config.model.moe.num_experts == 0:
+        raise ConfigError(
+            "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
+        )
+    _check_trace(config)
+    if config.train.skip_spikes and config.train.spike_factor is None:
+        raise ConfigError(
+            "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
+            "train.spike_factor=3, or use train.skip_spikes=false"
+        )
+
+
+def _check_trace(config: "Config") -> None:
+    traced, steps = config.log.trace_step, config.train.steps
+    if traced is None:
+        return
+    told = f"log.trace_step={traced[0] if len(traced) == 1 else list(traced)}"
+    if len(traced) not in (1, 2) or traced[0] > traced[-1]:
+        raise ConfigError(f"{told} must be a step, or the first and the last of several, e.g. [10, 13] (or null)")
+    if traced[0] < 2:  # the first step includes the process's start-up
+        raise ConfigError(f"{told} must be at least 2 (or null)")
+    if traced[-1] > steps:
+        raise ConfigError(f"{told} is never reached with train.steps={steps}: use {traced[-1]} steps or more, or null")

@@ -1,0 +1,236 @@
+"""Text files → a folder of tokens, read as a stream: memory holds one document or a part of it, never the corpus."""
+
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
+from moe_jax.data.text_files import Piece, find_files, read_file
+from moe_jax.data.tokenizer import (
+    MIN_BPE_VOCAB_SIZE,
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    of_model,
+    optional_package,
+    train_bpe,
+)
+from moe_jax.data.tokens import BPE_FILE, FORMAT, META_FILE, Meta, Split
+from moe_jax.errors import DataError
+
+MAX_BPE_VOCAB_SIZE = 2**20
+
+_BATCH = 2**20  # characters encoded at once, and no more in a document that is encoded in one go
+_MOST_TOLD = 20  # names that are printed
+_BPE_SAMPLE = 2**28  # characters that a BPE learns from: the trainer's memory grows with distinct words
+
+
+def prepare_text(
+    source: Path,
+    output: Path,
+    *,
+    tokenizer: Literal["bytes", "bpe"] | Path = "bytes",
+    vocab_size: int | None = None,
+    validation_fraction: float = 0.1,
+    text_key: str = "text",
+) -> Meta:
+    """Write the tokens of all text files below `source` (data/text_files.py) as the folder `output`.
+
+    Documents keep the sorted order of their files; the last `validation_fraction` of all characters validates. What is
+    not read is printed, and listed in the folder's meta.json.
+    `tokenizer` may be the folder of a Hugging Face model with a tokenizer.json, or this file. `vocab_size` is that of a
+    new BPE, 8192 if None. Raises DataError for bad input, and then leaves no `output`.
+    """
+    _check_options(tokenizer, vocab_size, validation_fraction)
+    of_another = of_model(tokenizer) if isinstance(tokenizer, Path) else None
+    if of_another:
+        _ = of_another[1].end_of_text  # refused before hours of reading
+    files, skipped = find_files(source)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} exists and is not an empty folder: name another one, or remove it")
+
+    def pieces() -> Iterator[Piece]:
+        for file in files:
+            yield from read_file(file, text_key)
+
+    for name in skipped[:_MOST_TOLD]:
+        print(f"skipped: {name}", flush=True)
+    if len(skipped) > _MOST_TOLD:
+        print(f"skipped: {len(skipped) - _MOST_TOLD} more, listed in {output / META_FILE}", flush=True)
+    try:
+        characters = sum(len(piece) for piece in pieces() if piece)
+        cut = characters - int(characters * validation_fraction)
+        if not 0 < cut < characters:
+            raise DataError(f"{source} holds {characters} characters, too few to train and validate: give more text")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+            folder = Path(scratch) / "tokens"
+            folder.mkdir()
+            encoder: Tokenizer = ByteTokenizer()
+            if tokenizer == "bpe":
+                train = (piece for _, piece in itertools.takewhile(_trains, _split(pieces(), cut)) if piece)
+                sample = itertools.islice(train, 0, None, math.ceil(cut / _BPE_SAMPLE))
+                encoder = train_bpe(sample, vocab_size or 8192, folder / BPE_FILE)
+            elif of_another:
+                tokenizer_file, encoder = of_another
+                shutil.copyfile(tokenizer_file, folder / BPE_FILE)
+            kind = tokenizer if isinstance(tokenizer, str) else "bpe"
+            names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
+            read = _split(_counted(pieces(), characters, source), cut)
+            meta = _write(folder, read, kind, encoder, names, skipped)
+            folder.rename(output)
+    except OSError as error:
+        raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
+    return meta
+
+
+def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fraction: float) -> None:
+    if not 0 < validation_fraction < 1:
+        raise DataError(f"--validation-fraction={validation_fraction} must lie between 0 and 1")
+    if tokenizer == "bpe":
+        optional_package("tokenizers")  # before hours of reading
+    if vocab_size is None:
+        return
+    if tokenizer != "bpe":
+        raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; {_sizes_of(tokenizer)}")
+    if not MIN_BPE_VOCAB_SIZE <= vocab_size <= MAX_BPE_VOCAB_SIZE:
+        raise DataError(f"--vocab-size={vocab_size} must lie in {MIN_BPE_VOCAB_SIZE}..{MAX_BPE_VOCAB_SIZE}")
+
+
+def _sizes_of(tokenizer: str | Path) -> str:
+    return "bytes always have 256 tokens" if tokenizer == "bytes" else f"{tokenizer} has its own tokens"
+
+
+def _split(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Split, Piece]]:
+    """Each piece with its side of the character at `cut`, where a piece is divided."""
+    position = 0
+    for piece in pieces:
+        if piece is None:
+            yield ("train" if position <= cut else "validation"), None
+            continue
+        inside = max(cut - position, 0)
+        if piece[:inside]:
+            yield "train", piece[:inside]
+        if piece[inside:]:
+            yield "validation", piece[inside:]
+        position += len(piece)
+
+
+def _trains(item: tuple[Split, Piece]) -> bool:
+    return item[0] == "train"
+
+
+def _counted(pieces: Iterable[Piece], characters: int, source: Path) -> Iterator[Piece]:
+    left = characters
+    with tqdm(total=characters, unit="char", unit_scale=True, disable=None) as bar:
+        for piece in pieces:
+            left -= len(piece or "")
+            bar.update(len(piece or ""))
+            yield piece
+    if left:
+        raise DataError(f"{source} has changed while it was read: start again when nothing writes there")
+
+
+def _write(
+    folder: Path,
+    pieces: Iterator[tuple[Split, Piece]],
+    kind: str,
+    tokenizer: Tokenizer,
+    sources: list[str],
+    skipped: list[str],
+) -> Meta:
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    sizes: dict[str, int] = {}
+    unknown = tokenizer.unknown() if isinstance(tokenizer, BpeTokenizer) else None
+    unknowns = 0
+    for split, group in itertools.groupby(pieces, key=itemgetter(0)):
+        count = crc32 = 0
+        with (folder / f"{split}.bin").open("wb") as out:
+            for tokens in _encode((piece for _, piece in group), tokenizer):
+                data = np.asarray(tokens, dtype.newbyteorder("<")).tobytes()
+                out.write(data)
+                unknowns += 0 if unknown is None else tokens.count(unknown)
+                count, crc32 = count + len(tokens), zlib.crc32(data, crc32)
+        write_checksums(folder / f"{split}.bin")
+        sizes |= {f"{split}_tokens": count, f"{split}_crc32": crc32}
+    meta = Meta(
+        tokenizer=kind,
+        vocab_size=tokenizer.vocab_size,
+        begin_of_text=tokenizer.begin_of_text,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype.name,
+        sources=sources,
+        skipped=skipped,
+        tokenizer_crc32=zlib.crc32((folder / BPE_FILE).read_bytes()) if kind == "bpe" else None,
+        chunk_bytes=CHUNK_BYTES,
+        **sizes,
+    )
+    if isinstance(tokenizer, BpeTokenizer) and unknowns and unknown is not None:
+        share = f"{unknowns:,} of {meta.train_tokens + meta.validation_tokens:,} tokens"
+        print(f"warning: {share} are {tokenizer.name_of(unknown)}, for what the tokenizer does not know", flush=True)
+    elif unknown == -1:
+        print("warning: the tokenizer leaves out characters that it does not know", flush=True)
+    (folder / META_FILE).write_text(json.dumps({"format": FORMAT} | asdict(meta), indent=1) + "\n")
+    return meta
+
+
+def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The tokens of each document, as if it were encoded at once, between those that begin and end it.
+
+    The last document has no end if its pieces have none.
+    """
+    waiting: list[tuple[str, bool]] = []  # documents that are encoded together, and whether each has an end
+    document: list[str] = []
+    size = length = 0  # characters of those that wait, and of the document
+    for piece in pieces:
+        if piece is None:
+            waiting.append(("".join(document), True))
+            size, document, length = size + length, [], 0
+            if size >= _BATCH:
+                yield from _encode_together(waiting, tokenizer)
+                waiting, size = [], 0
+            continue
+        document.append(piece)
+        length += len(piece)
+        if length > _BATCH:
+            yield from _encode_together(waiting, tokenizer)
+            yield from _encode_long(itertools.chain(document, pieces), tokenizer)
+            waiting, size, document, length = [], 0, [], 0
+    if document:
+        waiting.append(("".join(document), False))
+    yield from _encode_together(waiting, tokenizer)
+
+
+def _encode_together(documents: list[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    encoded = tokenizer.encode_batch([text for text, _ in documents])
+    for tokens, (_, ends) in zip(encoded, documents, strict=True):
+        yield [*tokenizer.begin_of_text, *tokens, *([tokenizer.end_of_text] if ends else ())]
+
+
+def _encode_long(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Of the first document of the pieces, which is all that is taken from them."""
+    ended = False
+
+    def document() -> Iterator[str]:
+        nonlocal ended
+        for piece in pieces:
+            if piece is None:
+                ended = True
+                return
+            yield piece
+
+    yield tokenizer.begin_of_text
+    yield from tokenizer.encode_long(document())
+    if ended:
+        yield [tokenizer.end_of_text]

@@ -1,0 +1,213 @@
+"""Files of text, found below a folder and read as a stream of documents."""
+
+import errno
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from moe_jax.data.tokenizer import optional_package
+from moe_jax.data.tokens import ENCODING_BYTES, META_FILE, check_utf8
+from moe_jax.errors import DataError
+from moe_jax.files.untrusted import parse_json
+
+Piece = str | None  # of a document; None ends the document
+
+_PIECE = 2**16  # characters of a .txt file read at once
+_LIST_BYTES = 2**28  # of a JSON list, which is parsed as a whole
+_PACKED = ".gz"
+
+
+def find_files(source: Path) -> tuple[list[Path], list[str]]:
+    """All text files below a folder, sorted, or the one file named; and what is skipped, with the reason.
+
+    Links are followed, and each folder is read once. Raises DataError if there is no text, and for a folder or file
+    that cannot be read.
+    """
+    if not source.exists():
+        raise DataError(f"{source} does not exist: name a folder or a {_KINDS} file")
+    files, skipped = _walk(source) if source.is_dir() else ([source] if _kind(source) else [], [])
+    if not files:
+        others = f" (skipped: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
+        raise DataError(f"{source} holds no {_KINDS} file{others}: convert the text to one of them")
+    for file in files:
+        if not file.is_file():
+            what = "neither a file nor a folder" if file.exists() else "a link to what does not exist"
+            raise DataError(f"{file} is {what}: remove it, or name another file or folder")
+    return sorted(files), sorted(skipped)
+
+
+def read_file(file: Path, text_key: str) -> Iterator[Piece]:
+    """The documents of a file that `find_files` found. Raises DataError for what is not as its name says."""
+    kind = _kind(file)
+    assert kind is not None, file
+    return _READERS[kind](file, text_key)
+
+
+def _walk(source: Path) -> tuple[list[Path], list[str]]:
+    files: list[Path] = []
+    skipped: list[str] = []
+    folders, seen = [source], {_identity(source): source}
+    while folders:
+        for path in _entries(folders.pop()):
+            name = path.relative_to(source).as_posix()
+            if path.name.startswith("."):
+                skipped.append(f"{name} (hidden)")
+            elif not (identity := _identity(path)):
+                if _kind(path):
+                    files.append(path)
+                else:
+                    skipped.append(f"{name} (not a kind of file that is read)")
+            elif (path / META_FILE).exists() and (path / "train.bin").exists():
+                skipped.append(f"{name} (a prepared folder of tokens)")
+            elif identity in seen:
+                skipped.append(f"{name} (the same folder as {seen[identity]})")
+            else:
+                seen[identity] = path
+                folders.append(path)
+    return files, skipped
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Links last, so that a folder has its own name if a link to it stands beside it."""
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / name for _, name in sorted((entry.is_symlink(), entry.name) for entry in entries)]
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of a folder; None: it is none."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere
+            return None
+        raise _unreadable(path, error) from None
+    return (found.st_dev, found.st_ino) if stat.S_ISDIR(found.st_mode) else None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read ({error.strerror}): make it readable, or move it away")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked. Raises DataError for a damaged one, and for one that is not UTF-8."""
+    try:
+        packed = file.name.lower().endswith(_PACKED)
+        with cast(IO[bytes], gzip.open(file, "rb") if packed else file.open("rb")) as opened:
+            check_utf8(file, opened.read(ENCODING_BYTES))
+            opened.seek(0)
+            yield opened
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 ({error.reason}): convert it, e.g. with iconv -f latin1 -t utf-8"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be unpacked ({error}): make or copy it again") from None
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
+    empty = True
+    with _opened(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as lines:
+        # up to a line's end if one is near, so that a BPE that learns sees whole words
+        while piece := lines.read(_PIECE) + lines.readline(_PIECE):
+            empty = False
+            yield piece
+    if not empty:
+        yield None
+
+
+def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                yield from _record(where, text_key, _parsed(where, line))
+
+
+def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
+    """A list of objects, or objects one a line."""
+    with _opened(file) as opened:
+        begin = next((line for line in opened if line.strip()), b"")
+        if not begin.decode("utf-8-sig").lstrip().startswith("["):
+            yield from _read_jsonl(file, text_key)
+            return
+        opened.seek(0)
+        content = opened.read(_LIST_BYTES + 1)
+    if len(content) > _LIST_BYTES:
+        raise DataError(
+            f"{file} is a list of more than {_LIST_BYTES >> 20} MiB: write one object a line, e.g. with jq -c '.[]' "
+            f"{file} > NEW.jsonl"
+        )
+    for number, record in enumerate(_parsed(str(file), content), start=1):
+        yield from _record(f"{file}, item {number}", text_key, record)
+
+
+def _parsed(where: str, text: bytes) -> Any:
+    try:
+        return parse_json(text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}): repair or remove it") from None
+
+
+def _record(where: str, text_key: str, record: object) -> Iterator[Piece]:
+    if not isinstance(record, dict):
+        raise DataError(f'{where} is not a JSON object: write {{"{text_key}": "…"}}')
+    _check_key(where, text_key, record)
+    return _document(where, text_key, record[text_key])
+
+
+def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
+    arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(file) as table:
+            _check_key(str(file), text_key, table.schema_arrow.names)
+            for rows in table.iter_batches(batch_size=256, columns=[text_key]):
+                for text in rows.column(0).to_pylist():
+                    yield from _document(str(file), text_key, text)
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{file} cannot be read as parquet ({reason}): repair or remove it") from None
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    f".txt{_PACKED}": _read_txt,
+    f".jsonl{_PACKED}": _read_jsonl,
+    f".json{_PACKED}": _read_json,
+}
+_KINDS = ".txt, .jsonl, .json or .parquet"
+
+
+def _kind(path: Path) -> str | None:
+    """Its ending, of those that are read."""
+    return next((kind for kind in _READERS if path.name.lower().endswith(kind)), None)
+
+
+def _check_key(where: str, text_key: str, keys: Iterable[str]) -> None:
+    if text_key not in keys:
+        raise DataError(f"{where} has no {text_key!r} but {', '.join(keys) or 'nothing'}: choose with --text-key")
+
+
+def _document(where: str, text_key: str, text: object) -> Iterator[Piece]:
+    if text is None or text == "":
+        return
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not text: choose another with --text-key")
+    yield text
+    yield None

@@ -1,0 +1,257 @@
+"""Text ↔ tokens: UTF-8 bytes, or what a tokenizer.json of a model or of a prepared folder makes of it."""
+
+import importlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from moe_jax.data.long_text import Encoded, encode_long
+from moe_jax.data.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
+from moe_jax.errors import DataError
+from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
+
+MIN_BPE_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # every byte, and the end of a text
+
+_END_OF_TEXT = "<|endoftext|>"
+_RARE = ("\U00012000", "\U00012001")  # letters of cuneiform, which few vocabularies have
+
+
+class Tokenizer(Protocol):
+    """Whatever turns text into tokens below `vocab_size` and back. Text comes back as it was, lone surrogates as ?."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def begin_of_text(self) -> list[int]:
+        """The tokens before each document and prompt, most often none. `encode` does not add them."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The token after each document, which no text contains. Raises DataError if there is none."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """The tokens that `encode` makes of all pieces as one text, part by part."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of any tokens; bytes that are not UTF-8 become U+FFFD."""
+
+
+class ByteTokenizer:
+    """One token for each byte of UTF-8."""
+
+    vocab_size = BYTES_VOCAB_SIZE
+    begin_of_text: list[int] = []  # noqa: RUF012 – the protocol's
+    end_of_text = 0xFF  # never a byte of UTF-8
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        return map(self.encode, pieces)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # a model may have a larger vocabulary: what is no byte decodes like any byte that is not UTF-8
+        return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+
+
+class BpeTokenizer:
+    """A byte-level BPE, or what else a tokenizer.json of Hugging Face's `tokenizers` holds.
+
+    A text's tokens depend on the text alone: no truncation, padding or dropout that the file may hold, and no tokens
+    around it. `end_of_text` is the token after each document, as its number or name; `begin_of_text` is what stands
+    before it: by default the tokens that the file's post-processor puts there. `cure` ends the message of a DataError.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        end_of_text: int | str = _END_OF_TEXT,
+        begin_of_text: Sequence[int] | None = None,
+        cure: str = "make the folder again",
+    ) -> None:
+        self._bpe = _open(file, cure)
+        self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
+        self._missing = f"{file} has no {end_of_text} token: {cure}"
+        number = end_of_text if isinstance(end_of_text, int) else self._bpe.token_to_id(end_of_text)
+        self._end_of_text: int | None = number
+        self.begin_of_text = self._added_before() if begin_of_text is None else list(begin_of_text)
+        self._bpe.encode_special_tokens = True  # a text that spells out the end of a text does not end there
+
+    @property
+    def end_of_text(self) -> int:
+        if self._end_of_text is None:
+            raise DataError(self._missing)
+        return self._end_of_text
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._bpe.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        return encode_long(map(_valid, pieces), self._with_starts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._bpe.decode(list(tokens), skip_special_tokens=False)
+
+    def unknown(self) -> int | None:
+        """The token of all characters that the tokenizer does not know; -1: it leaves them out, None: it knows all."""
+        none, one, other = self.encode_batch(["a ", *(f"a {letter}" for letter in _RARE)])
+        if one != other:
+            return None
+        return one[-1] if one != none else -1
+
+    def name_of(self, token: int) -> str:
+        """As the file writes it."""
+        return str(self._bpe.id_to_token(token))
+
+    def number_of(self, name: str) -> int | None:
+        """The token of this name."""
+        return self._bpe.token_to_id(name)
+
+    def _with_starts(self, texts: Sequence[str]) -> list[Encoded]:
+        encoded = []
+        for each in self._bpe.encode_batch(list(texts), add_special_tokens=False):
+            starts = np.fromiter((start for start, _ in each.offsets), np.int64, len(each.ids))
+            encoded.append(Encoded(np.asarray(each.ids, np.int64), np.maximum.accumulate(starts)))
+        return encoded
+
+    def _added_before(self) -> list[int]:
+        encoding = self._bpe.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+
+
+def _open(file: Path, cure: str) -> Any:
+    """A file's tokenizer without what would make tokens depend on more than the text. Raises DataError."""
+    tokenizers = optional_package("tokenizers")
+    try:
+        check_regular(file)
+        found = tokenizers.Tokenizer.from_file(str(file))
+    except OSError as error:
+        raise DataError(f"{file} is no tokenizer ({error.strerror}): {cure}") from None
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{file} is no tokenizer ({error}): {cure}") from None
+    found.no_truncation()
+    found.no_padding()
+    for chance in ("dropout", "alpha", "nbest_size"):
+        if getattr(found.model, chance, None) is not None:
+            setattr(found.model, chance, None)
+    return found
+
+
+def same_tokens(one: Path, other: Path) -> bool:
+    """Whether two files are tokenizers that make the same tokens of the same text, however they are written down.
+
+    Truncation, padding, decoders, and special tokens, which no text has, may differ. Raises DataError.
+    """
+    if read_bytes(one, MOST_TOKENIZER) == read_bytes(other, MOST_TOKENIZER):
+        return True
+    return _what_encodes(one) == _what_encodes(other)
+
+
+def _what_encodes(file: Path) -> dict[str, Any]:
+    found = json.loads(_open(file, "fetch it again").to_str())
+    found["added_tokens"] = [token for token in found["added_tokens"] if not token["special"]]
+    return {part: found[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> BpeTokenizer:
+    """Learn a byte-level BPE of at most `vocab_size` tokens from texts, and save it. Raises DataError."""
+    tokenizers = optional_package("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(map(_valid, texts), trainer)
+    bpe.save(str(file))
+    return BpeTokenizer(file)
+
+
+def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
+    """The tokenizer.json in the folder of a Hugging Face model or in a prepared one, or this file, and its tokenizer.
+
+    The file tokenizer_config.json in the same folder, or meta.json, names the tokens around each document. Raises
+    DataError.
+    """
+    file = path / BPE_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
+    if file.stat().st_size > MOST_TOKENIZER:
+        raise DataError(f"{file} has more than {MOST_TOKENIZER:,} bytes: use another tokenizer")
+    if file.with_name(META_FILE).exists():
+        meta = read_meta(file.parent)
+        check_tokenizer_file(file.parent, meta)
+        return file, BpeTokenizer(file, meta.end_of_text, meta.begin_of_text)
+    settings = file.with_name("tokenizer_config.json")
+    try:
+        found = read_json(settings) if settings.exists() else {}
+        begin, end = (_name(found.get(key)) for key in ("bos_token", "eos_token"))
+        adds = found.get("add_bos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
+    cure = f"fetch it again, with the {settings.name} that names the end of a text as eos_token"
+    tokenizer = BpeTokenizer(file, end or _END_OF_TEXT, cure=cure)
+    number = tokenizer.number_of(begin) if begin else None
+    if adds is False:  # whatever the file's post-processor does
+        tokenizer.begin_of_text = []
+    elif adds is True and number is not None:
+        tokenizer.begin_of_text = [number]
+    return file, tokenizer
+
+
+def _name(token: Any) -> str | None:
+    """Of a token, which may be written with its properties."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a data path, a .txt file or a prepared folder. Raises DataError."""
+    path = find_data(path)
+    if not path.is_dir():
+        return ByteTokenizer()
+    meta = read_meta(path)
+    if meta.tokenizer == "bytes":
+        return ByteTokenizer()
+    if meta.tokenizer != "bpe":
+        raise DataError(f"{path}: unknown tokenizer {meta.tokenizer!r}, expected bytes or bpe: make the folder again")
+    tokenizer = BpeTokenizer(path / BPE_FILE, meta.end_of_text, meta.begin_of_text or ())
+    if tokenizer.vocab_size != meta.vocab_size:
+        raise DataError(
+            f"{path / BPE_FILE} has {tokenizer.vocab_size} tokens, and meta.json says {meta.vocab_size}: "
+            "make the folder again"
+        )
+    check_tokenizer_file(path, meta)
+    return tokenizer
+
+
+def _valid(text: str) -> str:
+    return text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
+
+
+def optional_package(module: str) -> Any:
+    """Import a module of the `text` extra. Raises DataError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise DataError(f"{module.partition('.')[0]} is not installed: pip install -e '.[text]'") from None

@@ -1,0 +1,227 @@
+"""Token files: a .txt file read as bytes, or a folder that scripts/prepare_text.py made."""
+
+import codecs
+import difflib
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_jax.config import Data
+from moe_jax.data.chunk_checksums import AGAIN, CHUNK_BYTES, Chunks
+from moe_jax.errors import DataError
+from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
+
+FORMAT = 1  # of a folder; raised when an older reader would misread it
+META_FILE = "meta.json"
+BPE_FILE = "tokenizer.json"
+BYTES_VOCAB_SIZE = 256
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+TokenArray = NDArray[np.unsignedinteger]  # 1-D, a np.memmap
+
+ENCODING_BYTES = 2**12  # of a text, that tell its encoding
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before that of UTF-16, with which it begins
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# where each four bytes are 0 in a text of mostly ASCII without a mark
+_ZEROS = {".0.0": "utf-16le", "0.0.": "utf-16be", ".000": "utf-32le", "000.": "utf-32be"}
+_DTYPES = ("uint8", "uint16", "uint32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What `meta.json` says about a folder's `train.bin` and `validation.bin`."""
+
+    tokenizer: str  # bytes or bpe
+    vocab_size: int
+    end_of_text: int  # the token behind each document
+    dtype: str  # of one token, little-endian
+    train_tokens: int
+    train_crc32: int
+    validation_tokens: int
+    validation_crc32: int
+    sources: list[str]  # files read, in their order
+    skipped: list[str] | None = None  # files and folders that were not read, with the reason
+    begin_of_text: list[int] | None = (
+        None  # tokens before each document; None: folders made before documents were whole
+    )
+    tokenizer_crc32: int | None = None  # of tokenizer.json; None: there is none, or older folders
+    chunk_bytes: int | None = None  # of which there are checksums (data/chunk_checksums.py); None: older folders
+
+    def count(self, split: Split) -> int:
+        return self.train_tokens if split == "train" else self.validation_tokens
+
+    def crc32(self, split: Split) -> int:
+        return self.train_crc32 if split == "train" else self.validation_crc32
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Memory-mapped tokens of one text, two 1-D arrays of unsigned integers below `vocab_size`."""
+
+    train: TokenArray
+    validation: TokenArray
+    vocab_size: int
+    path: Path
+    train_chunks: Chunks | None = None  # to check what is read; None: a .txt file, or checked already
+    validation_chunks: Chunks | None = None
+    meta: Meta | None = None  # None: a .txt file
+
+
+def open_tokens(data: Data, vocab_size: int) -> Tokens:
+    """Map the tokens behind `data.path` for a model of `vocab_size` tokens; only older folders are read, and checked.
+
+    Raises DataError if they are missing, damaged, of a larger vocabulary, or too few for one sequence.
+    """
+    path = find_data(data.path)
+    chunks: list[Chunks | None] = [None, None]
+    meta = None
+    if path.is_dir():
+        meta = read_meta(path)
+        needed = meta.vocab_size
+        train, validation = (_open_split(path, meta, split) for split in SPLITS)
+        chunks[0] = _chunks(path, meta, "train", train, data.damaged_chunks)
+        chunks[1] = _chunks(path, meta, "validation", validation, data.damaged_chunks)
+    else:
+        needed = BYTES_VOCAB_SIZE
+        text = _map(path, "uint8")
+        check_utf8(path, text[:ENCODING_BYTES].tobytes())
+        cut = len(text) - int(len(text) * data.validation_fraction)
+        train, validation = text[:cut], text[cut:]
+    if needed > vocab_size:
+        raise DataError(
+            f"data.path={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
+            f"set model.vocab_size={needed}"
+        )
+    for split, part in zip(SPLITS, (train, validation), strict=True):
+        if len(part) < data.seq_len + 1:
+            shorter = f"set data.seq_len={len(part) - 1} or less, or " if len(part) > 1 else ""
+            larger = " or a larger validation fraction" if split == "validation" else ""
+            raise DataError(
+                f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
+                f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
+            )
+    return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
+
+
+def check_utf8(file: Path, head: bytes) -> None:
+    """Raise DataError if the first ENCODING_BYTES of a text are UTF-16 or UTF-32, by their mark or their zeros, or
+    nothing but zeros."""
+    if len(head) > 3 and not any(head):
+        raise DataError(f"{file} begins with {len(head)} bytes of zero, which are no text: make or copy it again")
+    encoding = next((name for mark, name in _MARKS if head.startswith(mark)), None)
+    zeros = [head[place::4].count(0) * 8 > len(head) for place in range(4)]  # in more than half of these places
+    encoding = encoding or _ZEROS.get("".join("0" if zero else "." for zero in zeros))
+    if encoding:
+        raise DataError(f"{file} is {encoding.upper()}, not UTF-8: convert it with iconv -f {encoding} -t utf-8")
+
+
+def find_data(path: str | Path) -> Path:
+    """The .txt file or folder that `path` names. Raises DataError if there is none."""
+    path = Path(path)
+    if not path.exists():
+        siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix == ".txt"]
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        cure = f"did you mean {path.parent / near[0]}?" if near else "name a .txt file or a prepared folder"
+        raise DataError(f"data.path={path} does not exist: {cure}")
+    if not path.is_dir() and path.suffix != ".txt":
+        raise DataError(
+            f"data.path={path} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+        )
+    return path
+
+
+def read_meta(folder: Path) -> Meta:
+    """The checked `meta.json` of a prepared folder. Raises DataError."""
+    file = folder / META_FILE
+    if not file.exists():
+        raise DataError(f"{folder} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
+    try:
+        values = read_json(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is not readable JSON ({error}): {AGAIN}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{file} holds no JSON object: {AGAIN}")
+    if (found := values.pop("format", None)) != FORMAT:
+        raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {AGAIN}")
+    lists: dict[str, Any] = {"sources": list, "skipped": list | None, "begin_of_text": list | None}
+    kinds = Meta.__annotations__ | lists
+    wrong = [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
+    if not wrong and values["dtype"] not in _DTYPES:
+        wrong = ["dtype"]
+    if not wrong and not all(isinstance(token, int) for token in values.get("begin_of_text") or ()):
+        wrong = ["begin_of_text"]
+    if wrong:
+        raise DataError(f"{file} has no usable {', '.join(wrong)}: {AGAIN}")
+    return Meta(**{key: values[key] for key in kinds if key in values})
+
+
+def check_tokenizer_file(folder: Path, meta: Meta) -> None:
+    """Raise DataError if the tokenizer.json of a prepared folder is not the one that its tokens were made with."""
+    file = folder / BPE_FILE
+    try:
+        found = None if meta.tokenizer_crc32 is None else zlib.crc32(read_bytes(file, MOST_TOKENIZER))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+    if found != meta.tokenizer_crc32:
+        raise DataError(
+            f"{file} is not the tokenizer of these tokens: its crc32 is {found}, and {META_FILE} says "
+            f"{meta.tokenizer_crc32}: {AGAIN}"
+        )
+
+
+def verify_tokens(folder: Path) -> Meta:
+    """Read all of a prepared folder, compare sizes and checksums, and return its meta. Raises DataError."""
+    meta = read_meta(folder)
+    check_tokenizer_file(folder, meta)
+    for split in SPLITS:
+        tokens = _open_split(folder, meta, split)
+        _check_whole(folder, meta, split, tokens)
+        if meta.chunk_bytes:
+            Chunks(folder / f"{split}.bin", tokens).whole(0, len(tokens))
+    return meta
+
+
+def _check_whole(folder: Path, meta: Meta, split: Split, tokens: TokenArray) -> None:
+    found = zlib.crc32(tokens.data)
+    if found != meta.crc32(split):
+        raise DataError(
+            f"{folder / split}.bin is damaged: its crc32 is {found}, and {META_FILE} says {meta.crc32(split)}: {AGAIN}"
+        )
+
+
+def _chunks(folder: Path, meta: Meta, split: Split, tokens: TokenArray, allowed: int) -> Chunks | None:
+    if meta.chunk_bytes == CHUNK_BYTES:
+        return Chunks(folder / f"{split}.bin", tokens, allowed)
+    _check_whole(folder, meta, split, tokens)
+    return None
+
+
+def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
+    file, count, width = folder / f"{split}.bin", meta.count(split), np.dtype(meta.dtype).itemsize
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+    if size != count * width:
+        raise DataError(
+            f"{file} holds {size} bytes, and {META_FILE} says {count} tokens × {width} bytes = {count * width}: {AGAIN}"
+        )
+    return _map(file, meta.dtype)
+
+
+def _map(file: Path, dtype: str) -> TokenArray:
+    try:
+        check_regular(file)
+        if file.stat().st_size == 0:
+            raise DataError(f"{file} is empty: give some text")
+        return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None

@@ -1,0 +1,297 @@
+"""Joining the processes of one run: on a cluster that jax knows, or at an address given on the command line."""
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import typing
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax._src import clusters  # no public interface tells what jax finds out about a cluster
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+from moe_jax.config.validate import nearest_multiples
+from moe_jax.config.validate.ranges import CLUSTER, check_number
+from moe_jax.distributed.address import split_address
+from moe_jax.distributed.host_memory import keep_freed_memory
+from moe_jax.distributed.startup_barrier import Meeting, ProcessError, assemble
+from moe_jax.errors import ConfigError
+from moe_jax.parallel.mesh import found_devices
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 300  # until every process has come
+_LONGEST_JOIN_S = 7 * 24 * 3600
+HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
+SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
+THREADS_PER_DEVICE = 2  # of simulated ones
+BACKGROUND_THREADS_PER_DEVICE = 8  # more than pieces of exchanges in the background that a step waits for at once
+# XLA's flags for simulated devices, unless the environment sets them
+COLLECTIVE_TIMEOUT = {"--xla_cpu_collective_timeout_seconds": "600"}  # of a wait for the others, instead of for ever
+NO_UNROLLING = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"}  # as fast, and sooner compiled
+OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """How this process finds the others of its run. Making it checks it: raises ProcessError."""
+
+    mode: Literal["auto", "on", "off"] = "auto"  # auto: on where jax finds a cluster of more than one process
+    coordinator: str | None = None  # host:port of process 0, which serves it
+    num_processes: int | None = None
+    process_id: int | None = None
+    join_timeout_s: float = JOIN_TIMEOUT_S  # until all processes have come
+
+    def __post_init__(self) -> None:
+        if not 0 < self.join_timeout_s <= _LONGEST_JOIN_S:
+            raise ProcessError(
+                f"--join-timeout={self.join_timeout_s:g} must be above 0 and at most {_LONGEST_JOIN_S} seconds"
+            )
+        given = [self.coordinator, self.num_processes, self.process_id]
+        if all(value is None for value in given):
+            return
+        if None in given:
+            names = ("--coordinator", "--num-processes", "--process-id")
+            values = [f"{name}={value}" for name, value in zip(names, given, strict=True) if value is not None]
+            missing = [name for name, value in zip(names, given, strict=True) if value is None]
+            raise ProcessError(f"{' '.join(values)} also needs {' and '.join(missing)}: give all three or none")
+        if self.mode == "off":
+            raise ProcessError(f"--coordinator={self.coordinator} contradicts --distributed=off: drop one of them")
+        if split_address(self.coordinator or "") is None:
+            raise ProcessError(
+                f"--coordinator={self.coordinator} must be HOST:PORT with a port in 1..65535, e.g. 10.0.0.1:8476"
+            )
+        count, rank = self.num_processes or 0, self.process_id or 0
+        check_number("--num-processes", count, CLUSTER)
+        if not 0 <= rank < count:
+            raise ProcessError(f"--process-id={rank} must be 0..{count - 1} with --num-processes={count}")
+
+
+class ClusterManager(NamedTuple):
+    """A cluster that jax knows how to join."""
+
+    name: str
+    num_processes: int | None  # None: only jax can ask for it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `options_from` reads."""
+    group = parser.add_argument_group("many processes")
+    group.add_argument(
+        "--distributed",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="join the other processes of a cluster; auto: where SLURM, Open MPI, a TPU pod or Kubernetes is found",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, instead of finding a cluster")
+    group.add_argument("--num-processes", type=int, metavar="N", help="processes in the run, with --coordinator")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this process, 0..N-1, with --coordinator")
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        default=JOIN_TIMEOUT_S,
+        metavar="SECONDS",
+        help="until all processes have come; then exit code 2 (default: %(default)s)",
+    )
+
+
+def options_from(arguments: argparse.Namespace) -> Processes:
+    """The options behind parsed flags. Raises ProcessError."""
+    return Processes(
+        mode=arguments.distributed,
+        coordinator=arguments.coordinator,
+        num_processes=arguments.num_processes,
+        process_id=arguments.process_id,
+        join_timeout_s=arguments.join_timeout,
+    )
+
+
+def initialize(
+    options: Processes,
+    cpu_devices: int | None,
+    in_background: bool = True,
+    quick_compile: bool = False,
+) -> None:
+    """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, if given.
+
+    `in_background` says whether steps may wait for exchanges in the background, of `exchange.algorithm` or
+    `.reduction`; `quick_compile` is that of the config.
+
+    Raises ProcessError for devices that do not divide over the processes, or other processes that do not come in time.
+    """
+    if cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+    cluster = None
+    if options.mode != "off" and options.coordinator is None:
+        cluster = find_cluster(os.environ, tpu="tpu" in (jax.config.jax_platforms or ""))  # type: ignore[attr-defined]
+    if options.mode == "on" and options.coordinator is None and cluster is None:
+        raise ProcessError(
+            "--distributed=on finds no SLURM, Open MPI, TPU pod or Kubernetes job here: "
+            "pass --coordinator HOST:PORT --num-processes N --process-id I"
+        )
+    num_processes = cluster.num_processes if cluster else options.num_processes or 1
+    if cpu_devices is not None:
+        _simulate(cpu_devices, num_processes, cluster, in_background, quick_compile)
+    if options.coordinator is not None:
+        bind = os.environ.get(
+            "JAX_COORDINATOR_BIND_ADDRESS", options.coordinator
+        )  # jax would listen on every interface
+        _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
+    elif cluster is not None and (options.mode == "on" or num_processes != 1):
+        _join_cluster(options.join_timeout_s)
+    if not jax.distributed.is_initialized():  # else settings are compared first
+        found_devices()
+
+
+def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:
+    """The cluster that jax would join, looked for in jax's order, but without asking the network.
+
+    `tpu` says that jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even where a
+    process is alone.
+    """
+    if "OMPI_MCA_orte_hnp_uri" in environ:
+        return ClusterManager("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if all(name in environ for name in slurm):
+        return ClusterManager("SLURM", int(environ["SLURM_NTASKS"]))
+    hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
+    if tpu and hosts is not None:
+        return ClusterManager("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
+    if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it where no TPU chip is plugged in
+        return ClusterManager("TPU", None)
+    # Every pod has the first variable; only those of an indexed job have peers.
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
+        return ClusterManager("Kubernetes", None)
+    return None
+
+
+def is_main_process() -> bool:
+    """Whether this process writes what a run writes once. Ask after `initialize`: it starts jax's devices."""
+    return jax.process_index() == 0
+
+
+def allgather(number: int) -> list[int]:
+    """What each process gives, a number in 0..2³²-1; all of them call it, and wait for each other."""
+    if jax.process_count() == 1:
+        return [number]
+    return multihost_utils.process_allgather(np.array(number, np.uint32)).tolist()
+
+
+def allgather_rows(numbers: NDArray[Any]) -> NDArray[Any]:
+    """The same of arrays of one shape: a row from each process."""
+    if jax.process_count() == 1:
+        return numbers[None]
+    return np.asarray(multihost_utils.process_allgather(numbers))
+
+
+def from_process(giver: int, value: Any) -> Any:
+    """What one process gives, plain values as JSON has them; all of them call it."""
+    text = json.dumps(value).encode()
+    length = allgather(len(text))[giver]
+    return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[giver].tobytes())
+
+
+def nodes() -> list[int]:
+    """For each process a number of what is lost with it: its host or, where all are on one, the process itself."""
+    hosts = allgather(zlib.crc32(socket.gethostname().encode()))
+    return hosts if len(set(hosts)) > 1 else list(range(len(hosts)))
+
+
+def read_alike(read: Callable[[], T], name: str) -> T:
+    """What a file called `name` holds, which has to be the same on all processes; all of them call it.
+
+    Raises ConfigError if it differs, and what `read` raises.
+    """
+    error = found = None
+    try:
+        found = read()
+    except ConfigError as problem:
+        error = problem  # told only once the others know that this process has none
+    content = allgather(0 if error else zlib.crc32(repr(found).encode()) | 1)
+    if error:
+        raise error
+    if len(set(content)) > 1:
+        raise ConfigError(f"{name} is not the same on all processes: give them copies of one file")
+    return typing.cast(T, found)
+
+
+def _join_cluster(timeout_s: float) -> None:
+    """With what jax finds out about its cluster."""
+    own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        None,
+        None,
+        [int(text) for text in own_devices.split(",")] if own_devices else None,
+        None,
+        round(timeout_s),
+    )
+    if coordinator is None or count is None or rank is None:
+        raise ProcessError(
+            "--distributed: jax finds no coordinator here: pass --coordinator, --num-processes and --process-id"
+        )
+    _join(coordinator, count, rank, devices, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), timeout_s)
+
+
+def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str | None, timeout_s: float) -> None:
+    assemble(Meeting(address=coordinator, bind=bind, num_processes=count, process_id=rank, timeout_s=timeout_s))
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        rank,
+        local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(60, round(timeout_s)),
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        coordinator_bind_address=bind,
+    )
+
+
+def _simulate(
+    cpu_devices: int,
+    num_processes: int | None,
+    cluster: ClusterManager | None,
+    in_background: bool,
+    quick_compile: bool,
+) -> None:
+    if num_processes is None:
+        raise ProcessError(
+            f"mesh.cpu_devices={cpu_devices} is to be divided over an unknown number of {cluster and cluster.name} "
+            "processes: pass --coordinator HOST:PORT --num-processes N --process-id I, or --distributed=off"
+        )
+    if cpu_devices % num_processes:
+        raise ProcessError(
+            f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
+            f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
+        )
+    in_all = NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {})
+    _set_xla_flags(in_all | (COLLECTIVE_TIMEOUT if num_processes > 1 else {}))
+    share = cpu_devices // num_processes
+    if share > 1:  # devices share XLA's pool, where waits keep threads, and more threads than that take time
+        threads = BACKGROUND_THREADS_PER_DEVICE if in_background else THREADS_PER_DEVICE
+        os.environ.setdefault("PJRT_NPROC", str(threads * share))
+    keep_freed_memory()
+    try:
+        jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
+    except RuntimeError:  # jax has its devices already, as in a notebook that trains twice
+        devices = jax.local_devices()
+        if (len(devices), devices[0].platform) != (share, "cpu"):
+            raise ProcessError(
+                f"mesh.cpu_devices={cpu_devices} comes too late, jax already runs with {len(devices)} "
+                f"{devices[0].platform} devices here: restart Python, or set mesh.cpu_devices=null"
+            ) from None
+
+
+def _set_xla_flags(flags: Mapping[str, str]) -> None:
+    """But those that the environment sets already."""
+    given = os.environ.get("XLA_FLAGS", "")
+    own = [f"{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *own])

@@ -1,0 +1,1 @@
+"""Which rank holds which expert: plans for moving and copying experts, and the transfer."""

@@ -1,0 +1,77 @@
+"""Capacity factors that change while a run trains (`model.moe.capacity_schedule`).
+
+The shapes of a program follow from its factor, so each factor has programs of its own. Those of the next one are
+compiled while the run trains with the one before.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+from jax.sharding import Mesh
+from jax.stages import Compiled
+
+from moe_jax.config import Config
+from moe_jax.measure.targets import Target
+from moe_jax.step.compile import config_at, step_program
+from moe_jax.step.compile_cache import compiled
+from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.trainer import Trainer, make_trainer
+from moe_jax.telemetry.run_log import RunLog
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Of a run that goes on with another factor."""
+
+    step: int  # the first with it
+    factor: float
+    trainer: Trainer
+
+
+def changes_of(config: Config, mesh: Mesh, done: int) -> tuple[Change, ...]:
+    """Those ahead of a run that has done so many steps; a factor that does not fit is refused. Raises UserError."""
+
+    def ahead() -> Iterator[Change]:
+        for first, factor in config.model.moe.capacity_schedule:
+            if done + 1 < first <= config.train.steps:
+                yield Change(int(first), factor, make_trainer(config_at(config, int(first)), mesh))
+
+    return tuple(ahead())
+
+
+class Capacities:
+    """The programs of the factors ahead, each compiled once the one before is in use."""
+
+    def __init__(
+        self, changes: tuple[Change, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog, target: Target | None
+    ):
+        self._ahead, self._batch_shape, self._log, self._target = list(changes), batch_shape, log, target
+        self._compiling: list[Future[Compiled]] = []
+        self._compile_next()
+
+    def begins(self, step: int) -> bool:
+        """Whether this step is the first with another factor."""
+        return bool(self._ahead) and self._ahead[0].step == step
+
+    def programs(self) -> tuple[Compiled, Future[Compiled]]:
+        """The step and the evaluation of the factor that begins; waits for the compiler."""
+        change, (step, evaluate) = self._ahead.pop(0), self._compiling
+        program = step.result()
+        self._log.tell(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
+        self._log.write({"step": change.step, "capacity_factor": change.factor})
+        self._compile_next()
+        return program, evaluate
+
+    def _compile_next(self) -> None:
+        if not self._ahead:
+            return
+        trainer, batch, target = self._ahead[0].trainer, self._batch_shape, self._target
+        state = trainer.state_shapes
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._compiling = [
+            pool.submit(lambda: compiled(step_program(trainer, batch, target))),
+            pool.submit(lambda: compiled(trainer.evaluate.lower(state["params"], batch, slots_of(state)))),
+        ]
+        pool.shutdown(wait=False)

@@ -1,0 +1,143 @@
+"""What a run is going to do, in words: printed at its start, and by a dry run instead of it."""
+
+import jax
+
+from moe_jax.checkpoint.replicas.plan import safety_text
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.distributed.processes import OLDER_EMITTERS
+from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.measure.trace import FOLDER
+from moe_jax.plan.plan_text import size
+from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.plan.step_memory import StepMemory
+from moe_jax.run.memory_check import predicted_memory
+from moe_jax.run.profiler import steps_to_trace
+from moe_jax.run.setup import Run, compile_programs, open_run
+from moe_jax.schedule.pipelines.bubble import lock_step_bubble
+from moe_jax.schedule.pipelines.memory import in_flight
+from moe_jax.schedule.pipelines.table import Table
+from moe_jax.telemetry.run_log import human_seconds
+
+
+def describe(run: Run) -> dict[str, str]:
+    """Devices, mesh, model and data of a run."""
+    config, shape = run.config, run.trainer.mesh.shape
+    counts = count_parameters(config.model)
+    tokens = config.train.batch_size * config.data.seq_len
+    table = run.trainer.table
+    return (
+        {
+            "run": f"{run.folder}, from step {run.first_step} to {config.train.steps}",
+            "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} process(es)",
+            "mesh": " × ".join(f"{axis}={ranks}" for axis, ranks in shape.items()),
+            "blocks": blocks_text(config),
+            "parameters": f"{counts.total:,} ({counts.active:,} active per token)",
+            "memory": _memory(predicted_memory(run)),
+            "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
+            "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
+        }
+        | router_text(config)
+        | unused(config)
+        | ({"pipeline": pipeline_text(table)} if table else {})
+        | _tuning(run)
+        | _trace(run)
+        | ({"safety copies": safety_text(run.config, run.safety)} if run.safety else {})
+    )
+
+
+def dry_run(config: Config) -> dict[str, str]:
+    """`describe`, and the memory and a yardstick for the time of a step, which is compiled for it. Raises UserError."""
+    run = open_run(config)
+    memory = compile_programs(run).step.result().memory_analysis()
+    assert memory is not None, "every supported platform's compiler reports its memory"
+    tokens = config.train.batch_size * config.data.seq_len
+    flops = tokens * train_flops_per_token(config.model, config.data.seq_len)
+    rate = matrix_flops_per_s(config.train.compute_dtype)
+    return describe(run) | {
+        "temporaries": f"{size(memory.temp_size_in_bytes)} per device, as compiled",
+        "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
+        f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
+    }
+
+
+def blocks_text(config: Config) -> str:
+    """The kinds of blocks, and how many each pipeline stage holds."""
+    stages, kinds = Stages.of(config), " ".join(config.model.block_kinds)
+    held = [0] * stages.stages
+    for group, blocks in enumerate(stages.groups):
+        held[group % stages.stages] += len(blocks)
+    return f"{kinds} ({' + '.join(map(str, held))} on the stages)" if len(held) > 1 else kinds
+
+
+def router_text(config: Config) -> dict[str, str]:
+    """What trains the router, where the loss does not."""
+    moe = config.model.moe
+    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.normalize_top_1 or moe.gate == "gpt_oss"):
+        return {}
+    return {
+        "router": "each token's one expert has weight 1, so the loss gives the router no gradient: only "
+        "model.moe.load_balance_weight and model.moe.router_z_weight train it"
+    }
+
+
+def unused(config: Config) -> dict[str, str]:
+    """Settings that have no effect here, though they may be meant to in other runs of the same config."""
+    told, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
+    if config.is_plain and config.schedule.task_times:
+        told.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
+    if config.train.quick_compile and not (config.mesh.cpu_devices and OLDER_EMITTERS):
+        told.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")
+    if warmup > steps:
+        told.append(
+            f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
+        )
+    return {"unused": "; ".join(told)} if told else {}
+
+
+def pipeline_text(table: Table) -> str:
+    """What the stages hold and wait for; the hint is for batches in too few parts."""
+    idle = lock_step_bubble(table, forward_s=1, backward_s=1, weight_s=1)
+    chunks = f" × {table.chunks} chunks" if table.chunks > 1 else ""
+    told = (
+        f"{table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches; at once the stages keep "
+        f"activations of {', '.join(map(str, in_flight(table)))}; idle {idle:.0%} of the time, if backward takes two "
+        f"forward passes and stages wait for each other after each of {len(table.ticks)} ticks"
+    )
+    if table.microbatches < table.stages:
+        told += f" (fewer microbatches than stages: train.grad_accumulation={table.stages} or more idles less)"
+    return told
+
+
+def _memory(memory: StepMemory) -> str:
+    """The largest parts of what is predicted."""
+    parts = {"state": memory.state, "kept activations": memory.activations, "gradients": memory.gradients}
+    parts |= {"head": memory.head, "a block at work": memory.working}
+    told = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    return f"about {size(memory.total)} per device in a step: {told}"
+
+
+def _trace(run: Run) -> dict[str, str]:
+    wanted, steps = run.config.log.trace_step, steps_to_trace(run.config, run.first_step)
+    if wanted is None:
+        return {}
+    if not steps:
+        return {"trace": f"none: step {wanted[-1]} is not left to do"}
+    told = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return {"trace": f"{told}, to {run.folder / FOLDER}"}
+
+
+def _tuning(run: Run) -> dict[str, str]:
+    choices = run.choices
+    if choices is None:
+        return {}
+    origin = (
+        "" if choices.best_s is None else f", found before ({choices.file}): {human_seconds(choices.best_s)} per step"
+    )
+    return {"tuning": f"{len(choices.values)} choices, beginning with {choices.told(choices.first)}{origin}"}
+
+
+def table(rows: dict[str, str]) -> str:
+    """Names and values in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -1,0 +1,50 @@
+"""What a run does when too many steps in a row were bad: it goes back to its newest checkpoint once, then stops."""
+
+from typing import Any
+
+from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.distributed.heartbeat import end_of_progress
+from moe_jax.errors import DivergedError
+from moe_jax.run.locate_nonfinite import FILE_NAME, write_first_bad
+from moe_jax.run.setup import Run
+from moe_jax.step.trainer import State
+from moe_jax.telemetry.nonfinite_steps import BadSteps, slower
+from moe_jax.telemetry.run_log import RunLog
+
+
+class GoBack(Exception):
+    """To the newest checkpoint, as steps up to this one were bad."""
+
+    def __init__(self, step: int):
+        super().__init__(step)
+        self.step = step
+
+
+def way_out(
+    run: Run, state: State, bad: BadSteps, checkpoints: Checkpoints, failed_at: int, log: RunLog
+) -> GoBack | DivergedError:
+    """What to raise. `failed_at`: the step for which the run has gone back before, or 0. All processes call it."""
+    last, newest = bad.last, checkpoints.newest()
+    assert last is not None
+    many = f"{last}, the last of train.bad_in_a_row={bad.in_a_row} bad ones in a row"
+    if newest is not None and last.step > failed_at:
+        log.warn(f"{many}: going back to the checkpoint of step {newest}")
+        return GoBack(last.step)
+    end_of_progress()  # what is compiled now takes its time
+    found = write_first_bad(run, state, last)
+    if found["parameters"] and newest is not None:
+        return DivergedError(
+            f"{last}, as the parameters of the checkpoint of step {newest} in log.dir={run.folder} are not finite: "
+            "delete it to go on from the one before"
+        )
+    again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
+    return DivergedError(f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {slower(run.config)}")
+
+
+def _where(found: dict[str, Any]) -> str:
+    if found["first_output"] is not None:
+        devices = ", ".join(map(str, found["devices"]))
+        return f"first not finite is the output of {found['first_output']} on device {devices}"
+    if found["gradients"]:
+        return f"all outputs are finite, and first not finite are gradients of {found['first_gradient'] or 'no block'}"
+    return "computed again, all of its numbers are finite"

@@ -1,0 +1,86 @@
+"""The tokenizer of a run for exports of it, when the folders that it came from may be gone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moe_jax.config import Config
+from moe_jax.convert.hf_config import HfConfig, read_json
+from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
+from moe_jax.data.tokenizer import of_model
+from moe_jax.data.tokens import Meta, read_meta
+from moe_jax.errors import DataError, UserError
+from moe_jax.files.atomic import write_atomically, write_together
+from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
+
+
+def keep_tokenizer(config: Config, run: Path) -> None:
+    """Copy into a run what came with its model, or the tokenizer of its prepared data if no model came with one.
+
+    Raises OSError.
+    """
+    origin, given = origin_of(config), set[str]()
+    if origin is not None:
+        write_atomically(run / ORIGIN, read_text(origin))
+        copy_with_model(origin.parent, run)
+        given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
+    elif config.train.init_from is not None and (run / ORIGIN).exists():  # kept before; what it came from is gone
+        given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
+    meta, file = _meta(config), Path(config.data.path) / TOKENIZER
+    if TOKENIZER in given or meta is None or not file.is_file():
+        return
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
+    text = json.dumps(
+        {name: value for name, value in (settings | _begin(file, meta)).items() if value is not None}, indent=2
+    )
+    found = {TOKENIZER: read_bytes(file, MOST_TOKENIZER), TOKENIZER_CONFIG: f"{text}\n".encode()}
+    write_together({run / name: content for name, content in found.items() if name not in given})
+
+
+def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
+    """For the config.json of an export: the imported model's, or else the token that ends a text in the run's data.
+
+    Where there is none, null: or transformers would take those of the model's class. Raises ConvertError.
+    """
+    file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
+    if file is not None:
+        return special_tokens(HfConfig(read_json(file), str(file)))
+    end: int | None = None
+    if meta := _meta(config):
+        end = meta.end_of_text
+    elif (run / TOKENIZER).is_file():
+        end = of_model(run)[1].end_of_text
+    return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
+
+
+def _meta(config: Config) -> Meta | None:
+    """Of the run's prepared data; None: it is a text, or not there any more."""
+    try:
+        return read_meta(Path(config.data.path)) if Path(config.data.path).is_dir() else None
+    except DataError:
+        return None
+
+
+def _begin(tokenizer: Path, meta: Meta) -> dict[str, Any]:
+    """What a tokenizer_config.json says of the token before each text, as the data has it."""
+    begin = meta.begin_of_text or []
+    if len(begin) == 1 and (name := _name_of(tokenizer, begin[0])):
+        return {"bos_token": name, "add_bos_token": True}
+    try:
+        adds = bool(read_json(tokenizer).get("post_processor"))
+    except (UserError, AttributeError):
+        return {}
+    return {"add_bos_token": False} if adds and not begin else {}
+
+
+def _name_of(tokenizer: Path, number: int) -> str | None:
+    """Of a token; None: the file does not say."""
+    try:
+        found = read_json(tokenizer)
+        vocab = found["model"]["vocab"]  # of names, or with scores in the order of numbers
+        named = vocab if isinstance(vocab, dict) else {name: place for place, (name, _) in enumerate(vocab)}
+        named = named | {each["content"]: each["id"] for each in found["added_tokens"]}
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    return next((name for name, own in named.items() if own == number), None)

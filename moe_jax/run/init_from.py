@@ -1,0 +1,91 @@
+"""The parameters that a new run begins with, where `train.init_from` names some."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moe_jax.checkpoint.checksums import names_of
+from moe_jax.checkpoint.load import load_params
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_config
+from moe_jax.convert import hf_config
+from moe_jax.convert.hf_config import ConvertError
+from moe_jax.convert.read import read_params
+from moe_jax.convert.source import check_same, opened
+from moe_jax.distributed.processes import allgather
+from moe_jax.errors import ConfigError, UserError
+from moe_jax.models.parameters import init_params
+from moe_jax.models.stages import stored
+
+
+def check_source(config: Config) -> None:
+    """Raise UserError unless `train.init_from`, if there is one, holds the config's model. Numbers are not read."""
+    folder = config.train.init_from
+    if folder is None:
+        return
+    try:
+        if _is_hf(Path(folder)):
+            with opened(Path(folder), config.model, config.train.upcycle):
+                return
+        _check_run(config, Path(folder))
+    except UserError as error:
+        raise ConfigError(f"train.init_from={folder}: {error}") from None
+
+
+def source_params(config: Config, shapes: Any) -> Any:
+    """Parameters of `train.init_from`, placed as the shapes' shardings say; all processes call it.
+
+    Experts of an upcycled model are all alike, its gates random. Raises UserError.
+    """
+    folder = Path(config.train.init_from or "")
+    if not _is_hf(folder):
+        return load_params(folder, shapes)
+    params, problem = None, ""
+    try:
+        with opened(folder, config.model, config.train.upcycle) as (weights, family):
+            params = read_params(weights, family, Stages.of(config), shapes)
+    except ConvertError as error:
+        problem = str(error)
+    if any(allgather(params is None)):
+        raise ConvertError(problem or f"train.init_from={folder} cannot be read by another process")
+    missing = {name for name, leaf in _by_name(shapes, params).items() if leaf is None}
+    random = _first_values(config, shapes, missing) if missing else {}
+    flat = [random.get(name, leaf) for name, leaf in _by_name(shapes, params).items()]
+    return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+
+def _is_hf(folder: Path) -> bool:
+    return (folder / hf_config.FILE).exists()
+
+
+def _check_run(config: Config, folder: Path) -> None:
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"it has no {hf_config.FILE} and no config.yaml: name the folder of a model, or of a run")
+    if config.train.upcycle:
+        raise ConfigError("it is a run, and train.upcycle=true needs the folder of a Hugging Face model")
+    saved = load_config(folder)
+    check_same(folder, config.model, saved.model)
+    if Stages.of(config).layout != Stages.of(saved).layout:
+        raise ConfigError(f"its blocks lie in the order of mesh.pipeline={saved.mesh.pipeline}: use as many stages")
+
+
+def _by_name(shapes: Any, tree: Any) -> dict[str, Any]:
+    """What a tree has in the place of each of the shapes."""
+    return dict(zip(names_of(shapes), jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None), strict=True))
+
+
+def _first_values(config: Config, shapes: Any, names: set[str]) -> dict[str, jax.Array]:
+    """Random numbers, as a run without `train.init_from` has them, for these parameters; no others are made."""
+
+    def chosen(tree: Any) -> dict[str, Any]:
+        return {name: leaf for name, leaf in _by_name(shapes, tree).items() if name in names}
+
+    def init() -> dict[str, jax.Array]:
+        return chosen(stored(init_params(config.model, config.train.seed), Stages.of(config)))
+
+    placed = {name: shape.sharding for name, shape in chosen(shapes).items()}
+    made: Callable[[], dict[str, jax.Array]] = jax.jit(init, out_shardings=placed)
+    return made()

@@ -1,0 +1,202 @@
+"""Where a step's numbers stop being finite: a step computed again, block by block, and what is left of it in a file.
+
+B sequences of this device, b of them in a part of the batch, N tokens of each and N1 = N + 1, K blocks of the model,
+W places that may be wrong: the embedding, the blocks, the logits. P devices.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Int
+
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Segment, Stages, segments
+from moe_jax.config.loss_chunks import tokens_of_chunk
+from moe_jax.data.loader import sample_numbers
+from moe_jax.data.tokens import open_tokens
+from moe_jax.distributed.processes import is_main_process
+from moe_jax.files.atomic import write_atomically
+from moe_jax.models.gates.seen import When
+from moe_jax.models.head import unembed
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.transformer import Computation, block, embed
+from moe_jax.parallel import background
+from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.pipeline import stage, sum_over_stages
+from moe_jax.parallel.ranks import of_all_devices
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
+from moe_jax.parallel.zero import part_specs
+from moe_jax.run.setup import Run
+from moe_jax.step import fault_injection as faults
+from moe_jax.step.compile import config_at
+from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.gradients import gradients_of, in_parts, plan_of
+from moe_jax.step.optimizer import state_cuts
+from moe_jax.step.trainer import State
+from moe_jax.telemetry.nonfinite_steps import BadStep
+
+FILE_NAME = "bad_step.json"
+
+
+def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
+    """Leave RUN/bad_step.json of a bad step and return what it says. All processes call it.
+
+    `state` has the parameters of the step, or of one soon after it.
+    """
+    config, mesh, step = config_at(run.config, bad.step), run.trainer.mesh, bad.step
+    run.batches.set_state({"next_index": step - 1})
+    batch, done = run.on_mesh(next(run.batches)), np.int32(step - 1)
+    jax.block_until_ready(state)  # simulated devices can keep the threads that each other's collectives wait for
+    params, slot_ME = state["params"], slots_of(state)
+    wrong_WP = jax.device_get(_outputs(config, mesh)(params, batch, done, slot_ME))
+    gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
+    places = ["embedding", *(f"block {k}" for k in range(config.model.num_layers)), "logits"]
+    first = next((w for w, wrong_P in enumerate(wrong_WP) if wrong_P.any()), None)
+    tokens = open_tokens(config.data, config.model.vocab_size).train
+    found = {
+        **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
+        "batch": step - 1,
+        "samples": sample_numbers(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
+        "first_output": None if first is None else places[first],
+        "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
+        "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),
+        "gradients": gradients,
+        "parameters": _wrong_parameters(_counted(lambda params: params, mesh)(params), config),
+    }
+    if is_main_process():
+        write_atomically(run.folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _outputs(config: Config, mesh: Mesh) -> Any:
+    """The program that says which places' outputs are not finite [W, P], in the model's order of blocks."""
+    how, specs = Computation.of(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
+    count = config.train.grad_accumulation
+
+    def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
+        background.new_program()
+        params = faults.struck(params, step)
+
+        def of_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+            number, token_bN1 = part
+            return _wrong_outputs(params, token_bN1, config, how, When(step, number, count), slot_ME)
+
+        part_AbN1 = in_parts(token_BN1, config)
+        wrong_W = jax.lax.map(of_part, (jnp.arange(count), part_AbN1)).any(axis=0)
+        return of_all_devices(wrong_W)
+
+    in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False))
+
+
+def _wrong_outputs(
+    params: Any,
+    token_bN1: Int[Array, "b N1"],
+    config: Config,
+    how: Computation,
+    when: When,
+    slot_ME: Int[Array, "M E"] | None,
+) -> Bool[Array, " W"]:
+    """Of this device. Every pipeline stage computes all blocks, whose parameters it gets one after another."""
+    model, stages = config.model, Stages.of(config)
+    seen = when.seen(token_bN1[:, :-1], model.moe, how.seed)
+
+    def through(number: int, segment: Segment, x_bND: jax.Array, below: int, moe_below: int) -> Any:
+        total, *rows = stages.layout[number]
+        kinds, own = segment.kinds, total // stages.stages
+
+        def period(x_bND: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+            blocks = _row(params["segments"][number], jnp.array(rows)[turn], own)
+            wrong = []
+            for place, view in enumerate(segment.views):
+                own_seen = seen and seen.above(below + turn * len(kinds) + place)
+                m = moe_below + turn * kinds.count("moe") + kinds[:place].count("moe")
+                slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
+                x_bND, _ = block(blocks[place], x_bND, model, view, how, own_seen, slot_E)
+                wrong.append(_is_wrong(x_bND))
+            return x_bND, jnp.stack(wrong)
+
+        return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
+
+    x_bND = embed(params["embedding"], own_tokens(token_bN1)[0], how)
+    found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
+    for number, segment in enumerate(segments(model)):
+        x_bND, wrong = through(number, segment, x_bND, below, moe_below)
+        found.append(wrong.ravel())
+        below += wrong.size
+        moe_below += segment.kinds.count("moe") * segment.repeats
+    x_TD = x_bND.reshape(-1, model.d_model)
+    chunk = tokens_of_chunk(len(x_TD), model.vocab_size, how.loss_chunk)
+    wrong_T = jax.lax.map(lambda x_D: _is_wrong(unembed(params, x_D[None, None], model)), x_TD, batch_size=chunk)
+    return jnp.concatenate([*found, wrong_T.any()[None]])
+
+
+def _row(stacked: Any, row: jax.Array, own: int) -> Any:
+    """A row of stacked arrays, of which each pipeline stage has `own`."""
+    owner, place = jnp.divmod(row, own)
+
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        return sum_over_stages(jnp.where(stage() == owner, leaf[place], 0))
+
+    return jax.tree.map(of_leaf, stacked)
+
+
+def _is_wrong(x: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x).all()
+
+
+def _gradients(config: Config, mesh: Mesh) -> Any:
+    """The program that counts numbers that are not finite in each gradient of a step."""
+    how, specs = Computation.of(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
+    cuts, plan = state_cuts(config, mesh), plan_of(config, mesh)
+    tokens = config.train.batch_size * config.data.seq_len
+
+    def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
+        background.new_program()
+        seen = faults.struck(params, step)
+        return gradients_of(seen, token_BN1, config, how, tokens, specs, cuts, plan, step, slot_ME)[0]
+
+    in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    own_specs = part_specs(cuts, specs)
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=own_specs, check_vma=False)
+    return _counted(on_mesh, mesh)
+
+
+def _counted(function: Callable[..., Any], mesh: Mesh) -> Any:
+    """The program that says how many numbers are not finite of what a function of arrays on a mesh returns: of each row
+    of stacked blocks, and of what is outside of them."""
+
+    def count(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return jnp.sum(~jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)) if path[0].key == "segments" else None)
+
+    def counted(*given: Any) -> Any:
+        return jax.tree.map_with_path(count, function(*given))
+
+    return jax.jit(counted, out_shardings=NamedSharding(mesh, REPLICATED))
+
+
+def _wrong_parameters(counts: Any, config: Config) -> dict[str, dict[str, int]]:
+    """Of each block, or "outside": parameters and how many of their numbers are not finite. Those with none are
+    left out."""
+    stages, found = Stages.of(config), dict[str, dict[str, int]]()
+    runs = segments(config.model)
+    below = np.cumsum([0, *(len(segment.kinds) * segment.repeats for segment in runs)])
+    for path, count in jax.tree.leaves_with_path(jax.device_get(counts)):
+        keys: list[Any] = [getattr(part, "key", getattr(part, "idx", None)) for part in path]
+        named = [("outside", keys, count)]
+        if keys[0] == "segments":
+            number, place, *keys = keys[1:]
+            blocks = below[number] + place + np.arange(runs[number].repeats) * len(runs[number].kinds)
+            _, *rows = stages.layout[number]
+            named = [(f"block {k}", keys, count[row]) for k, row in zip(blocks, rows, strict=True)]
+        for where, name, wrong in named:
+            if wrong:
+                found.setdefault(where, {})[".".join(map(str, name))] = int(wrong)
+    return found

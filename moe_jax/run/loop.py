@@ -1,0 +1,163 @@
+"""A training run from its config to its last checkpoint, top to bottom."""
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable
+
+import jax
+from jax.profiler import StepTraceAnnotation
+
+from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.config import Config
+from moe_jax.data.loader import check_next
+from moe_jax.distributed.failures import ends_with_its_peers
+from moe_jax.distributed.heartbeat import end_of_progress, tell_progress
+from moe_jax.distributed.interrupt import StopRequest, stop_on_signals
+from moe_jax.distributed.processes import is_main_process
+from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.run.capacity_schedule import Capacities
+from moe_jax.run.describe import describe, table
+from moe_jax.run.divergence import GoBack, way_out
+from moe_jax.run.memory_check import check_room
+from moe_jax.run.process_agreement import check_same_settings
+from moe_jax.run.profiler import Tracing, steps_to_trace
+from moe_jax.run.rebalance import Migration
+from moe_jax.run.replicator import Safety
+from moe_jax.run.restore import restore_newest
+from moe_jax.run.run_dir import locked
+from moe_jax.run.setup import Programs, Run, about, compile_programs, first_state, open_run, write_start
+from moe_jax.run.step_hooks import Behind
+from moe_jax.run.tuning import Tuning
+from moe_jax.step import fault_injection as faults
+from moe_jax.step.compile_cache import kept
+from moe_jax.step.trainer import State
+from moe_jax.telemetry.energy import energy_counter
+from moe_jax.telemetry.meter import Meter
+from moe_jax.telemetry.run_log import RunLog
+
+
+def train(config: Config) -> State:
+    """Train as the config says, going on from the newest checkpoint in `log.dir`; returns the last state.
+
+    Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
+    ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
+    checkpoints that do not fit each other, CheckpointError if the last state could not be saved, and DivergedError for
+    `train.bad_in_a_row` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
+    has not helped, and for such a validation loss before its state is saved.
+    """
+    check_same_settings(config)  # for programs of one's own
+    failed_at = 0
+    with locked(config) as check_lock, stop_on_signals() as stop:
+        while True:
+            try:
+                return _train(config, stop, check_lock, failed_at)
+            except GoBack as back:
+                failed_at = back.step
+                config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
+
+
+def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], failed_at: int) -> State:
+    """Raises GoBack, too. `failed_at`: the step for which the run has gone back, or 0."""
+    run = open_run(config)
+    tell_progress(run.first_step)
+    check_room(run)
+    run, restored = restore_newest(config, run)
+    if restored:
+        run.batches.set_state(restored.record.data)
+    check_next(run.batches)
+    _say(table(describe(run)))
+    # of what all others would measure at the same time
+    dtype = config.train.compute_dtype
+    peak = kept(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
+    safety = Safety(run, restored)
+    programs = compile_programs(run)
+    state = restored.state if restored else first_state(run, programs)
+    program = programs.step.result()  # nothing is written of what does not compile
+    write_start(run, programs.fingerprint)
+    last, step = config.train.steps, run.first_step
+    with (
+        _open_log(run) as log,
+        safety.begun(log, programs.digests),
+        Tracing(steps_to_trace(config, step), run.folder) as tracing,
+        _open_checkpoints(run, programs, log) as checkpoints,
+        ends_with_its_peers(),
+    ):
+        if restored:
+            _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
+        if failed_at:
+            log.write({"step": step, "back_from_step": failed_at})
+        meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
+        under_way = restored.record.tuner if restored else None
+        tuning, migration = Tuning(run, program, meter, log, under_way), Migration(run, meter, log)
+        capacities = Capacities(run.changes, run.batch_shape, log, run.target)
+        bad_steps = meter.bad_steps
+        bad_steps.remember(restored.record.recent_losses if restored else ())
+        behind = Behind(run, programs, meter, tuning, checkpoints, safety, log)
+        behind.keep_safe(step, state)
+        if restored and restored.run_id:  # copies are made before
+            behind.validate_and_save(step, state, restored.is_validated)
+        while step < last and not stop.reached() and not bad_steps.too_many:
+            check_lock()
+            state = faults.struck_as_asked(state)
+            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
+            step += 1
+            if capacities.begins(step):
+                with meter.paused():
+                    tuning.step, behind.evaluate = capacities.programs()
+            tracing.begin(step, meter)
+            with StepTraceAnnotation("train", step_num=step):
+                state, metrics = tuning.step(state, *inputs)
+            meter.add(step, metrics, timed=step not in tracing.steps)
+            if step == run.first_step + 2:  # the first is recorded
+                programs.compile_others()
+                if not gc.isenabled():  # the command does without until here
+                    gc.freeze()
+                    gc.enable()
+            tracing.end(step, tuning.step, meter)
+            tell_progress(step - 1)
+            tuning.step_started(step)
+            state = migration.after(step, state)
+            behind.keep_safe(step, state)
+            behind.validate_and_save(step, state)
+        meter.finish(stopping=True)
+        if bad_steps.too_many:
+            raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
+        if step > run.first_step:
+            tuning.finish()
+        if 0 < step < last:
+            behind.save(step, state)
+    end_of_progress()
+    if step < last:
+        _say(f"stopped after step {step}: the same command goes on from there")
+    return state
+
+
+def _going_on(step: int, told: str) -> str:
+    return f"going on from step {step}: {told}" if told else f"going on from step {step}"
+
+
+_ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"
+
+
+def _say(text: str) -> None:
+    if is_main_process():
+        print(text, flush=True)
+
+
+def _open_log(run: Run) -> RunLog:
+    return RunLog(
+        run.folder,
+        start_step=run.first_step,
+        total_steps=run.config.train.steps,
+        tokens_per_step=run.config.train.batch_size * run.config.data.seq_len,
+        tensorboard=run.config.log.tensorboard,
+        quiet=not is_main_process(),
+        wandb_project=run.config.log.wandb_project,
+        config=dataclasses.asdict(run.config),
+    )
+
+
+def _open_checkpoints(run: Run, programs: Programs, log: RunLog) -> Checkpoints:
+    digests = programs.digests
+    return Checkpoints(run.folder, run.config.checkpoint.keep, log, lambda state: digests.result()(state), about(run))

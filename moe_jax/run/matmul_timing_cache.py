@@ -1,0 +1,76 @@
+"""How long grouped products took: a JSON file of this user, for all runs of the same devices and shapes.
+
+[{"of": {"rows": 49152, "device": "NVIDIA H200", …}, "seconds": {"blocks": 0.0031, "pallas": 0.0012}}, …]
+
+It saves a few seconds at the start of a run, so nothing that is wrong with it stops one.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.files.atomic import reason, write_atomically
+from moe_jax.files.untrusted import read_json
+
+Times = dict[str, float]
+
+
+def cache_file() -> Path:
+    """Below XDG_CACHE_HOME, or ~/.cache. Raises RuntimeError for a user without a home."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "moe_jax" / "grouped_products.json"
+
+
+def read_times(of: Mapping[str, Any], names: Collection[str]) -> Times | None:
+    """What products of these names took for the same plain values `of`, if any was timed."""
+    try:
+        entries = _entries(cache_file())
+    except (OSError, RuntimeError, ValueError) as error:
+        _warn(f"what grouped products took before cannot be read ({_reason(error)}): they are timed again")
+        return None
+    found: Times = next((each["seconds"] for each in entries if each["of"] == of), {})
+    return {name: seconds for name, seconds in found.items() if name in names} or None
+
+
+def write_times(of: Mapping[str, Any], seconds: Times) -> None:
+    """Put an entry into the file, in the place of one for the same; a damaged file is replaced."""
+    try:
+        file = cache_file()
+        try:
+            others = [each for each in _entries(file) if each["of"] != of]
+        except ValueError:
+            others = []
+        write_atomically(file, json.dumps([*others, {"of": of, "seconds": seconds}], indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        _warn(f"what grouped products took cannot be kept ({_reason(error)}): the next run times them again")
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """Raises OSError, and ValueError for a damaged file."""
+    if not file.exists():
+        return []
+    entries = read_json(file)
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ValueError(f"{file}: no list of times")
+    return entries
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"of", "seconds"}
+        and isinstance(entry["of"], dict)
+        and isinstance(entry["seconds"], dict)
+        and all(isinstance(each, float) and each > 0 for each in entry["seconds"].values())
+    )
+
+
+def _reason(error: Exception) -> str:
+    return reason(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

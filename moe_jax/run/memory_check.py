@@ -1,0 +1,52 @@
+"""Whether what a run needs has room in this machine's memory, asked before XLA does, which aborts."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from moe_jax.errors import ConfigError
+from moe_jax.models.transformer import Computation
+from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.plan_text import size
+from moe_jax.run.setup import Run
+
+_TOO_HIGH = 1.35  # predictions have been, at most (docs/context.md)
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+
+
+def predicted_memory(run: Run) -> StepMemory:
+    """What a step takes of each device."""
+    mesh = run.trainer.mesh
+    return step_memory(run.config, Computation.of(run.config, mesh).platform, mesh.shape)
+
+
+def check_room(run: Run) -> None:
+    """Raise ConfigError if the CPU devices of this process certainly need more memory than its machine has."""
+    room = machine_bytes()
+    if jax.local_devices()[0].platform != "cpu" or room is None:
+        return
+    memory, devices = predicted_memory(run), jax.local_device_count()
+    if devices * memory.total <= _TOO_HIGH * room:
+        return
+    if memory.state > memory.total / 2:
+        cure = "use a smaller model, or cut it into more parts (mesh.expert, optimizer.zero=1) on the same devices"
+    else:
+        cure = "use a smaller train.batch_size or data.seq_len, more train.grad_accumulation, or schedule.remat=full"
+    where = f"{devices} simulated devices" if devices > 1 else "one device"
+    raise ConfigError(
+        f"a step takes about {size(devices * memory.total)} on {where}, {size(devices * memory.state)} of it for "
+        f"parameters and optimizer, and this machine has {size(room)}: {cure}"
+    )
+
+
+def machine_bytes() -> int | None:
+    """Memory of this machine, or of the container that this process is in; None: not known."""
+    try:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    try:
+        return min(room, int(_LIMIT.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return room

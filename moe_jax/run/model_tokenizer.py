@@ -1,0 +1,121 @@
+"""Whether tokens are those of a model: the data that it is trained with, and the text that it is sampled with."""
+
+from pathlib import Path
+
+from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.convert.source import is_imported, origin_of
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
+from moe_jax.distributed.processes import is_main_process
+from moe_jax.errors import ConfigError, DataError
+from moe_jax.files.untrusted import read_json
+
+_BYTES = None  # in place of a tokenizer's file
+
+
+def check_tokens(config: Config, data: Path, new: bool) -> None:
+    """Raise UserError if a new run would read other tokens than the model of `train.init_from` knows.
+
+    Where the two cannot be compared, and for tokens made by an older version, one line is printed.
+    """
+    file = _file_of(data)
+    if file and read_meta(data).begin_of_text is None:
+        _check_older(data, file, new)
+    begun = config.train.init_from
+    if not new or begun is None:
+        return
+    try:
+        found = _file_of_model(config, Path(begun))
+    except ConfigError as error:
+        _warn(f"whether data.path={data} has the tokens of train.init_from={begun} cannot be checked: {error}")
+        return
+    if found is _BYTES and file is not _BYTES:
+        raise ConfigError(
+            f"data.path={data} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
+            "prepare the text by scripts/prepare_text.py TEXT FOLDER --tokenizer bytes"
+        )
+    if found is _BYTES:
+        return
+    text = "TEXT" if data.is_dir() else data
+    cure = f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {found.parent}"
+    if file is _BYTES:
+        read = "holds bytes" if data.is_dir() else "is read as bytes"
+        raise ConfigError(f"data.path={data} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
+    if not same_tokens(file, found):
+        raise ConfigError(
+            f"data.path={data} has tokens of another tokenizer than {found}, that of train.init_from={begun}: {cure}"
+        )
+
+
+def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
+    """What a run's text and its prompts are encoded with: its own tokenizer.json, or that of `data.path`.
+
+    Raises DataError.
+    """
+    own, path = run / BPE_FILE, Path(config.data.path)
+    if not own.is_file():
+        tokenizer = load_tokenizer(path)
+        if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
+            raise DataError(
+                f"{run} has no {BPE_FILE}, and its model was not trained here: put the model's there, or name a "
+                "folder that was prepared with it by data.path"
+            )
+        return tokenizer
+    if not path.is_dir() or not (file := _file_of(path)):
+        return of_model(run)[1]
+    if not same_tokens(file, own):
+        raise DataError(
+            f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "
+            "one, or remove the first one, if the run was trained with the second"
+        )
+    return load_tokenizer(path)
+
+
+def _file_of(data: Path) -> Path | None:
+    """The tokenizer.json of a data path; None: it has bytes. Raises DataError if it is another one now."""
+    if not data.is_dir():
+        return _BYTES
+    meta = read_meta(data)
+    check_tokenizer_file(data, meta)
+    return _BYTES if meta.tokenizer == "bytes" else data / BPE_FILE
+
+
+def _file_of_model(config: Config, begun: Path) -> Path | None:
+    """The same of the model that a run begins with. Raises ConfigError if it is not there."""
+    if origin := origin_of(config):
+        if not (origin.parent / BPE_FILE).is_file():
+            raise ConfigError(f"it has no {BPE_FILE}")
+        return origin.parent / BPE_FILE
+    if (begun / BPE_FILE).is_file():
+        return begun / BPE_FILE
+    path = load_config(begun).data.path
+    try:
+        return _file_of(find_data(path))
+    except DataError:
+        raise ConfigError(f"the data that it was trained with, {path}, is not here") from None
+
+
+def _check_older(data: Path, file: Path, new: bool) -> None:
+    """Of a folder made when settings of tokenizer.json were obeyed, and long texts cut before they were encoded."""
+    again = f"make the folder again with scripts/prepare_text.py TEXT FOLDER --tokenizer {data}"
+    try:
+        saved = read_json(file)
+        obeyed = [name for name in ("truncation", "padding") if saved.get(name)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read ({error}): {again}") from None
+    if obeyed:
+        problem = f"data.path={data} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"
+        if new:
+            raise DataError(f"{problem}: {again}")
+        _warn(f"{problem}: text is missing, or padding is in between")
+    else:
+        _warn(
+            f"data.path={data} was made by an older version, which encoded long .txt files in pieces: tokens where two "
+            f"pieces meet may be other ones ({META_FILE} has no begin_of_text); {again}"
+        )
+
+
+def _warn(text: str) -> None:
+    if is_main_process():
+        print(f"warning: {text}", flush=True)

@@ -1,0 +1,127 @@
+"""Whether all processes of a run were given the same settings and hold the same data, compared before the first step.
+
+Processes that differ would train on, each by itself, and nobody would see it: their collectives fit each other as long
+as shapes do.
+"""
+
+import dataclasses
+import itertools
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import distributed  # no public interface has jax's coordination service
+
+from moe_jax.config import Sections
+from moe_jax.config.draft import Draft
+from moe_jax.data.tokens import SPLITS, Tokens, read_meta
+from moe_jax.errors import ConfigError
+from moe_jax.files.untrusted import read_bytes
+
+# Settings that may differ, as they are about the process's own host. Of all files but copies in memory the content is
+# compared: of the text below, of measured times in `_own`, of clusters and tuned settings where they are read, and
+# parameters to begin with are compared as all replicas are (checkpoint/checksums.py).
+OWN = {
+    "data.path",
+    "data.prefetch",
+    "train.init_from",
+    "tune.cache",
+    "plan.cluster",
+    "schedule.task_times",
+    "checkpoint.safety_copies_dir",
+}
+_PATIENCE_S = 3600  # for others, who may have a long text to read; one that is gone is noticed after 30 seconds
+_numbers = itertools.count()
+
+Values = Mapping[str, str]
+
+
+def check_same_settings(sections: Sections) -> None:
+    """Raise ConfigError on all processes unless all have the same settings; all of them call it."""
+    if not _is_one_of_many():
+        return
+    values = shared_settings(sections)
+    if isinstance(sections, Draft):
+        values |= dict.fromkeys(sections.open, "auto")
+    values |= _content("schedule.task_times", sections.schedule.task_times)
+    _check_same(values, "give all processes the same config and settings")
+
+
+def shared_settings(sections: Sections) -> dict[str, str]:
+    """Those that all processes of a run have alike, as texts."""
+    return {name: _text(value) for name, value in _settings(sections).items() if name not in OWN}
+
+
+def check_same_data(tokens: Tokens) -> None:
+    """Raise ConfigError on all processes unless all hold the same tokens; all of them call it."""
+    if not _is_one_of_many():
+        return
+    if tokens.path.is_dir():
+        meta = read_meta(tokens.path)
+        content = {split: (meta.count(split), meta.dtype, meta.crc32(split)) for split in SPLITS}
+    else:
+        parts = {split: getattr(tokens, split) for split in SPLITS}
+        content = {split: (len(part), str(part.dtype), zlib.crc32(part.data)) for split, part in parts.items()}
+    values = {}
+    for split, (count, dtype, crc32) in content.items():
+        values[f"data.path ({split} part)"] = f"{count} tokens of {dtype} with crc32 {crc32:08x}"
+    _check_same(values, f"give all processes copies of one text (here it is {tokens.path})")
+
+
+def _check_same(own: Values, cure: str) -> None:
+    if not _is_one_of_many():
+        return
+    state, name = distributed.global_state, f"moe_jax_alike_{next(_numbers)}"
+    client: Any = state.client
+    if state.process_id != 0:
+        client.key_value_set(f"{name}/{state.process_id}", json.dumps(dict(own)))
+    else:
+        differences = []
+        for process in range(1, state.num_processes):
+            other = json.loads(client.blocking_key_value_get(f"{name}/{process}", _PATIENCE_S * 1000))
+            differences += _differences(own, other, process)
+        client.key_value_set(f"{name}/all", "; ".join(differences[:3]))
+    told = client.blocking_key_value_get(f"{name}/all", _PATIENCE_S * 1000)
+    if told:
+        raise ConfigError(f"{told}: {cure}")
+
+
+def _differences(here: Values, there: Values, process: int) -> list[str]:
+    return [
+        f"{name} is {here.get(name, 'unknown')} on process 0 and {there.get(name, 'unknown')} on process {process}"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _is_one_of_many() -> bool:
+    """Without starting jax's devices, which processes of different settings may not be able to do together."""
+    return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
+
+
+def _settings(sections: Any, name: str = "") -> dict[str, Any]:
+    """By their full names."""
+    if not dataclasses.is_dataclass(sections):
+        return {name: sections}
+    found: dict[str, Any] = {}
+    for part in dataclasses.fields(Sections if isinstance(sections, Sections) else sections):
+        found |= _settings(getattr(sections, part.name), f"{name}.{part.name}".lstrip("."))
+    return found
+
+
+def _text(value: object) -> str:
+    """As configs have it."""
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def _content(name: str, file: str | None) -> Values:
+    """Of a file that a setting names."""
+    if file is None:
+        return {name: "null"}
+    try:
+        return {name: f"a file with crc32 {zlib.crc32(read_bytes(Path(file))):08x}"}
+    except OSError as error:
+        return {name: f"a file that cannot be read ({error.strerror})"}

@@ -1,0 +1,78 @@
+"""Steps of a run under jax's profiler, for TensorBoard's and xprof's pages; of one step `report --compile … --trace`
+draws what it did beside what was predicted."""
+
+import shutil
+from pathlib import Path
+from typing import Self, final
+
+import jax
+from jax.experimental import multihost_utils
+from jax.stages import Compiled
+
+from moe_jax.config import Config
+from moe_jax.measure.trace import FOLDER, PROGRAM
+from moe_jax.telemetry.meter import Meter
+
+
+def steps_to_trace(config: Config, first_step: int) -> range:
+    """Those of `log.trace_step`, or as many behind the first of this process, which includes its start-up.
+
+    None where they were done before this start, or none is left.
+    """
+    wanted = config.log.trace_step
+    if wanted is None or wanted[-1] <= first_step:
+        return range(0)
+    first = max(wanted[0], first_step + 2)
+    return range(first, min(first + wanted[-1] - wanted[0], config.train.steps) + 1)
+
+
+@final
+class Tracing:
+    """Leaves the trace of some steps and their program's HLO text in RUN/trace/PROCESS, whole or not at all.
+
+    A context: what an error or the end of the run leaves incomplete is removed.
+    """
+
+    def __init__(self, steps: range, run_folder: Path):
+        self.steps = steps
+        self._folder = run_folder / FOLDER / str(jax.process_index())
+        self._part = self._folder.with_name(f"{self._folder.name}.part")
+        self._is_on = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_on:
+            jax.profiler.stop_trace()
+        shutil.rmtree(self._part, ignore_errors=True)
+
+    def begin(self, step: int, meter: Meter) -> None:
+        """Start, on idle devices, if this is the first of the steps."""
+        if not self.steps or step != self.steps[0]:
+            return
+        with meter.paused():
+            shutil.rmtree(self._part, ignore_errors=True)
+            self._part.mkdir(parents=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self._part, profiler_options=options)
+            self._is_on = True
+            _wait_for_all("have started to trace")
+
+    def end(self, step: int, program: Compiled, meter: Meter) -> None:
+        """Stop and write, if this was the last of the steps."""
+        if not self._is_on or step != self.steps[-1]:
+            return
+        with meter.paused():  # which waits for the step
+            self._is_on = False
+            jax.profiler.stop_trace()
+            (self._part / PROGRAM).write_text(program.as_text() or "", encoding="utf-8")
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._part.rename(self._folder)
+            _wait_for_all("have written")  # or the next step would count as long as the slowest of them takes
+
+
+def _wait_for_all(processes: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(processes)

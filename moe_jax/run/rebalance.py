@@ -1,0 +1,155 @@
+"""Experts of a run that change ranks: when somebody looks, what is moved or refused, and what is said of it.
+
+M blocks with experts, E experts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe_jax.config import Mesh
+from moe_jax.rebalance.costs import MigrationCosts, migration_costs
+from moe_jax.rebalance.planner import Plan, Prices, is_due, load_ratio, num_swaps, plan
+from moe_jax.rebalance.transfer import Moved, Mover
+from moe_jax.run.setup import Run
+from moe_jax.step.trainer import State
+from moe_jax.telemetry.meter import Meter
+from moe_jax.telemetry.run_log import RunLog, human_seconds
+
+_MB = 1e6
+
+
+class Migration:
+    """Looks at the load of ranks every `migration.every` steps. All processes decide the same."""
+
+    def __init__(self, run: Run, meter: Meter, log: RunLog):
+        self._run, self._meter, self._log = run, meter, log
+        migration = run.config.migration
+        if not migration.enabled:
+            return
+        self._mover = Mover(run.config, run.trainer)
+        self._costs: MigrationCosts | None = None
+        if run.cluster is not None:
+            sizes = Mesh(
+                **{str(axis): size for axis, size in run.trainer.mesh.shape.items()},
+                experts_over_context=run.config.mesh.experts_over_context,
+            )
+            config = dataclasses.replace(run.config, mesh=sizes)
+            largest = max(map(self._mover.expert_bytes, self._mover.groups))
+            self._costs = migration_costs(config, run.cluster, largest)
+
+    def after(self, step: int, state: State) -> State:
+        """The state to go on with behind a step."""
+        migration = self._run.config.migration
+        if not migration.enabled or step % migration.every:
+            return state
+        with self._meter.paused():
+            return self._look(step, state)
+
+    def _look(self, step: int, state: State) -> State:
+        """Move what pays of blocks that have been above the threshold for long enough, and begin a new window."""
+        start, migration = time.perf_counter(), self._run.config.migration
+        seen = jax.device_get(state["placement"])
+        blocks = list(zip(seen["load_ME"].tolist(), _experts(seen), strict=True))
+        ratio_M = [load_ratio(load_E, expert_S, self._mover.ranks) for load_E, expert_S in blocks]
+        uneven_M = [is_due(load_E, expert_S, self._mover.ranks, migration.threshold) for load_E, expert_S in blocks]
+        over_M = [n + 1 if uneven else 0 for n, uneven in zip(seen["over_M"], uneven_M, strict=True)]
+        due = [m for m, windows in enumerate(over_M) if windows >= migration.patience]
+        prices = self._prices(step)
+        plans = {m: plan(*blocks[m], self._mover.ranks, prices, migration.threshold) for m in due}
+        moved = {m: found for m, found in plans.items() if found.pays}
+        rounded_M = [round(ratio, 6) for ratio in ratio_M]
+        record: dict[str, Any] = {"step": step, "rank_load": rounded_M, "rank_load_max_over_mean": max(rounded_M)}
+        if moved:
+            moves_M = [moved[m].moves if m in moved else () for m in range(len(blocks))]
+            cost, before = self._mover.cost(moves_M), time.perf_counter()
+            # one program at a time: simulated devices can keep the threads that each other's collectives wait for
+            state = jax.block_until_ready(self._mover.move(jax.block_until_ready(state), moves_M))
+            record |= self._said(step, moved, cost, time.perf_counter() - before)
+        refused = {m: found for m, found in plans.items() if found.moves and not found.pays}
+        record |= self._refused(step, refused)
+        for m in due:
+            over_M[m] = 0  # what was refused is asked again as late
+        expert_MS = [moved[m].expert_S if m in moved else expert_S for m, (_, expert_S) in enumerate(blocks)]
+        placement = _placed(seen, expert_MS) | {
+            "load_ME": np.zeros_like(seen["load_ME"]),
+            "over_M": np.asarray(over_M, np.int32),
+        }
+        placement = jax.tree.map(self._mover.replicated, placement)
+        self._log.write(record | {"look_s": time.perf_counter() - start})
+        return state | {"placement": placement}
+
+    def _num_copies(self, found: Plan) -> int:
+        experts = self._run.config.model.moe.num_experts
+        return sum(expert < experts for expert in found.expert_S) - experts
+
+    def _prices(self, step: int) -> Prices | None:
+        limit = self._run.config.migration.payback_steps
+        if self._costs is None or limit is None:
+            return None
+        left = self._run.config.train.steps - step
+        costs = self._costs
+        return Prices(2 * costs.send_s, costs.even_s, min(limit, left), costs.sum_s)
+
+    def _said(self, step: int, moved: dict[int, Plan], cost: Moved, took_s: float) -> dict[str, Any]:
+        for m, found in moved.items():
+            which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"
+            self._log.tell(
+                f"step {step}: {which} of MoE block {m} changed ranks, the busiest "
+                f"of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
+                + (f" with {self._num_copies(found)} replica(s)" if self._run.config.replicas else "")
+            )
+        predicted = {} if self._costs is None else {"migration_predicted_s": cost.sends * self._costs.send_s}
+        copies = {"migration_copies": [*map(self._num_copies, moved.values())]} if self._run.config.replicas else {}
+        saved = {} if self._costs is None else {"migration_saved_s": sum(found.saved_s for found in moved.values())}
+        sent = f"{cost.num_bytes / _MB:,.1f} MB left each device" if cost.num_bytes else "nothing was sent"
+        self._log.tell(
+            f"step {step}: {sent} in {human_seconds(took_s)}"
+            + (f", predicted {human_seconds(predicted['migration_predicted_s'])}" if predicted else "")
+            + (f"; each step is to save {human_seconds(saved['migration_saved_s'])}" if saved else "")
+        )
+        return {
+            "migrated_blocks": [*moved],
+            "migration_swaps": [num_swaps(found) for found in moved.values()],
+            "migration_load_after": [round(found.ratio_after, 6) for found in moved.values()],
+            "migration_bytes": cost.num_bytes,
+            "migration_s": took_s,
+            **copies,
+            **predicted,
+            **saved,
+        }
+
+    def _refused(self, step: int, refused: dict[int, Plan]) -> dict[str, Any]:
+        prices = self._prices(step)
+        if not refused or prices is None:
+            return {}
+        for m, found in refused.items():
+            self._log.tell(
+                f"step {step}: no experts of MoE block {m} changed ranks, whose busiest has "
+                f"{found.ratio_before:.2f} of the mean load: {human_seconds(found.cost_s)} to move them, and "
+                f"{human_seconds(found.saved_s)} saved in each of {prices.steps} steps"
+            )
+        return {
+            "refused_blocks": [*refused],
+            "refused_cost_s": [found.cost_s for found in refused.values()],
+            "refused_saved_s": [found.saved_s for found in refused.values()],
+        }
+
+
+def _experts(placement: Mapping[str, np.ndarray]) -> list[list[int]]:
+    """Of each slot, block by block; their number in a free one."""
+    if "expert_MS" in placement:
+        return placement["expert_MS"].tolist()
+    return np.argsort(placement["slot_ME"], axis=1).tolist()
+
+
+def _placed(placement: Mapping[str, np.ndarray], expert_MS: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The inverse, in the form that a placement has."""
+    experts = np.asarray(expert_MS, np.int32)
+    if "expert_MS" in placement:
+        return {"expert_MS": experts}
+    return {"slot_ME": np.argsort(experts, axis=1).astype(np.int32)}

@@ -1,0 +1,199 @@
+"""Safety copies of the training state in the memory of two nodes, from which a run goes on when one of them is lost.
+
+After FlowMoE, which keeps a replica of each expert on another node; here of everything that one node alone has.
+"""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from moe_jax.checkpoint.arrays import leaves_of
+from moe_jax.checkpoint.checksums import agreed
+from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.replicas.files import SlotFiles
+from moe_jax.checkpoint.replicas.layout import Kept
+from moe_jax.checkpoint.replicas.plan import SafetyPlan
+from moe_jax.checkpoint.restored import Restored
+from moe_jax.distributed.processes import allgather, from_process, is_main_process
+from moe_jax.errors import ConfigError, DivergedError
+from moe_jax.files.atomic import write_atomically
+from moe_jax.parallel.pieces import send_pieces
+from moe_jax.plan.plan_text import size
+from moe_jax.run.divergence import GoBack
+from moe_jax.run.restore_from_replicas import RUN_ID
+from moe_jax.run.setup import Run, about
+from moe_jax.step.compile_cache import Later, compiled
+from moe_jax.telemetry.run_log import RunLog, human_seconds
+
+Arrays = tuple[int, ...]  # their numbers among the state's
+
+
+class Safety:
+    """Makes the copies of a run, if it has any. Making it takes their memory: raises ConfigError if there is none left.
+
+    All processes call all of its methods. The programs that send pieces are compiled in the background.
+    """
+
+    def __init__(self, run: Run, restored: Restored | None):
+        self._run, self._every, self._last = run, run.config.checkpoint.safety_copies_every, run.config.train.steps
+        self._plan = run.safety if run.first_step < self._last else None
+        self._failed = False
+        if self._plan is None:
+            return
+        self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_copies_dir)
+        self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
+        self._about = from_process(0, about(run))  # one record for all nodes, whose own settings may differ
+        self._programs = _programs(self._plan, run.trainer.state_shapes)
+
+    @contextmanager
+    def begun(self, log: RunLog, digests: Later) -> Iterator[None]:
+        """With copies while the run goes on. At its end nothing is left of them, nor if it has diverged."""
+        self._log, self._digests = log, digests
+        if self._plan is None:
+            yield
+            self._remove()
+            return
+        if is_main_process():
+            write_atomically(self._run.folder / RUN_ID, f"{self._run_id}\n")
+        try:
+            yield
+        except GoBack:
+            self._files.forget()
+            raise
+        except DivergedError:
+            self._remove()
+            raise
+        else:
+            self._remove()
+        finally:
+            self._files.close()
+
+    def _remove(self) -> None:
+        if self._run.safety is not None:  # on every node; others of this one may be doing it, too
+            shutil.rmtree(self._run.safety.folder, ignore_errors=True)
+
+    def due(self, step: int) -> bool:
+        """Whether copies are to be made behind a step; at the start they bring those back that were lost."""
+        if self._plan is None or step == self._last:
+            return False
+        return step == self._run.first_step or step % self._every == 0
+
+    def keep(self, step: int, state: Any, *, is_recorded: bool, **host: Any) -> None:
+        """Make copies; returns when all processes have them. One that fails is told, and the ones before stay.
+
+        `is_recorded`: metrics.jsonl is going to have a record of this step, without which the copies are of no use.
+        `host` is what the record has of the run besides arrays, as in checkpoints.
+        """
+        assert self._plan is not None
+        digests = self._compiled()
+        began = time.perf_counter()
+        leaves = leaves_of(state, agreed(digests(state), step, state))
+        host["tuner"] = from_process(0, host["tuner"]) if self._run.choices else None
+        record = Record(step=step, leaves=leaves, **host, **self._about)
+        problem = self._write(state)
+        if problem is None:
+            try:
+                self._files.end(self._run_id, record, is_recorded)
+            except OSError as error:
+                problem = error
+        if any(allgather(problem is not None)):
+            self._tell_failure(step, problem)
+            return
+        self._files.turn()
+        took_s, self._failed = time.perf_counter() - began, False
+        if step == self._run.first_step:
+            self._log.tell(f"safety copies of step {step} took {human_seconds(took_s)}")
+        elif is_recorded:
+            self._log.write({"step": step, "safety_s": took_s})
+
+    def _compiled(self) -> Compiled:
+        """The program of digests; returns when all programs are compiled, for which training waits once."""
+        for _, program in self._programs.values():
+            program.result()
+        return self._digests.result()
+
+    def _write(self, state: Any) -> OSError | None:
+        """All pieces, a few arrays at a time: the devices need no more than the largest array takes in addition."""
+        assert self._plan is not None
+        problem, arrays = None, jax.tree.leaves(state)
+        try:
+            self._files.begin()
+        except OSError as error:
+            problem = error
+        for group in self._plan.layout.groups:
+            sent = self._sent(group, arrays)
+            pieces = self._pieces(self._plan.own, {number: arrays[number] for number in group})
+            pieces |= self._pieces(self._plan.received, sent)
+            if problem is None:  # others need what is sent
+                try:
+                    self._files.write(pieces)
+                except OSError as error:
+                    problem = error
+            jax.block_until_ready(sent)
+        return problem
+
+    def _sent(self, group: Arrays, arrays: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        """What the devices get of other nodes', by the numbers of the arrays."""
+        if group not in self._programs:
+            return {}
+        numbers, program = self._programs[group]
+        return dict(zip(numbers, program.result()([arrays[number] for number in numbers]), strict=True))
+
+    def _pieces(self, kept: Iterable[Kept], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+        """Of these arrays, by their names, as they lie on the devices of this process."""
+        devices = list(self._run.trainer.mesh.devices.flat)
+        shards = {n: {shard.device: shard.data for shard in x.addressable_shards} for n, x in arrays.items()}
+        return {
+            each.piece.name: shards[each.piece.array][devices[each.device]]
+            for each in kept
+            if each.piece.array in shards
+        }
+
+    def _tell_failure(self, step: int, problem: OSError | None) -> None:
+        if not self._failed:
+            reason = problem.strerror if problem else "another process failed"
+            text = f"safety copies of step {step} failed ({reason}): the ones before stay, and the next are tried"
+            self._log.write({"step": step, "alarm": text})
+            self._log.warn(text)
+        self._failed = True
+
+
+def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFiles:
+    """Files with room for all copies; those that the state was made of stay until there are newer ones."""
+    files, number = None, 0
+    try:
+        files = SlotFiles(plan.own_folder, plan.place, plan.sizes, restored.files if restored else frozenset())
+    except OSError as error:
+        number = error.errno or 1
+    failed = {process: code for process, code in enumerate(allgather(number)) if code}
+    if failed or files is None:
+        if files is not None:
+            files.close()
+            files.remove_new()
+        process, code = next(iter(failed.items()))
+        raise ConfigError(
+            f"checkpoint.safety_copies_dir={home} cannot hold safety copies, twice {size(sum(plan.sizes.values()))} "
+            f"for each process ({os.strerror(code)}, process {process}): make room, name another folder in memory, or "
+            "use checkpoint.safety_copies_every=0"
+        )
+    return files
+
+
+def _programs(plan: SafetyPlan, shapes: Any) -> dict[Arrays, tuple[Arrays, Future[Compiled]]]:
+    """For each group, the arrays of which pieces are sent, if there are any, and the program that sends them."""
+    pool, arrays, found = ThreadPoolExecutor(max_workers=1), jax.tree.leaves(shapes), {}
+    for group in plan.layout.groups:
+        if numbers := tuple(number for number in group if plan.layout.pairs(number)):
+            sent = [arrays[number] for number in numbers]
+            send = send_pieces([shape.sharding for shape in sent], [plan.layout.pairs(number) for number in numbers])
+            found[group] = numbers, pool.submit(compiled, send.lower(sent))
+    pool.shutdown(wait=False)
+    return found

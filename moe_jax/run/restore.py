@@ -1,0 +1,104 @@
+"""Where a run goes on: at the newest checkpoint that is what was saved; damaged ones newer than it are put aside."""
+
+from collections.abc import Mapping
+
+from moe_jax.checkpoint.arrays import read_arrays
+from moe_jax.checkpoint.compatibility import check_same_model
+from moe_jax.checkpoint.files import DamagedError
+from moe_jax.checkpoint.latest import agreed_record
+from moe_jax.checkpoint.load import told
+from moe_jax.checkpoint.quarantine import quarantine
+from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.restored import Restored
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.distributed.processes import allgather, is_main_process
+from moe_jax.errors import CheckpointError
+from moe_jax.models.placement import slot_shapes
+from moe_jax.run.identity import check_text
+from moe_jax.run.restore_from_replicas import newest_safe
+from moe_jax.run.setup import Run, open_run
+from moe_jax.step.expert_placement import fits, ordered, placement_shapes, with_first_placement
+
+
+def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
+    """The state of a run's newest safety copies or checkpoint, if it has any; the run is another if it goes on
+    elsewhere than at its newest checkpoint.
+
+    All processes call it. Raises CheckpointError if there are checkpoints and none is whole, or if one is of another
+    model; then none is moved.
+    """
+    safe = newest_safe(config, run)
+    if isinstance(safe, Restored):
+        _check_text(run, safe.record)
+        run = open_run(config, run.damaged, safe.record.step)
+        _put_aside(run, run.damaged)
+        return run, safe
+    run, restored = _newest_checkpoint(config, run)
+    if restored:
+        return run, restored._replace(told=f"from the checkpoint, as {safe}" if safe else "")
+    if safe and is_main_process():
+        print(f"beginning at step 0, as {safe}", flush=True)
+    return run, None
+
+
+def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
+    damaged = dict(run.damaged)
+    while run.first_step:
+        try:
+            restored = _restore(run)
+        except DamagedError as error:
+            damaged[run.first_step] = str(error)
+            run = open_run(config, damaged)
+        else:
+            _put_aside(run, damaged)
+            return run, restored
+    return run, None
+
+
+def _restore(run: Run) -> Restored:
+    """Whether experts migrated before and migrate now or not, and had copies or may have some.
+
+    Raises DamagedError and CheckpointError.
+    """
+    shapes, config = run.trainer.state_shapes, run.config
+    record = agreed_record(run.folder, run.first_step)
+    check_same_model(config, record.config, run.folder, record.step)
+    _check_text(run, record)
+    sharding, slots = shapes["step"].sharding, record.slots
+    ranks = config.mesh.expert_ranks(sharding.mesh.shape)
+    if slots is not None and slots % ranks:
+        raise CheckpointError(
+            f"mesh: {ranks} expert ranks cannot share the {slots} slots that experts and their copies have in "
+            f"log.dir={run.folder}: use a mesh whose expert ranks divide {slots}, or another log.dir"
+        )
+    saved = slot_shapes(
+        {name: shape for name, shape in shapes.items() if name != "placement"}, slots or config.model.moe.num_experts
+    )
+    if slots is not None:
+        saved["placement"] = placement_shapes(config.model, slots, sharding)
+    state = read_arrays(run.folder, record, saved)
+    if int(state["step"]) != record.step:
+        raise DamagedError(f"its state is of step {int(state['step'])}")
+    migrates = "placement" in shapes
+    if slots is not None and not (migrates and fits(state["placement"], config, ranks)):
+        state = ordered(state, shapes, Stages.of(config))
+    if migrates and "placement" not in state:
+        state = with_first_placement(state, shapes, config, ranks)
+    return Restored(state, record)
+
+
+def _check_text(run: Run, record: Record) -> None:
+    """Raises CheckpointError."""
+    unknown = check_text(run.identity, record, run.folder, run.config.data.path)
+    if unknown and is_main_process():
+        print(f"warning: {unknown}", flush=True)
+
+
+def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:
+    if is_main_process():
+        for step, reason in damaged.items():
+            moved = quarantine(run.folder, step, reason)
+            text = told(run.folder, step, reason)
+            print(f"warning: {text}: moved to {moved}, going on from step {run.first_step}", flush=True)
+    allgather(0)  # until they are out of the way, for all processes

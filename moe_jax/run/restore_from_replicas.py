@@ -1,0 +1,210 @@
+"""Going on from safety copies: all processes agree on the newest step of which every piece is left somewhere.
+
+P processes, N pieces of the state.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool
+from numpy.typing import NDArray
+
+from moe_jax.checkpoint.arrays import leaves_of
+from moe_jax.checkpoint.checksums import digest_program, names_of
+from moe_jax.checkpoint.compatibility import check_same_run
+from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.replicas.files import Slot, whole_slots
+from moe_jax.checkpoint.replicas.layout import Layout, givers, lost_owners, piece_name, replaced
+from moe_jax.checkpoint.replicas.plan import SafetyPlan, index_of
+from moe_jax.checkpoint.restored import Restored
+from moe_jax.config import Config
+from moe_jax.distributed.processes import allgather, allgather_rows, from_process
+from moe_jax.errors import CheckpointError
+from moe_jax.files.untrusted import read_text
+from moe_jax.parallel.pieces import by_device, sum_words
+from moe_jax.run.setup import Run, about
+from moe_jax.step.trainer import State
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+
+RUN_ID = "run_id"  # the file with the number that tells a run's copies from those of an earlier one in its folder
+_WORDS = 2**22  # of 4 bytes, that are sent at once
+_MOST_VERSIONS = 8  # on one node
+
+# why there is nothing to go on from; of several, the last
+_REASONS = (
+    "there are no safety copies",
+    "safety copies are not newer",
+    "safety copies are of another mesh, or cut otherwise",
+)
+_NONE, _NOT_NEWER, _OTHER_MESH = range(len(_REASONS))
+
+
+class Version(NamedTuple):
+    """Copies of one step; a step that was done again may have others."""
+
+    step: int
+    checksum: int  # of the record
+
+
+def _read_run_id(folder: Path) -> int:
+    """The number that process 0 finds in a run's folder; 0: none. All processes call it."""
+    try:
+        number = int(read_text(folder / RUN_ID))
+    except (OSError, ValueError):
+        number = 0
+    return allgather(number)[0]
+
+
+def newest_safe(config: Config, run: Run) -> Restored | str:
+    """The state of the newest whole safety copies that are newer than all checkpoints, or why there is none.
+
+    All processes call it. Raises MetricsError.
+    """
+    plan = run.safety
+    if plan is None or not (run_id := _read_run_id(run.folder)):
+        return ""
+    records = read_metrics(run.folder) if (run.folder / FILE_NAME).exists() else []
+    recorded = from_process(0, max((record["step"] for record in records if "loss" in record), default=0))
+    slots, reason = _usable(run, plan, run_id, recorded)
+    problem = _REASONS[max(allgather(reason))]
+    try:
+        check_same_run(config, run.folder)
+        is_same = True
+    except CheckpointError:
+        is_same = False
+    if not all(allgather(is_same)):
+        return "safety copies are of other settings"
+    for version in _versions(slots):
+        here = slots.get(version, [])
+        held_PN = _held(plan.layout, here)
+        given = givers(held_PN, plan.layout)
+        if lost := lost_owners(given, plan.layout):
+            problem = f"no safety copy is left of the shards of process {_listed(lost)}"
+            continue
+        giver = int(np.argmax(held_PN.any(axis=1)))
+        record = Record.from_json(from_process(giver, here[0].record.to_json() if here else None))
+        state = _state(run, plan.layout, record, here, held_PN, given)
+        if state is None:
+            problem = f"safety copies of step {version.step} are damaged"
+            continue
+        owners = replaced(held_PN, given, plan.layout)
+        whose = ", ".join(f"owner {owner}'s from process {_listed(there)}" for owner, there in owners.items())
+        return Restored(
+            state=state,
+            record=record,
+            run_id=run_id,
+            files=frozenset(slot.path for slot in here),
+            is_validated=from_process(
+                0, any("validation_loss" in found and found["step"] == version.step for found in records)
+            ),
+            told=f"from safety copies ({whose})" if whose else "from safety copies",
+        )
+    return problem
+
+
+def _usable(run: Run, plan: SafetyPlan, run_id: int, recorded: int) -> tuple[dict[Version, list[Slot]], int]:
+    """What this node has, and the reason for what was passed over."""
+    found, reason = defaultdict(list), _NONE
+    shapes, mesh = run.trainer.state_shapes, about(run)["mesh"]
+    arrays = {name: (x.shape, str(x.dtype)) for name, x in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True)}
+    pieces = {piece.name for piece in plan.layout.pieces}
+    for slot in whole_slots(plan.own_folder):
+        record = slot.record
+        same = {name: (leaf.shape, leaf.dtype) for name, leaf in record.leaves.items()} == arrays
+        if slot.run != run_id or (slot.is_recorded and record.step > recorded):  # or its record would be missing
+            continue
+        if record.mesh != mesh or not same or not slot.offsets.keys() <= pieces:
+            reason = _OTHER_MESH
+        elif not run.first_step < record.step <= run.config.train.steps:
+            reason = max(reason, _NOT_NEWER)
+        else:
+            found[Version(record.step, slot.checksum)].append(slot)
+    return dict(found), reason
+
+
+def _versions(slots: Mapping[Version, Any]) -> list[Version]:
+    """Of all nodes, newest first."""
+    own = np.zeros((_MOST_VERSIONS, 2), np.uint32)
+    for row, version in zip(own, sorted(slots, reverse=True), strict=False):
+        row[:] = version
+    found = {Version(*row) for row in allgather_rows(own).reshape(-1, 2).tolist()}
+    return sorted((version for version in found if version.step), reverse=True)
+
+
+def _held(layout: Layout, slots: Sequence[Slot]) -> Bool[np.ndarray, "P N"]:
+    """Which processes have which pieces in these slots of theirs."""
+    own = [any(piece.name in slot.offsets for slot in slots) for piece in layout.pieces]
+    return allgather_rows(np.array(own))
+
+
+def _state(
+    run: Run,
+    layout: Layout,
+    record: Record,
+    slots: Sequence[Slot],
+    held_PN: Bool[np.ndarray, "P N"],
+    given: Sequence[int | None],
+) -> State | None:
+    """None if it is not what was kept."""
+    process, numbers = jax.process_index(), dict[str, NDArray[np.uint8]]()
+    moved = [n for n, piece in enumerate(layout.pieces) if not held_PN[list(piece.processes), n].all()]
+    is_whole = True
+    try:
+        for n, piece in enumerate(layout.pieces):
+            if held_PN[process, n] and (process in piece.processes or (n in moved and given[n] == process)):
+                slot = next(slot for slot in slots if piece.name in slot.offsets)
+                numbers[piece.name] = slot.read(piece.name, piece.num_bytes)
+    except (OSError, ValueError):
+        is_whole = False
+    if not all(allgather(is_whole)):
+        return None
+    names = {layout.pieces[n].name: layout.pieces[n].num_bytes for n in moved}
+    own = [numbers.get(layout.pieces[n].name) if given[n] == process else None for n in moved]
+    sent = [np.zeros(size, np.uint8) if x is None else x for x, size in zip(own, names.values(), strict=True)]
+    if sent:
+        arrived = _summed(np.concatenate(sent), run.trainer.mesh)
+        ends = np.cumsum(list(names.values()))[:-1].tolist()
+        numbers |= dict(zip(names, np.split(arrived, ends), strict=True))
+    state = _placed(run.trainer.state_shapes, numbers)
+    found = leaves_of(state, jax.device_get(digest_program(run.trainer.state_shapes)(state)))
+    return state if found == record.leaves and int(state["step"]) == record.step else None
+
+
+def _summed(numbers: NDArray[np.uint8], mesh: Mesh) -> NDArray[np.uint8]:
+    """Of all processes, of which one at most has other than zeros in each place; so any numbers stay what they are."""
+    words = np.zeros(-(-numbers.size // 4), np.uint32)
+    words.view(np.uint8)[: numbers.size] = numbers
+    most = min(_WORDS, words.size)
+    words = np.pad(words, (0, -words.size % most))
+    shape = jax.ShapeDtypeStruct((mesh.size, most), np.uint32, sharding=by_device(mesh))
+    add = sum_words(mesh).lower(shape).compile()
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    for start in range(0, words.size, most):
+        part = words[start : start + most]
+        rows = [part[None], *[np.zeros_like(part)[None]] * (len(local) - 1)]
+        placed = [jax.device_put(row, device) for row, device in zip(rows, local, strict=True)]
+        sent = jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, placed)
+        words[start : start + most] = jax.device_get(add(sent))
+    return words.view(np.uint8)[: numbers.size]
+
+
+def _placed(shapes: Any, numbers: Mapping[str, NDArray[np.uint8]]) -> Any:
+    def array(name: str, shape: Any) -> jax.Array:
+        def part(slices: tuple[slice, ...] | None) -> NDArray[Any]:
+            assert slices is not None
+            index = index_of(slices, shape.shape)
+            return numbers[piece_name(name, index)].view(shape.dtype).reshape([stop - start for start, stop in index])
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+
+    arrays = map(array, names_of(shapes), jax.tree.leaves(shapes))
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def _listed(processes: Sequence[int]) -> str:
+    return " and ".join(map(str, processes))

@@ -1,0 +1,86 @@
+"""Whether a run can have its folder, and from which of the checkpoints there it goes on. Only its lock is written."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from moe_jax.checkpoint.compatibility import check_same_run
+from moe_jax.checkpoint.files import FOLDER
+from moe_jax.checkpoint.latest import agreed_newest
+from moe_jax.config import Config
+from moe_jax.distributed.processes import from_process, is_main_process
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.paths import for_checkpoints
+from moe_jax.run.run_lock import FolderLock
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+
+
+def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
+    """The step that a run goes on from, 0 if there is none; steps passed over are added to `damaged`.
+
+    All processes call it. Raises UserError if the folder is of another run, or not the same for all.
+    """
+    step = agreed_newest(folder, damaged)
+    if step is None:
+        return 0
+    if not config.checkpoint.resume:
+        raise CheckpointError(
+            f"log.dir={folder} holds checkpoints up to step {step} and checkpoint.resume=false would overwrite them: "
+            "use another log.dir, or checkpoint.resume=true"
+        )
+    check_same_run(config, folder)
+    if step > config.train.steps:
+        raise CheckpointError(
+            f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "
+            f"use train.steps={step} or more, or another log.dir"
+        )
+    if (folder / FILE_NAME).exists():
+        read_metrics(folder)
+    return step
+
+
+@contextmanager
+def locked(config: Config) -> Iterator[Callable[[], None]]:
+    """The right to train in `log.dir`, which process 0 takes for all of them; all call it.
+
+    Gives a function that raises ConfigError once another run has taken this one for dead. Raises ConfigError if another
+    run is there, or the folder cannot be made.
+    """
+    folder, problem, check = Path(config.log.dir), "", _nothing
+    with ExitStack() as closing:
+        if is_main_process():
+            try:
+                check_folder(folder)
+                check = closing.enter_context(FolderLock(folder)).check
+            except ConfigError as error:
+                problem = str(error)
+        if found := from_process(0, problem):
+            raise ConfigError(found)
+        yield check
+
+
+def _nothing() -> None:
+    """Of the processes that have no lock."""
+
+
+def check_folder(folder: Path, name: str = "log.dir") -> None:
+    """Raise ConfigError if the folder cannot be made, or can have no checkpoints."""
+    if reason := for_checkpoints(str(folder)):
+        raise ConfigError(f"{name}={folder} can have no checkpoints ({reason}): use another name")
+    existing = folder
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        raise ConfigError(f"{name}={folder} cannot be created ({error.strerror}): name another folder") from None
+    if not existing.is_dir():
+        raise ConfigError(f"{name}={folder} cannot be created ({existing} is a file): name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}={folder} cannot be created (no right to write in {existing}): name another folder")
+    checkpoints = folder / FOLDER
+    if checkpoints.is_dir() and not os.access(checkpoints, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{name}={folder} cannot have more checkpoints (no right to write in {checkpoints}): make it writable, or "
+            "name another folder"
+        )

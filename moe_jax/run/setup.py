@@ -1,0 +1,245 @@
+"""Everything a run needs before its first step, checked before anything is written."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.stages import Lowered
+from numpy.typing import NDArray
+
+from moe_jax.checkpoint.checksums import ReplicasError, agreed, digest_program
+from moe_jax.checkpoint.files import PROVENANCE
+from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
+from moe_jax.config import Config
+from moe_jax.config.validate import check_batch_split, check_expert_split
+from moe_jax.config.yaml_io import to_yaml
+from moe_jax.data.loader import Batches, train_batches, validation_batches
+from moe_jax.data.tokenizer import load_tokenizer
+from moe_jax.data.tokens import open_tokens
+from moe_jax.distributed.processes import is_main_process, read_alike
+from moe_jax.errors import ConfigError
+from moe_jax.files.atomic import write_atomically
+from moe_jax.measure.provenance import STEP_PROGRAM, provenance, versions
+from moe_jax.measure.targets import Target
+from moe_jax.parallel.mesh import batch_shards, make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.plan.clusters import Cluster
+from moe_jax.run.capacity_schedule import Change, changes_of
+from moe_jax.run.choose_grouped_matmul import with_fastest_product
+from moe_jax.run.export_tokenizer import keep_tokenizer
+from moe_jax.run.identity import Identity, identity_of
+from moe_jax.run.init_from import check_source, source_params
+from moe_jax.run.model_tokenizer import check_tokens
+from moe_jax.run.process_agreement import check_same_data
+from moe_jax.run.resolve_auto import run_cluster
+from moe_jax.run.run_dir import resume_step
+from moe_jax.run.sample import encode_prompt
+from moe_jax.run.tuning_space import Choices, choices_of
+from moe_jax.step.compile import batch_shape, config_at, step_program, switch_off_pgle, target_here
+from moe_jax.step.compile_cache import Later
+from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.trainer import State, Trainer, make_trainer
+from moe_jax.telemetry.wandb import check_wandb
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checked run: its programs, its data, and where it goes on."""
+
+    config: Config
+    folder: Path
+    trainer: Trainer
+    batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
+    validation: list[NDArray[np.int32]]
+    first_step: int  # steps done before; 0: a new run
+    identity: Identity
+    choices: Choices | None  # that it may change to while it trains
+    changes: tuple[Change, ...] = ()  # of its capacity, ahead
+    cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
+    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # newer checkpoints, with the reason
+    safety: SafetyPlan | None = None  # of copies in memory; None: there are none
+    target: Target | None = None  # GPUs, by whose rates steps are compiled, see step/compile.py
+
+    @functools.cached_property
+    def batch_shape(self) -> jax.ShapeDtypeStruct:
+        """Of the global batch, with its sharding."""
+        return batch_shape(self.config, self.trainer.mesh)
+
+    def on_mesh(self, rows: NDArray[np.int32]) -> jax.Array:
+        """The global batch of which this process read `rows`."""
+        return jax.make_array_from_process_local_data(self.batch_shape.sharding, rows, self.batch_shape.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """For one run's shapes, compiled in the background."""
+
+    step: Later
+    init: Later  # of nothing, or of the parameters of `train.init_from`
+    evaluate: Later
+    digests: Later  # of a state, see checkpoint/checksums.py
+    fingerprint: str  # of the step, as `report --compile` tells it
+
+    def compile_others(self) -> None:
+        """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
+        self.digests.begin()
+        self.evaluate.begin()
+
+
+def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step: int | None = None) -> Run:
+    """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing.
+
+    It goes on from the newest checkpoint that is whole as far as its files tell and not among the `damaged`, or from
+    safety copies of `safe_step`.
+    """
+    damaged = dict(damaged or {})
+    switch_off_pgle()
+    mesh = make_mesh(config.mesh)
+    check_expert_split(config, mesh.shape)
+    check_batch_split(config, batch_shards(mesh))
+    check_wandb(config.log.wandb_project)
+    config = with_fastest_product(config, mesh)
+    if choices := choices_of(config, mesh):
+        config = choices.config
+    tokens = open_tokens(config.data, config.model.vocab_size)
+    check_same_data(tokens)
+    folder = Path(config.log.dir)
+    first_step = safe_step or resume_step(config, folder, damaged)
+    if first_step == 0:
+        check_source(config)
+    check_tokens(config, tokens.path, new=first_step == 0)
+    if config.log.sample_tokens:
+        encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
+    seq_len, batch_size = config.data.seq_len, config.train.batch_size
+    rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
+    trainer = make_trainer(config_at(config, first_step + 1), mesh)
+    return Run(
+        config=config,
+        folder=folder,
+        trainer=trainer,
+        validation=validation_batches(
+            tokens.validation,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            num_batches=config.train.eval_batches,
+            rows=rows,
+            chunks=tokens.validation_chunks,
+        ),
+        batches=train_batches(
+            tokens.train,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=config.train.seed,
+            rows=rows,
+            prefetch=config.data.prefetch,
+            chunks=tokens.train_chunks,
+        ),
+        first_step=first_step,
+        identity=identity_of(folder, first_step, tokens),
+        choices=choices,
+        changes=changes_of(config, mesh, first_step),
+        cluster=_cluster_of_prices(config),
+        damaged=damaged,
+        safety=safety_plan(config, trainer.state_shapes),
+        target=target_here(trainer),
+    )
+
+
+def compile_programs(run: Run) -> Programs:
+    """Trace what a run's first step needs, and begin to compile it."""
+    trainer, state = run.trainer, run.trainer.state_shapes
+    pool = ThreadPoolExecutor(max_workers=2)
+    init = Later(pool, functools.partial(lowered_init, run))
+    if not run.first_step:  # else the state is restored
+        init.begin()
+    program = step_program(trainer, run.batch_shape, run.target)
+    fingerprint = program.fingerprint
+    step = Later(pool, lambda: program)
+    step.begin()
+    return Programs(
+        step=step,
+        init=init,
+        evaluate=Later(
+            pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
+        ),
+        digests=Later(pool, functools.partial(digest_program(state).lower, state)),
+        fingerprint=fingerprint,
+    )
+
+
+def lowered_init(run: Run) -> Lowered:
+    """The program that makes a new run's state, of nothing or of parameters."""
+    trainer = run.trainer
+    return trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes)
+
+
+def first_state(run: Run, programs: Programs) -> State:
+    """Of a new run, made while the step compiles. Raises UserError for parameters that cannot be read."""
+    config, init = run.config, programs.init.result()
+    if jax.default_backend() == "gpu":  # whose compiler times kernels, which takes room
+        programs.step.result()
+    if config.train.init_from is None:
+        return cast(State, init())
+    state: State = init(source_params(config, run.trainer.param_shapes))
+    if jax.process_count() > 1:
+        try:
+            agreed(programs.digests.result()(state), 0, state)
+        except ReplicasError:
+            raise ConfigError(
+                f"train.init_from={config.train.init_from} holds other parameters on other processes: "
+                "give them copies of one folder"
+            ) from None
+    return state
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What each checkpoint's record says of the run."""
+    facts = {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
+    return facts | run.identity._asdict()
+
+
+def write_start(run: Run, fingerprint: str) -> None:
+    """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written.
+
+    `fingerprint` is that of the step.
+    """
+    if not is_main_process():
+        return
+    facts = provenance() | {"mesh": _sizes(run), "run": run.identity.run, STEP_PROGRAM: fingerprint}
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.folder / "config.yaml", to_yaml(run.config))
+        write_atomically(run.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
+        keep_tokenizer(run.config, run.folder)
+    except OSError as error:
+        raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
+
+
+def _sizes(run: Run) -> dict[str, int]:
+    return {str(axis): size for axis, size in run.trainer.mesh.shape.items()}
+
+
+def _cluster_of_prices(config: Config) -> Cluster | None:
+    """By which moves of experts are priced, in all processes the same. Raises ConfigError or ClusterError."""
+    settings, name = config.migration, config.plan.cluster
+    if not settings.enabled or settings.payback_steps is None:
+        return None
+    return read_alike(lambda: run_cluster(name), f"plan.cluster={name or 'null'}")
+
+
+def _rows_here(sharding: NamedSharding, batch_size: int) -> list[range]:
+    """The rows of a global batch that this process's devices hold, as few ranges in order."""
+    slices = sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    ranges: list[range] = []
+    for start, stop in sorted({index[0].indices(batch_size)[:2] for index in slices if index is not None}):
+        if ranges and ranges[-1].stop == start:
+            start = ranges.pop().start
+        ranges.append(range(start, stop))
+    return ranges

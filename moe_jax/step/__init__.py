@@ -1,0 +1,1 @@
+"""The compiled training step: plain, scheduled, or pipelined."""

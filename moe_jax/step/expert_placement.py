@@ -1,0 +1,144 @@
+"""The part of the training state that says where experts lie, and how they were loaded since somebody last looked.
+
+M blocks with experts, E experts, S slots of them, R rows of a stack of blocks, L slots of this rank.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from moe_jax.config import Config, Model
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
+from moe_jax.parallel.copies import sum_copies
+from moe_jax.parallel.grad_sync import Experts
+from moe_jax.parallel.mesh import Axes
+from moe_jax.parallel.pipeline import stage
+from moe_jax.parallel.sharding import REPLICATED
+
+Placement = dict[str, jax.Array]
+
+
+def first_placement(model: Model, ranks: int = 1, replicas: int = 0) -> Placement:
+    """Experts in their order, nothing seen; with `replicas` as many slots of each of the ranks are free."""
+    blocks, experts = model.block_kinds.count("moe"), model.moe.num_experts
+    name = "expert_MS" if replicas else "slot_ME"
+    return {
+        name: jnp.tile(jnp.asarray(first_experts(experts, ranks, replicas)), (blocks, 1)),
+        "load_ME": jnp.zeros((blocks, experts), jnp.float32),  # sums of each step's shares
+        "over_M": jnp.zeros(blocks, jnp.int32),  # windows in a row in which ranks were loaded unevenly
+    }
+
+
+def placement_shapes(model: Model, slots: int, like: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a placement with so many slots of a block, on the mesh of another array."""
+    whole = NamedSharding(like.mesh, REPLICATED)
+    shapes = jax.eval_shape(partial(first_placement, model, replicas=slots - model.moe.num_experts))
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in shapes.items()}
+
+
+def slots_of(state: Mapping[str, Any]) -> Any:
+    """Where experts of each block lie, `slot_ME` or `expert_MS` (`models/placement.py`); None: in their order."""
+    placement = state.get("placement")
+    return placement and placement["expert_MS" if "expert_MS" in placement else "slot_ME"]
+
+
+def fits(placement: Placement, config: Config, ranks: int) -> bool:
+    """Whether a placement is one of a config whose experts are cut over so many ranks."""
+    experts, where = config.model.moe.num_experts, np.asarray(slots_of({"placement": placement}))
+    if where.shape[1] != experts + config.replicas * ranks:
+        return False
+    of_ranks = np.sort(where.reshape(len(where), ranks, -1), axis=-1)
+    twice = (of_ranks[..., 1:] == of_ranks[..., :-1]) & (of_ranks[..., 1:] < experts)
+    return not twice.any()
+
+
+def with_first_placement(state: dict[str, Any], shapes: Any, config: Config, ranks: int) -> dict[str, Any]:
+    """A state whose experts lie in their order with a placement that says so, sharded like `shapes`."""
+    wanted = jax.tree.map(lambda x: x.sharding, shapes)
+    first = partial(first_placement, config.model, ranks, config.replicas)
+    placement = jax.jit(first, out_shardings=wanted["placement"])()
+    if config.replicas:
+        expert_S = first_experts(config.model.moe.num_experts, ranks, config.replicas)
+        rest = {name: wanted[name] for name in state}
+        state = jax.jit(partial(by_slot, expert_S=expert_S), out_shardings=rest)(state)
+    return state | {"placement": placement}
+
+
+def ordered(state: dict[str, Any], shapes: Any, stages: Stages) -> dict[str, Any]:
+    """A state, or a part of it, without its placement: experts in their order, sharded like `shapes`."""
+    rest = {name: part for name, part in state.items() if name != "placement"}
+    wanted = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in rest})
+    sort = jax.jit(partial(by_expert, stages=stages), out_shardings=wanted)
+    sorted_rest: dict[str, Any] = sort(rest, slots_of(state))
+    return sorted_rest
+
+
+def params_in_order(state: dict[str, Any], stages: Stages) -> Any:
+    """A state's parameters with experts in their order, for who knows no placement."""
+    if "placement" not in state:
+        return state["params"]
+    return by_expert({"params": state["params"]}, slots_of(state), stages)["params"]
+
+
+def experts_here(dims: Any, slot_ME: jax.Array | None, stages: Stages, axis: Axes) -> list[Experts | None]:
+    """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
+    experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
+    held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
+
+    def of_group(group: tuple[int, int] | None) -> Experts | None:
+        if group is None:
+            return None
+        first = jax.lax.axis_index(axis) * held
+        if slot_ME is None:
+            number_RL = jnp.broadcast_to(first + jnp.arange(held), (_rows_here(group, stages), held))
+        else:
+            number_RS = _counted_once(_own_rows(slot_ME, group, stages), experts)
+            number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, held, axis=1)
+        return Experts(number_RL, experts)
+
+    leaves = jax.tree.leaves_with_path(dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    found = {group: of_group(group) for group in {expert_group(path) for path, _ in leaves}}
+    return [found[expert_group(path)] for path, _ in leaves]
+
+
+def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
+    """The expert of each slot; from E on, each another number, in free ones and those of further copies."""
+    if slot_RE.shape[1] == experts:
+        return jnp.argsort(slot_RE, axis=1)
+    slots = jnp.arange(slot_RE.shape[1])
+    is_first_RS = (first_slots(slot_RE, experts)[:, :, None] == slots).any(axis=1)
+    return jnp.where(is_first_RS, slot_RE, experts + slots)
+
+
+def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: Axes, platform: str) -> Any:
+    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`."""
+    leaves = jax.tree.leaves_with_path(grads)
+    groups = {group for path, _ in leaves if (group := expert_group(path)) is not None}
+    new: dict[Any, jax.Array] = {}
+    for group in sorted(groups):
+        paths, of_group = zip(*((path, leaf) for path, leaf in leaves if expert_group(path) == group), strict=True)
+        others = [new.get(path, leaf) for path, leaf in leaves if path not in paths]
+        expert_RS = _own_rows(expert_MS, group, stages)
+        summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others)
+        new |= dict(zip(paths, summed, strict=True))
+    return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
+
+
+def _own_rows(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:
+    """Of the blocks in the rows of a stack that this pipeline stage has."""
+    block_R = np.zeros(stages.layout[group[0]][0], np.int32)  # unused rows have no gradients, so any block will do
+    for m, (segment, place, row) in enumerate(moe_blocks(stages)):
+        if (segment, place) == group:
+            block_R[row] = m
+    own = _rows_here(group, stages)
+    return slot_ME[jax.lax.dynamic_slice_in_dim(jnp.asarray(block_R), stage() * own, own)]
+
+
+def _rows_here(group: tuple[int, int], stages: Stages) -> int:
+    return stages.layout[group[0]][0] // stages.stages

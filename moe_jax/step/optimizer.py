@@ -1,0 +1,124 @@
+"""AdamW with warm-up, decay and a mask that spares vectors."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from moe_jax.config import Config
+from moe_jax.models.parameters import param_dims, param_shapes
+from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
+from moe_jax.parallel.zero import Cut, cuts_of, no_cuts
+from moe_jax.step.router_bias import score_biases
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Step (0 is the first) → learning rate: linear warm-up, then the configured decay.
+
+    With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W the peak, and the last step of `train.steps` has
+    `final_fraction` of it (the peak, if no step follows W). Later steps have that, too.
+    """
+    settings, steps = config.optimizer, config.train.steps
+    peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
+    decay_steps = max(1, steps - 1 - settings.warmup_steps)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
+        "linear": optax.linear_schedule(peak, end, decay_steps),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
+    # the first step already learns: a warm-up from 0 would waste it
+    warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
+    return optax.join_schedules([warmup, decay], [settings.warmup_steps])
+
+
+def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformationExtraArgs:
+    """AdamW, as `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
+
+    Its update takes `is_good`, too: whether moments change. Score biases are none of its business: they have no
+    moments.
+    """
+    settings = config.optimizer
+    is_matrix = map_dims(_is_matrix, dims)
+    adamw = optax.chain(
+        _scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        optax.add_decayed_weights(settings.weight_decay, is_matrix),
+        optax.scale_by_learning_rate(learning_rate(config)),
+    )
+    learned = jax.tree.map(lambda is_bias: not is_bias, score_biases(dims))
+    return adamw if all(jax.tree.leaves(learned)) else optax.masked(adamw, learned)
+
+
+def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` whose moments stay in a bad step.
+
+    Chosen behind the whole update, they would all be copied: it would read the old ones, over which they are written.
+    """
+    adam = optax.scale_by_adam(b1, b2, eps)
+
+    def update(grads: Any, state: Any, params: Any = None, *, is_good: jax.Array, **_: Any) -> tuple[Any, Any]:
+        moved = adam.update(grads, state, params)[1]
+        mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
+        mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
+        square = optax.tree_utils.tree_bias_correction(nu, b2, moved.count)
+        updates = jax.tree.map(lambda m, v: m / (jax.numpy.sqrt(v) + eps), mean, square)
+        return updates, moved._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+def unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree, or bit for bit the old one."""
+    return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
+
+
+def with_counts_unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+    """The new state of an optimiser whose moments are right already."""
+    return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
+
+
+def _is_matrix(dims: Dims) -> bool:
+    """Whether an array leads from one space to another; heads with their width are one, layers and experts none."""
+    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
+
+
+def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs: Any) -> Any:
+    """PartitionSpecs of the optimiser state: moments like their parameters, counters everywhere."""
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, spec: moment if _is_missing(moment) else spec,
+        state,
+        specs,
+        transform_non_params=lambda _: REPLICATED,
+        is_leaf=_is_missing,
+    )
+
+
+def _is_missing(moment: Any) -> bool:
+    """Whether a parameter has none."""
+    return isinstance(moment, optax.MaskedNode)
+
+
+def state_cuts(config: Config, mesh: Mesh) -> Any:
+    """How each parameter's moments, and the gradient that they are made of, are cut over devices."""
+    dims = param_dims(config.model)
+    specs = partitions(dims, expert_axis(config.mesh))
+    if not config.optimizer.zero:
+        return no_cuts(specs)
+    cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
+    return jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
+
+
+def updates_done(state: Any) -> jax.Array:
+    """How many updates an optimiser state has seen: steps without the bad ones."""
+    count: jax.Array = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
+    return count
+
+
+def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
+    """What to multiply gradients with so that their global norm is at most `clip_norm`."""
+    if clip_norm is None:
+        return jax.numpy.ones_like(norm)
+    return jax.numpy.minimum(1.0, clip_norm / jax.numpy.maximum(norm, 1e-30))

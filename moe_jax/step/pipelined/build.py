@@ -1,0 +1,128 @@
+"""What a pipelined step runs: its table of ticks, the blocks of each stage, and the order of tasks inside a pass."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Held, Stages
+from moe_jax.models.transformer import Computation
+from moe_jax.plan.pass_orders import Orders, orders_of
+from moe_jax.schedule.pipelines.build import make_table
+from moe_jax.schedule.pipelines.dependencies import check as check_table
+from moe_jax.schedule.pipelines.memory import Slots, slots_of
+from moe_jax.schedule.pipelines.table import Table
+from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, rows_of
+from moe_jax.step.scheduled.build import measured_times
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A table, and the orders of tasks for each structure that model chunks have."""
+
+    stages: Stages
+    table: Table
+    orders: tuple[Orders, ...]
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """Of the buffers."""
+        return slots_of(self.table)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether ticks have a forward beside a backward pass."""
+        return any(orders.together for orders in self.orders)
+
+    @functools.cached_property
+    def rows(self) -> Row:
+        """The table as arrays [ticks, stages]."""
+        return rows_of(self.table, self.slots, self.structure_of)
+
+    @property
+    def turns(self) -> dict[str, NDArray[np.int32]]:
+        """[ticks, stages] of each pass, by its scope: 1 where it runs."""
+        return {PASS_SCOPE + name: runs for name, runs in self.turns_of(self.rows).items()}
+
+    def turns_of(self, row: Row) -> dict[str, Any]:
+        """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages.
+
+        Passes over blocks are named with the structure of these.
+        """
+        ahead, behind = row.forward, row.backward
+        both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if self.has_pairs else 0 * ahead.runs
+        of_blocks = {"forward": (ahead, ahead.runs - both), "backward": (behind, behind.runs - both)}
+        if self.has_pairs:
+            of_blocks |= {"take": (behind, both), "together": (behind, both)}
+        if self.table.split_weight_grad:
+            of_blocks["weight"] = row.weight, row.weight.runs
+        return {
+            "embed": ahead.runs & ahead.at_end,
+            "head": behind.runs & behind.at_loss,
+            "embed_back": behind.runs & behind.at_end,
+            **{
+                f"{name}_{number}": runs & (work.structure == number)
+                for name, (work, runs) in of_blocks.items()
+                for number in range(len(self.structures))
+            },
+        }
+
+    @functools.cached_property
+    def structures(self) -> tuple[tuple[Held, ...], ...]:
+        """The different ones of the groups, each once."""
+        return tuple(dict.fromkeys(self.stages.groups))
+
+    def structure_of(self, stage: int, chunk: int) -> int:
+        """The number of a model chunk's structure."""
+        return self.structures.index(self.stages.groups[self.stages.group(stage, chunk)])
+
+    def first_block(self, structure: int) -> int:
+        """The lowest block of the model with this place in a structure; others have the same kinds and views."""
+        return self.stages.first_block[self.stages.groups.index(self.structures[structure])]
+
+    def moe_rows(self, structure: int) -> NDArray[np.int32]:
+        """[stages, chunks, m]: which of the model's blocks with experts are a chunk's; 0 where it is another one's."""
+        kinds = self.stages.model.block_kinds
+        count = sum(held.kind == "moe" for held in self.structures[structure])
+        rows = np.zeros((self.table.stages, self.table.chunks, count), np.int32)
+        for stage in range(self.table.stages):
+            for chunk in range(self.table.chunks):
+                if self.structure_of(stage, chunk) == structure:
+                    below = kinds[: self.stages.first_block[self.stages.group(stage, chunk)]].count("moe")
+                    rows[stage, chunk] = below + np.arange(count)
+        return rows
+
+    def forward_rows(self) -> Row:
+        """The arrays of forward passes alone, as early as they can run."""
+        name = "gpipe" if self.table.chunks == 1 else self.table.name
+        table = make_table(name, self.table.stages, self.table.microbatches, self.table.chunks)
+        rows = rows_of(table, slots_of(table), self.structure_of)
+        last = int(np.flatnonzero(rows.forward.runs.any(axis=1))[-1])
+        return jax.tree.map(lambda x: x[: last + 1], rows)
+
+
+def make_plan(config: Config, mesh: Mesh) -> Plan:
+    """As a config says. Raises ScheduleError or ConfigError."""
+    settings, sizes = config.schedule, mesh.shape
+    table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
+    check_table(table)
+    unscheduled = Plan(Stages.of(config), table, ())
+    platform = Computation.of(config, mesh).platform
+    orders = tuple(
+        orders_of(
+            [held.kind for held in structure],
+            config,
+            sizes,
+            platform,
+            table.split_weight_grad,
+            table.has_pairs,
+            measured_times(config),
+        )
+        for structure in unscheduled.structures
+    )
+    return dataclasses.replace(unscheduled, orders=orders)

@@ -1,0 +1,59 @@
+"""What lies below the lowest and above the highest block: embedding, last norm and head.
+
+b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.transformer import Computation, embed
+from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.schedule.actions import NO_BLOCK, Action
+from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.step_dims import Facts
+
+Tree = Any
+
+
+def embedded(params: Tree, tokens: OwnTokens, how: Computation) -> jax.Array:
+    """The residual stream below the lowest block."""
+    return embed(params["embedding"], tokens.input_Bn, how)
+
+
+def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, how: Computation) -> jax.Array:
+    """Of the embedding as such."""
+    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, how), params["embedding"])
+    return pullback(dx_bND)[0]
+
+
+def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
+    """This device's share of the cross-entropy."""
+    tasks = _tasks(facts, params, x_bND, tokens)
+    for r in range(facts.microbatches):
+        tasks.forward(Action("F", "head", NO_BLOCK, r))
+    return tasks.cross_entropy
+
+
+def through_head(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> tuple[jax.Array, jax.Array, Tree]:
+    """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
+
+    Forward and backward part by part: one part's logits are there at a time.
+    """
+    tasks = _tasks(facts, params, x_bND, tokens)
+    for part in range(facts.shape.backward.microbatches):
+        back = Action("B", "head", NO_BLOCK, part)
+        for r in facts.microbatches_of(back):
+            tasks.forward(Action("F", "head", NO_BLOCK, r))
+        tasks.backward(back)
+        if facts.shape.split_weight_grad:
+            tasks.weights(back._replace(direction="W"))
+    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(facts.microbatches)])
+    return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
+
+
+def _tasks(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
+    tasks = Tasks(facts, params, {}, tokens)
+    tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
+    return tasks

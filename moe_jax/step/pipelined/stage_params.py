@@ -1,0 +1,66 @@
+"""Parameters and gradients of a model chunk's blocks, in the stacked arrays of a stage."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.step.pipelined.build import Plan
+from moe_jax.step.pipelined.slot_ops import get, put
+
+Tree = Any
+
+
+def weights_of(params: Tree, plan: Plan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
+    """Of each block of a model chunk."""
+    weights = {}
+    for block, held in enumerate(plan.structures[structure]):
+        take = functools.partial(get, place=_row(plan, structure, block, chunk))
+        weights[block] = jax.tree.map(take, params["segments"][held.segment][held.place])
+    return weights
+
+
+def no_sums(params: Tree, plan: Plan) -> Tree:
+    """Sums of gradients, like the parameters, of nothing. Each row of blocks has arrays of its own, [chunks, …]."""
+
+    def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
+        shape = (plan.table.chunks, *leaf.shape[1:])
+        return [jnp.zeros(shape, jnp.float32) for _ in range(count)]
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params | {"segments": {}})
+    counts = zip(params["segments"].items(), plan.stages.rows, strict=True)
+    apart = {number: jax.tree.map(lambda leaf, n=count: rows(leaf, n), tree) for (number, tree), count in counts}
+    return zeros | {"segments": apart}
+
+
+def added(sums: Tree, plan: Plan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
+    """With gradients of a model chunk's blocks."""
+    segments = {segment: dict(places) for segment, places in sums["segments"].items()}
+    place = 0 if plan.table.chunks == 1 else chunk
+
+    for block, held in enumerate(plan.structures[structure]):
+
+        def with_row(grad: jax.Array, rows: list[jax.Array], row: int = held.row) -> list[jax.Array]:
+            total = put(rows[row], get(rows[row], place) + grad, place)
+            return [*rows[:row], total, *rows[row + 1 :]]
+
+        totals = segments[held.segment][held.place]
+        segments[held.segment][held.place] = jax.tree.map(with_row, new[block], totals)
+    return sums | {"segments": segments}
+
+
+def like_parameters(sums: Tree) -> Tree:
+    """The sums, stacked."""
+
+    def stacked(rows: list[jax.Array]) -> jax.Array:
+        return jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])  # chunk by chunk
+
+    return sums | {"segments": jax.tree.map(stacked, sums["segments"], is_leaf=lambda tree: isinstance(tree, list))}
+
+
+def _row(plan: Plan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:
+    held = plan.structures[structure][block]
+    if plan.table.chunks == 1:
+        return held.row
+    return chunk * plan.stages.rows[held.segment] + held.row

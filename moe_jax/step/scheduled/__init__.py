@@ -1,0 +1,1 @@
+"""A step whose tasks follow a schedule, so that communication overlaps computation."""

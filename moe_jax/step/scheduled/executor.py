@@ -1,0 +1,382 @@
+"""What each action of a schedule does: per-device code inside `shard_map`, one method per direction and op.
+
+B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.gates.seen import Seen
+from moe_jax.models.head import cross_entropy
+from moe_jax.models.moe import RouterStats, run_experts
+from moe_jax.models.orders import irregular
+from moe_jax.models.orders.protocol import Room
+from moe_jax.models.transformer import (
+    REMAT_POLICIES,
+    Computation,
+    Routed,
+    attend_and_route,
+    dense_block,
+    embed,
+    rejoin,
+)
+from moe_jax.parallel.all_to_all import exchange_named, ragged
+from moe_jax.parallel.mesh import Axes
+from moe_jax.parallel.ordering import after
+from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.schedule.actions import Action
+from moe_jax.step.scheduled.async_exchange import Arrival, PendingExchange, start
+from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
+from moe_jax.step.scheduled.issue_order import Ties
+from moe_jax.step.scheduled.lane_overflow import RareRows, lane_widths
+from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, is_float, with_floats
+from moe_jax.step.scheduled.step_dims import Facts
+
+Tree = Any
+Key = tuple[str, int, int]  # op, block, microbatch or piece
+
+
+class Tasks:
+    """Runs forward and backward tasks and keeps what lies between them.
+
+    `blocks` are parameters by block number; `ends` holds embedding, norm and head. A turn of a loop over blocks has
+    neither ends nor tokens.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        ends: Tree,
+        blocks: dict[int, Tree],
+        tokens: OwnTokens | None,
+        stored: Callable[[int], irregular.Stored] | None = None,
+        seen: Seen | None = None,
+        slots: Mapping[int, jax.Array] | None = None,
+    ):
+        self.facts, self.ends, self.blocks = facts, ends, blocks
+        self.expert_weights = ExpertWeights(facts, blocks, stored)
+        self.rare = RareRows(facts, self.expert_weights)
+        self.tokens: list[OwnTokens] = []  # of each microbatch
+        if tokens is not None:
+            parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
+            self.tokens = list(map(OwnTokens, *parts))
+        self.seen = seen and seen.parts(facts.microbatches)  # what gates look at, below the blocks
+        self.slots = slots or {}  # where the experts of each block lie, if not in their order
+        self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
+        self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
+        self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
+        self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
+        self.dticket: dict[int, list[jax.Array]] = {}
+        self.dflow: dict[int, list[jax.Array]] = {}
+        self.widths: list[int] = []  # rows of each piece of a microbatch
+        self.pullbacks: dict[Key, Callable[..., Any]] = {}
+        self.waiting: dict[Key, SplitPullback] = {}
+        self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
+        self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
+        self.grads: dict[tuple[str, int], Tree] = {}
+        self.cross_entropy = jnp.float32(0)
+        self.ties = Ties(facts.how.platform)
+        self.awaits_rows = False  # whether a backward task does nothing before its rows have arrived
+
+    # forward
+
+    def forward(self, action: Action) -> None:
+        """Run an F task."""
+        runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
+        if action.op in runs:
+            runs[action.op](action)
+        elif self.facts.ragged:
+            self._exchange_ragged(action)
+        else:
+            self._exchange(self.flow, action)
+
+    def _embed(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            look_up = partial(_look_up, tokens=self.tokens[r].input_Bn, how=self.facts.how)
+            self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
+
+    def settle(self, r: int, consumer: int) -> None:
+        """Join what the experts of the block below returned with the residual stream of microbatch r."""
+        if self.ticket.get(r) is None:
+            self.x[r] = self.ties.in_turn(self.x[r])
+            return
+        model, axis = self.facts.config.model, self.facts.order.slot_axis
+        pieces = [self._arrived(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
+        self.widths = [piece.shape[axis] for piece in pieces]
+        rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+        inputs = (self.x[r], rows, self.ticket.pop(r))
+        self.x[r] = self._differentiate(
+            ("settle", consumer, r), partial(_rejoin, model=model, ragged=self.facts.ragged), (), inputs
+        )
+
+    def _attend(self, action: Action) -> None:
+        facts, block = self.facts, action.block
+        model, weights = facts.config.model, self.blocks[block]
+        view = facts.view(block)
+        for r in facts.microbatches_of(action):
+            self.settle(r, block)
+            if facts.shape.kinds[block] == "dense":
+                function = self._remat(partial(dense_block, model=model, view=view, way=facts.how.attention))
+                self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                self.ties.computed(self.x[r])
+                continue
+            route = partial(attend_and_route, model=model, view=view, how=facts.how)
+            seen = self.seen and self.seen[r].above(block)
+            function = self._remat(
+                partial(route, room=self._room(block, r), ragged=facts.ragged, seen=seen, slot_E=self.slots.get(block))
+            )
+            routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
+            self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
+            self.ties.computed(floats_of(routed.sent)[0])
+            pieces = facts.pieces_of_microbatch(r)
+            cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
+            self.flow.update(zip(pieces, cut, strict=True))
+
+    def _room(self, block: int, r: int) -> Room:
+        """What earlier microbatches leave of the slots."""
+        nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
+        used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
+        if r and self.facts.how.platform == "gpu":
+            # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
+            used = self.ties.in_turn(used)
+        return Room(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
+
+    def _experts(self, action: Action) -> None:
+        facts, block = self.facts, action.block
+        for p in facts.pieces_of(action):
+            received = self._arrived(self.flow, p)
+            if facts.ragged:
+                self.flow[p] = self._lanes(block, p, received)
+            else:
+                weights = self.blocks[block]["moe"]["experts"]
+                function = partial(run_experts, moe=facts.config.model.moe, product=facts.how.product)
+                self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
+            self.ties.computed(floats_of(self.flow[p])[0])
+
+    def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
+        """Experts on their lanes, and on the rows that found no room there."""
+        weights = self.expert_weights.forward(block, lanes.main_LbD)
+        filled_L = ragged.filled(lanes.count_PE, self.facts.how.expert_axis)
+        function = self._remat(partial(irregular.experts, filled_L=filled_L, moe=self.facts.config.model.moe))
+        main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
+        return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
+
+    def _head(self, action: Action) -> None:
+        model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
+
+        def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
+            return cross_entropy(weights, x, tokens, model, self.facts.how.loss_chunk) / self.facts.global_tokens
+
+        matrix = "embedding" if model.tie_embeddings else "head"
+        weights = {name: self.ends[name] for name in ("norm", matrix)}
+        for r in self.facts.microbatches_of(action):
+            self.settle(r, blocks)
+            function = partial(share, tokens=self.tokens[r].target_Bn)
+            loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+            self.ties.computed(loss)
+            self.cross_entropy += loss
+
+    # backward
+
+    def backward(self, action: Action) -> None:
+        """Run a B task."""
+        runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
+        runs |= {"expert": self._experts_back}
+        if action.op in runs:
+            runs[action.op](action)
+        elif self.facts.ragged:
+            self._exchange_ragged_back(action)
+        else:
+            self._exchange(self.dflow, action)
+
+    def _head_back(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            (self.dx[r],) = self._pull("head", action.block, r, [self.ties.in_turn(jnp.float32(1))])
+            self.ties.computed(self.dx[r])
+            self.settle_back(r, len(self.facts.shape.kinds))
+
+    def settle_back(self, r: int, consumer: int) -> None:
+        """Backward of `settle`: cotangents of the residual stream, of the returned rows and of their weights."""
+        pullback = self.pullbacks.pop(("settle", consumer, r), None)
+        if pullback is None:
+            return
+        _, (self.dx[r], drows, *self.dticket[r]) = pullback([self.dx[r]])
+        pieces = self.facts.pieces_of_microbatch(r)
+        bounds = [sum(self.widths[:i]) for i in range(1, len(pieces))]
+        axis = self.facts.order.slot_axis
+        self.dflow.update((p, [part]) for p, part in zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
+
+    def _experts_back(self, action: Action) -> None:
+        block, split = action.block, self.facts.shape.split_weight_grad
+        for p in self.facts.pieces_of(action):
+            first, *d_rest = self._arrived(self.dflow, p)
+            instead = self.expert_weights.instead(block, first)
+            self.dflow[p] = self._pull("expert", block, p, [first], instead)
+            self.ties.computed(self.dflow[p][0])
+            self.dflow[p] += [self.rare.backward(block, p, d) for d in d_rest]
+        if not split:
+            self._add_rare_rows(block)
+
+    def _add_rare_rows(self, block: int) -> None:
+        """Let the rows that found no room in their lanes count in the experts' gradients, once all others do.
+
+        Before, they would be in the way of adding up the pieces in one operation.
+        """
+        under_way = self.pullbacks.keys() | self.waiting.keys()
+        if not any(("expert", block, p) in under_way for p in range(self.facts.num_pieces)):
+            self.grads["expert", block] = self.rare.add_weights(block, self.grads["expert", block])
+
+    def _attend_back(self, action: Action) -> None:
+        facts, block = self.facts, action.block
+        for r in facts.microbatches_of(action):
+            cotangents = [self.ties.in_turn(self.dx[r])]
+            if facts.shape.kinds[block] == "moe":
+                axis = facts.order.slot_axis
+                pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
+                drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+                if self.awaits_rows:
+                    cotangents = [after(cotangents[0], drows, facts.how.platform)]
+                cotangents += [drows, *self._no_cotangents(r), *self.dticket.pop(r), *self._router_cotangents(block)]
+            (self.dx[r],) = self._pull("attend", block, r, cotangents)
+            self.ties.computed(self.dx[r])
+            self.settle_back(r, block)
+
+    def _no_cotangents(self, r: int) -> list[jax.Array]:
+        """Of what a microbatch's rows are made of once more, if they are irregular."""
+        return [jnp.zeros_like(self.dx[r]).reshape(-1, self.dx[r].shape[-1])] if self.facts.ragged else []
+
+    def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
+        """Gradients of the auxiliary losses by a microbatch's summed probabilities [E] and squared logits."""
+        moe = self.facts.config.model.moe
+        per_token = 1 / self.facts.global_tokens
+        balance = moe.load_balance_weight * moe.num_experts * per_token
+        return balance * self.share(block), jnp.float32(moe.router_z_weight * per_token)
+
+    def _embed_back(self, action: Action) -> None:
+        for r in self.facts.microbatches_of(action):
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.ties.in_turn(self.dx.pop(r))])
+            self._add(("embed", action.block), gradient)
+
+    def weights(self, action: Action) -> None:
+        """Run a W task."""
+        parts = self.facts.pieces_of(action) if action.op == "expert" else self.facts.microbatches_of(action)
+        for part in parts:
+            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.ties.in_turn)
+            self.ties.computed(jax.tree.leaves(gradient)[0])
+            self._add((action.op, action.block), gradient)
+        if action.op == "expert":
+            self._add_rare_rows(action.block)
+
+    # collectives
+
+    def _exchange(self, flow: dict[int, Any], action: Action) -> None:
+        """One all-to-all for all rows of an action's pieces; sizes travel with their piece."""
+        pieces = self.facts.pieces_of(action)
+        axis = self.facts.order.slot_axis
+        rows = [floats_of(flow[p])[0] for p in pieces]
+        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
+        bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
+        route, moe = self.facts.how.route, self.facts.config.model.moe
+        pending = PendingExchange(*start(joined, action, route, moe, self.ties), bounds, axis)
+        send = exchange_named(route.algorithm).between(route.ranks)
+        for place, p in enumerate(pieces):
+            sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
+            flow[p] = Arrival(pending, place, sizes)
+
+    def _arrived(self, flow: dict[int, Any], p: int) -> Any:
+        """A piece that compute goes on with, now."""
+        piece = flow.pop(p)
+        if isinstance(piece, Arrival):
+            rows = piece.exchange.piece(piece.place, self.ties.in_turn)
+            return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
+        first, *others = floats_of(piece)
+        return with_floats(piece, [self.ties.in_turn(first), *others])
+
+    def _exchange_ragged(self, action: Action) -> None:
+        """Sizes, then rows; each microbatch for itself."""
+        facts, platform, axis = self.facts, self.facts.how.platform, self.facts.how.expert_axis
+        num_rows = facts.tokens // facts.microbatches * facts.config.model.moe.top_k
+        for p in facts.pieces_of(action):
+            if action.op == "dispatch":
+                rows, count_E, again = self.flow[p]
+                self.rare.sent(p, again)
+                count_E = self.ties.in_order(count_E) if platform == "gpu" else count_E
+                inputs = self.ties.in_order(rows), ragged.gather_sizes(count_E, axis)
+                function = partial(_to_lanes, widths=lane_widths(facts, count_E), axis=axis, platform=platform)
+            else:
+                lanes = self.flow[p]
+                inputs = lanes._replace(main_LbD=self.ties.in_order(lanes.main_LbD))
+                function = partial(_from_lanes, num_rows=num_rows, axis=axis, platform=platform)
+            self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
+            self.ties.issued(floats_of(self.flow[p])[0])
+
+    def _exchange_ragged_back(self, action: Action) -> None:
+        for p in self.facts.pieces_of(action):
+            if action.op == "combine":
+                rows = self.rare.send_again(action.block, p, self.ties.in_order)
+                if rows is not None:
+                    self.ties.issued(rows)
+            first, *others = self.dflow[p]
+            _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.ties.in_order(first), *others])
+            self.ties.issued(self.dflow[p][0])
+
+    # pullbacks
+
+    def _remat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        remat = self.facts.how.remat
+        return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
+
+    def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
+        result, self.pullbacks[key] = differentiate(function, weights, inputs, least=self.facts.keeps_least)
+        return result
+
+    def _pull(
+        self,
+        op: str,
+        block: int,
+        part: int,
+        cotangents: Sequence[jax.Array],
+        instead: Iterable[tuple[jax.Array, jax.Array]] = (),
+    ) -> list[jax.Array]:
+        """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task.
+
+        `instead`: see `SplitPullback`.
+        """
+        pulled = SplitPullback(self.pullbacks.pop((op, block, part)), cotangents, instead)
+        inputs = pulled.inputs()
+        if self.facts.shape.split_weight_grad:
+            self.waiting[op, block, part] = pulled
+        else:
+            self._add((op, block), pulled.weights(lambda x: x))
+        return inputs
+
+    def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # of casts, as autodiff would
+        so_far = self.grads.get(owner)
+        self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
+
+
+def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:
+    return embed(embedding, tokens, how)
+
+
+def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, axis: Axes, platform: str) -> Tree:
+    rows, count_PE = sent
+    return ragged.Lanes(*ragged.to_lanes(rows, count_PE, widths, axis, platform), count_PE)
+
+
+def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, axis: Axes, platform: str) -> Tree:
+    return ragged.from_lanes(*lanes, num_rows, axis, platform)
+
+
+def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any, ragged: bool) -> jax.Array:
+    x, returned, ticket = inputs
+    return rejoin(x, returned, ticket, model, ragged)
+
+
+def _without_experts(block: Tree) -> Tree:
+    return block | {"moe": {name: value for name, value in block["moe"].items() if name != "experts"}}

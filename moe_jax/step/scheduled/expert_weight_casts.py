@@ -1,0 +1,53 @@
+"""The experts' weights of each block in the form that a product needs now: irregular exchanges."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from moe_jax.models.orders.irregular import Stored
+from moe_jax.step.scheduled.step_dims import Facts
+
+Tree = Any
+
+
+class ExpertWeights:
+    """`blocks` are parameters by block number; `stored` gives a block's experts where they lie (None: in a loop)."""
+
+    def __init__(self, facts: Facts, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
+        self._how, self._blocks = facts.how, blocks
+        # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
+        self._stored = None if facts.how.platform == "gpu" else stored
+        self._casts: dict[tuple[str, int], Tree] = {}  # by direction and block
+
+    def forward(self, block: int, x: jax.Array) -> Tree:
+        """For products with `x` in forward tasks."""
+        return self._experts(block) if self._stored is None else self._cast("F", block, x)
+
+    def instead(self, block: int, x: jax.Array) -> Sequence[tuple[jax.Array, jax.Array]]:
+        """Pairs of what forward products kept, and what backward products with `x` are to take in its place.
+
+        One cast for both would be kept from the forward to the backward pass, for all blocks at once.
+        """
+        kept = self._casts.get(("F", block))
+        if kept is None:
+            return []
+        new = self._cast("B", block, x)
+        return [(kept[name], new[name]) for name in kept if not name.endswith("_bias")]  # of which nothing is kept
+
+    def stored(self, block: int) -> Stored:
+        """As branches and loops take them."""
+        if self._stored is not None:
+            return self._stored(block)
+        weights = self._experts(block)
+        if self._how.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
+            weights = jax.tree.map(lambda w: w.astype(self._how.dtype), weights)
+        return Stored(jax.tree.map(lambda w: w[None], weights), 0)
+
+    def _experts(self, block: int) -> Tree:
+        return self._blocks[block]["moe"]["experts"]
+
+    def _cast(self, direction: str, block: int, x: jax.Array) -> Tree:
+        if (direction, block) not in self._casts:
+            self._casts[direction, block] = self.stored(block).cast(x)
+        return self._casts[direction, block]

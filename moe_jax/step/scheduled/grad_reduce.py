@@ -1,0 +1,158 @@
+"""Sums over devices of a step's gradients and counts, task by task.
+
+Owners of gradients are counted: 0 is the embedding, b + 1 block b, the last one the norm and the head.
+M blocks with experts, E experts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.moe import RouterStats, balance_shares
+from moe_jax.parallel.mesh import TOKEN_AXES, Axis
+from moe_jax.parallel.reductions import REDUCTIONS, Way, scatter_of
+from moe_jax.schedule.actions import NO_BLOCK, Action
+from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.grad_buckets import Over, Reduction
+
+Tree = Any
+
+
+class Started(NamedTuple):
+    """A sum that was started."""
+
+    way: Way
+    under_way: tuple[Any, ...]
+
+
+class Sums:
+    """Runs the sums over devices of a step, or of a turn of a loop, and collects what comes out.
+
+    `earlier` gives gradients of an owner that are to be added before.
+    """
+
+    def __init__(self, reductions: tuple[Reduction, ...], tasks: Tasks, earlier: Callable[[int], Tree] | None):
+        self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
+        self.model = tasks.facts.config.model
+        self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
+        self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
+        self.vectors: dict[int, list[jax.Array]] = {}
+        name = tasks.facts.config.exchange.reduction
+        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.how.platform)
+        self.under_way: dict[int, list[Started]] = {}
+        self.counts: Started | None = None  # of all routers, under way
+
+    def run(self, action: Action) -> None:
+        """Run a G task."""
+        if action.op == "counts":
+            self._count()
+            return
+        owner = {"embed": 0, "head": len(self.reductions) - 1}.get(action.op, action.block + 1)
+        reduction = self.reductions[owner]
+        if owner not in self.vectors:
+            self.vectors[owner] = reduction.flatten(self.own(owner))
+        chunk = reduction.take(self.vectors[owner], action.part)
+        self.under_way.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
+
+    def _chunk(self, x: jax.Array, over: Over) -> Started:
+        if not over.scattered:
+            return self._started(self.way, x, over.others)
+        scattered = self._started(self.scatter, x, over.scattered)
+        if not over.others:
+            return scattered
+        return self._started(self.way, self.scatter.finish(scattered.under_way), over.others)
+
+    def _count(self) -> None:
+        stats = self.stats()
+        assert stats is not None  # the shape has no counts without routers
+        way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        count_n = stats.count_E.ravel()
+        if self.tasks.facts.how.platform == "tpu":
+            # a small sum is synchronous there: in order, it would be the end of what hides the exchange before
+            self.counts = Started(way, way.start(count_n, TOKEN_AXES))
+        else:
+            self.counts = self._started(way, count_n, TOKEN_AXES)
+        moe = [block for block, kind in enumerate(self.tasks.facts.shape.kinds) if kind == "moe"]
+        self.tasks.share = lambda block: self.share_ME[moe.index(block)]
+
+    @functools.cached_property
+    def count_ME(self) -> jax.Array | None:
+        """Pairs of all devices that chose each expert; None without routers."""
+        if self.counts is None:
+            return None
+        return self._arrived(self.counts).reshape(-1, self.model.moe.num_experts)
+
+    @functools.cached_property
+    def share_ME(self) -> jax.Array:
+        """What the load-balance loss multiplies probabilities with."""
+        assert self.count_ME is not None
+        return balance_shares(self.count_ME, self.model.moe)
+
+    def stats(self) -> RouterStats | None:
+        """Router statistics of all microbatches with a leading dimension M; None without routers."""
+        of_block: dict[int, list[RouterStats]] = {}
+        for (block, _), stats in self.tasks.stats.items():
+            of_block.setdefault(block, []).append(stats)
+        rows = {
+            block: jax.tree.map(lambda *parts: jnp.expand_dims(sum(parts), 0), *parts)
+            for block, parts in of_block.items()
+        }
+        rows |= self.stats_of_turns
+        in_order = [rows[block] for block in sorted(rows)]
+        return jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *in_order) if in_order else None
+
+    def own(self, owner: int) -> Tree:
+        """An owner's gradients of this device."""
+        if owner in self.from_turns:
+            return self.from_turns[owner]
+        own = self._of_this_part(owner)
+        if self.earlier is None:
+            return own
+        return jax.tree.map(
+            lambda new, old: None if new is None else new + old, own, self.earlier(owner), is_leaf=_is_missing
+        )
+
+    def _of_this_part(self, owner: int) -> Tree:
+        grads = self.tasks.grads
+        if owner == 0:
+            embedding = grads["embed", NO_BLOCK]
+            return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_embeddings else embedding
+        if owner == len(self.reductions) - 1:
+            return {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
+        block = grads["attend", owner - 1]
+        if "moe" not in block:
+            return block
+        # a reduction of this block may come before the gradients of experts that nobody shares
+        experts = grads.get(("expert", owner - 1))
+        if experts is None:
+            experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
+        return block | {"moe": block["moe"] | {"experts": experts}}
+
+    def total(self, owner: int) -> Tree:
+        """An owner's gradients, summed over devices as far as reductions were run; own parts of what is cut."""
+        chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
+        return self.reductions[owner].restore(self.own(owner), chunks)
+
+    def _started(self, way: Way, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
+        """A sum in the order of the schedule."""
+        if self.tasks.facts.how.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
+            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
+            # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
+            return Started(way, way.start(x, axes))
+        under_way = way.start(self.tasks.ties.in_order(x, way.only_starts), axes)
+        self.tasks.ties.issued(under_way[-1], way.only_starts)
+        return Started(way, under_way)
+
+    def _arrived(self, started: Started) -> jax.Array:
+        """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
+        *others, last = started.under_way
+        if self.tasks.facts.how.platform == "cpu":
+            last = self.tasks.ties.in_turn(last)
+        return started.way.finish((*others, last))
+
+
+def _is_missing(leaf: Any) -> bool:
+    return leaf is None

@@ -1,0 +1,86 @@
+"""Rows that find no room in their expert's lane, through a step: see `models.orders.irregular.Overflow`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from moe_jax.models.orders import irregular
+from moe_jax.models.orders.protocol import Room
+from moe_jax.parallel.all_to_all import ragged
+from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
+from moe_jax.step.scheduled.step_dims import Facts
+
+
+def lane_widths(facts: Facts, count_E: jax.Array) -> ragged.Widths:
+    """Of the lanes for a microbatch."""
+    room = Room(facts.slots, count_E, facts.microbatches)
+    return irregular.lane_widths(room, facts.tokens // facts.microbatches, facts.how.expert_ranks())
+
+
+class Held(NamedTuple):
+    """Of one block and piece."""
+
+    overflow: irregular.Overflow
+    rows_R: jax.Array
+    d_rest_R: jax.Array
+
+
+class RareRows:
+    """What lies between the tasks that such rows pass through, by block and piece."""
+
+    def __init__(self, facts: Facts, weights: ExpertWeights):
+        self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
+        self.overflows: dict[tuple[int, int], irregular.Overflow] = {}
+        self._again: dict[int, irregular.Again] = {}  # of each piece under way
+        self._rest: dict[tuple[int, int], irregular.Rest] = {}  # for the backward pass
+        self._d_rest: dict[tuple[int, int], jax.Array] = {}
+
+    def sent(self, p: int, again: irregular.Again) -> None:
+        """Note what a piece's rows were made of."""
+        self._again[p] = again
+
+    def forward(self, block: int, p: int, lanes: ragged.Lanes, filled_L: jax.Array) -> jax.Array:
+        """What the experts make of these rows."""
+        overflow = self.overflows[block, p] = irregular.Overflow.of(self._again.pop(p), lanes, filled_L)
+        rest = irregular.Rest(lanes.rest_R, lanes.main_LbD.shape[1])
+        if block == self._facts.last_moe:  # its backward pass comes next
+            self._rest[block, p] = rest
+        return overflow.forward(self._weights.stored(block), rest, self._moe)
+
+    def send_again(self, block: int, p: int, in_order: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+        """Have the rows at their experts' rank once more; returns them if that took an exchange.
+
+        `in_order` ties it to the exchange before.
+        """
+        if (block, p) in self._rest:
+            return None
+        overflow, how = self.overflows[block, p], self._facts.how
+        widths = lane_widths(self._facts, overflow.count_PE[0])
+        rows = ragged.rest_lanes(in_order(overflow.sent()), overflow.count_PE, widths, how.expert_axis, how.platform)
+        self._rest[block, p] = irregular.Rest(rows, widths.main)
+        return rows if rows.size else None
+
+    def backward(self, block: int, p: int, d_rest_R: jax.Array) -> jax.Array:
+        """The rows' gradient."""
+        self._d_rest[block, p] = d_rest_R
+        weights, rest = self._weights.stored(block), self._rest[block, p]
+        return self.overflows[block, p].backward(weights, rest, d_rest_R, self._moe)
+
+    def held(self) -> dict[tuple[int, int], Held]:
+        """What `add_weights` reads of all pieces that have been backward, without what is no array."""
+        return {key: Held(self.overflows[key], self._rest[key].rows_R, d_rest) for key, d_rest in self._d_rest.items()}
+
+    def hold(self, held: dict[tuple[int, int], Held], other: "RareRows") -> None:
+        """Go on in another trace with what `other` held."""
+        for key, (overflow, rows_R, d_rest_R) in held.items():
+            self.overflows[key], self._d_rest[key] = overflow, d_rest_R
+            self._rest[key] = other._rest[key]._replace(rows_R=rows_R)
+
+    def add_weights(self, block: int, gradient: Any) -> Any:
+        """The gradient of a block's experts, with these rows' part of all pieces that have been backward."""
+        for key in [key for key in self._d_rest if key[0] == block]:
+            gradient = self.overflows.pop(key).add_weights(
+                gradient, self._weights.stored(block), self._rest.pop(key), self._d_rest.pop(key), self._moe
+            )
+        return gradient

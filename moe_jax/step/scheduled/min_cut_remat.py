@@ -1,0 +1,115 @@
+"""Which residuals a task keeps for its backward pass: the fewest bytes from which fused operations make the others.
+
+Differentiation keeps every value that some derivative reads: of a softmax the exponentials in float32, and the
+quotients in bfloat16 once more for the product behind it. Elementwise operations are fused into what reads them. So
+what to keep is a minimum cut of the forward program, between what takes more (matrix products, sums, gathers,
+exchanges) and the residuals, as in PyTorch's AOTAutograd (`min_cut_rematerialization_partition`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from moe_jax.step.scheduled.jaxpr_utils import evaluate, needed_for, value_of, variables
+
+_FUSED = {
+    *("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "select_n"),
+    *("add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt"),
+    "one_minus_square",  # from jax 0.12 on, in the derivative of tanh
+    *("exp", "logistic", "tanh", "erf", "sin", "cos", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"),
+}
+# What a byte counts that is written only to be kept. With 1, a softmax would keep its logits less their maximum rather
+# than its logits and their maximum; but logits are written anyway, as the result of a product.
+_WRITTEN_TO_KEEP = 1.25
+_UNIT = 1024  # bytes in a unit of flow, which is an int32
+
+Makers = dict[Var, JaxprEqn]
+
+
+def cut_residuals(
+    program: ClosedJaxpr, num_residuals: int
+) -> tuple[list[Var], Callable[[Sequence[jax.Array], jax.Array], list[jax.Array]]]:
+    """Returns what to keep, and a function that makes the residuals of it.
+
+    `program` has no calls, and residuals are its last results. The function's second argument is an array that has to
+    exist before anything is made again. A weight in float32 counts like any value, so its cast is kept: a cast of its
+    own for each direction would be written once more.
+    """
+    jaxpr = program.jaxpr
+    outputs, residuals = jaxpr.outvars[: -num_residuals or None], jaxpr.outvars[len(jaxpr.outvars) - num_residuals :]
+    kept = smallest_cut(jaxpr.eqns, variables(residuals), variables(outputs))
+    again = needed_for(residuals, jaxpr.eqns, kept)
+    read = {var for eqn in again for var in variables(eqn.invars)}
+
+    def remake(values: Sequence[jax.Array], dependency: jax.Array) -> list[jax.Array]:
+        known = dict(zip(kept, values, strict=True))
+        made = dict(known)
+        for var in filter(read.__contains__, kept):
+            # else XLA would merge the second computation with the first, and keep what that made
+            made[var] = jax.lax.optimization_barrier((known[var], dependency))[0]
+        evaluate(again, made)
+        return [value_of(made | known, var) for var in residuals]
+
+    return kept, remake
+
+
+def smallest_cut(eqns: Sequence[JaxprEqn], wanted: Sequence[Var], written: Sequence[Var]) -> list[Var]:
+    """The values of least cost that `wanted` can be made of; of several such cuts the one nearest to `wanted`.
+
+    `written` are in memory whether they are kept or not.
+    """
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    values = _made_of(wanted, makers)
+    source, sink = 2 * len(values), 2 * len(values) + 1
+    front = {var: 2 * i for i, var in enumerate(values)}  # a value is two nodes, and keeping it the edge between them
+    back = {var: node + 1 for var, node in front.items()}
+    edges = [(front[var], back[var], cost(var, makers, written)) for var in values]
+    unlimited = sum(size for *_, size in edges) + 1
+    edges += [(back[var], sink, unlimited) for var in dict.fromkeys(wanted)]
+    for var in values:
+        parts = _parts(var, makers)
+        edges += [(source, front[var], unlimited)] if parts is None else []
+        edges += [(back[part], front[var], unlimited) for part in dict.fromkeys(parts or ())]
+    behind = _side_of_sink(edges, source, sink)
+    return [var for var in values if back[var] in behind and front[var] not in behind]
+
+
+def cost(var: Var, makers: Makers, written: Sequence[Var]) -> int:
+    """Of keeping a value, in units of 1,024 bytes."""
+    factor = 1 if _parts(var, makers) is None or var in written else _WRITTEN_TO_KEEP
+    value: Any = var.aval
+    return math.ceil(factor * value.size * value.dtype.itemsize / _UNIT)
+
+
+def _side_of_sink(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> set[int]:
+    """The nodes from which more could still flow to the sink when as much flows as can."""
+    from scipy.sparse import coo_array  # a tenth of a second, which most runs do not need
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    tails, heads, sizes = np.array(edges, np.int32).reshape(-1, 3).T
+    graph = coo_array((sizes, (tails, heads)), shape=(sink + 1, sink + 1)).tocsr()
+    left = (graph - maximum_flow(graph, source, sink).flow).T.tocsr()
+    left.eliminate_zeros()
+    return set(breadth_first_order(left, sink, return_predecessors=False).tolist())
+
+
+def _made_of(wanted: Sequence[Var], makers: Makers) -> list[Var]:
+    """All values on the way to `wanted` through operations that are fused."""
+    found: dict[Var, None] = {}
+    todo = list(wanted)
+    while todo:
+        var = todo.pop()
+        if var not in found:
+            found[var] = None
+            todo += _parts(var, makers) or ()
+    return list(found)
+
+
+def _parts(var: Var, makers: Makers) -> list[Var] | None:
+    """What a fused operation makes a value of; None if another operation makes it, or it is given."""
+    eqn = makers.get(var)
+    return None if eqn is None or eqn.primitive.name not in _FUSED else variables(eqn.invars)

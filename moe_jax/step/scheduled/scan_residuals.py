@@ -1,0 +1,111 @@
+"""What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from moe_jax.models.gates.seen import Seen
+from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
+
+Tree = Any
+
+
+class Given(NamedTuple):
+    """What a turn is given beside its carry."""
+
+    blocks: dict[int, Tree]  # weights
+    seen: Seen | None  # what gates look at, below these blocks
+    slots: dict[int, jax.Array]  # where experts lie; none: in their order
+
+
+class Turn:
+    """`function(carry, given)` → carry, results, saved: one turn of a scan, traced once.
+
+    The carry may leave in another form than it came.
+
+    Of `saved`, a value that several leaves share is stacked once, and what follows from what is given (weights, their
+    casts, masks, random numbers) not at all: `rebuild` computes it again.
+    """
+
+    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, given: Tree):
+        structures: list[Any] = []  # of carry, results and saved
+
+        def flat(carry: Tree, given: Tree) -> list[jax.Array]:
+            leaves, structure = zip(*map(jax.tree.flatten, function(carry, given)), strict=True)
+            structures[:] = structure
+            return [leaf for part in leaves for leaf in part]
+
+        self._traced = jax.make_jaxpr(flat)(carry, given)
+        self._of_carry, self._of_results, self._of_saved = structures
+        self._num_carry, self._num_carried = len(jax.tree.leaves(carry)), self._of_carry.num_leaves
+        jaxpr, num_saved = self._traced.jaxpr, self._of_saved.num_leaves
+        moving = _depend(jaxpr.invars[: self._num_carry], jaxpr.eqns)
+        self._saved = jaxpr.outvars[len(jaxpr.outvars) - num_saved :]
+        of_place = {var: i for i, var in enumerate(jaxpr.outvars) if isinstance(var, Var)}
+        saved = dict.fromkeys(variables(self._saved))
+        self._stacked = [var for var in saved if var in moving]
+        self._places = [of_place[var] for var in self._stacked]
+        self._fixed = [var for var in saved if var not in moving]
+        wanted = set(map(of_place.__getitem__, self._fixed))
+        of_given, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+        self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
+        self._of_given = jaxpr_as_fun(ClosedJaxpr(of_given, self._traced.consts))
+
+    @property
+    def stacked_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what is to be stacked."""
+        avals: list[Any] = [var.aval for var in self._stacked]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    @property
+    def stacked_inputs(self) -> list[int | None]:
+        """Which leaf of the carry each value that is to be stacked is, if it is one."""
+        place = {var: i for i, var in enumerate(self._traced.jaxpr.invars[: self._num_carry])}
+        return [place.get(var) for var in self._stacked]
+
+    def __call__(self, carry: Tree, given: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
+        """Carry, results, and what is to be stacked."""
+        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, given)))
+        results = out[self._num_carried : len(out) - len(self._saved)]
+        return (
+            jax.tree.unflatten(self._of_carry, out[: self._num_carried]),
+            jax.tree.unflatten(self._of_results, results),
+            [out[place] for place in self._places],
+        )
+
+    def stacked_of(self, saved: Tree) -> list[jax.Array]:
+        """What is to be stacked, from the `saved` of a function that computes the same in another order."""
+        leaves, traced = jax.tree.leaves(saved), list(self._saved)
+        assert len(leaves) == len(traced), "another function"
+        return [leaves[traced.index(var)] for var in self._stacked]
+
+    def rebuild(self, given: Tree, stacked: Sequence[jax.Array]) -> Tree:
+        """`saved` of a turn, from what it was given and what was stacked."""
+        unused = [None] * self._num_carry
+        inputs = [*unused, *jax.tree.leaves(given)]
+        fixed = self._of_given(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
+        values = dict(zip(self._fixed, fixed, strict=True)) | dict(zip(self._stacked, stacked, strict=True))
+        leaves = [value_of(values, var) for var in self._saved]
+        return jax.tree.unflatten(self._of_saved, leaves)
+
+
+def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The sources and all that is computed from them; calls are looked into."""
+    moving = set(sources)
+    for eqn in eqns:
+        from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]
+        if not any(from_moving):
+            continue
+        call = body_of_call(eqn)
+        if call is None:
+            moving.update(eqn.outvars)
+            continue
+        body = call.jaxpr
+        inside = _depend([var for var, moves in zip(body.invars, from_moving, strict=True) if moves], body.eqns)
+        moving.update(
+            out for out, var in zip(eqn.outvars, body.outvars, strict=True) if isinstance(var, Var) and var in inside
+        )
+    return moving

@@ -1,0 +1,273 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard scalars and a progress line. Imports no jax."""
+
+import difflib
+import json
+import math
+import shutil
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self, final
+
+from moe_jax.errors import UserError
+from moe_jax.files.atomic import Appended, write_atomically
+from moe_jax.files.untrusted import read_text
+from moe_jax.telemetry.record_schema import FormError, TornError, read_record, shapes_of
+from moe_jax.telemetry.tensorboard import Scalars
+from moe_jax.telemetry.wandb import WandbRun
+
+FILE_NAME = "metrics.jsonl"
+_MOST_BYTES = 2**32  # of it
+
+
+class MetricsError(UserError):
+    """A run folder whose records are missing or damaged."""
+
+
+@final
+class RunLog:
+    """The records of one run, as a context manager. Those after `start_step` are forgotten: the run goes on there.
+
+    Every record also gets `tokens`: those trained on by then. A quiet log (of the other processes) does nothing.
+    Raises MetricsError if the folder cannot be made or its earlier records are damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        start_step: int,
+        total_steps: int,
+        tokens_per_step: int,
+        tensorboard: bool,
+        quiet: bool,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._start_step = start_step
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._tensorboard = tensorboard
+        self._quiet = quiet
+        self._recent_step_s: deque[float] = deque(maxlen=10)
+        self._closing = ExitStack()
+        self._file: Appended | None = None
+        self._scalars: Scalars | None = None
+        self._wandb = WandbRun(wandb_project, folder, config or {}, self.warn) if wandb_project else None
+        self._line_is_open = False
+
+    def __enter__(self) -> Self:
+        if self._quiet:
+            return self
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MetricsError(
+                f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
+            ) from None
+        with ExitStack() as closing:  # what is open when another cannot be opened
+            if self._wandb is not None:
+                closing.enter_context(self._wandb)
+            _forget_after(self._folder / FILE_NAME, self._start_step)
+            self._file = closing.enter_context(Appended(self._folder / FILE_NAME))
+            if self._tensorboard:
+                scalars = Scalars(self._folder / "tensorboard", self._start_step)
+                self._scalars = closing.enter_context(scalars)
+            self._closing = closing.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
+        for file in self._files():
+            if file.lacks:
+                self.warn(f"{file.path} lacks its last {file.lacks} bytes, which could not be written")
+        if self._line_is_open:
+            print(flush=True)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; one of training (`step, loss, step_s, …`) or validation (`validation_loss`) is shown.
+
+        Only a training record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, in the
+        file alone, lists of them and words.
+        """
+        if self._file is None:
+            return
+        step = record["step"]
+        self._append(record)
+        scalars = _scalars_of(record)
+        if self._scalars is not None and scalars:
+            self._scalars.write(step, scalars)
+        self._tell_news(step)
+        if self._wandb is not None:
+            self._wandb.write(step, scalars)
+        if "validation_loss" in record:
+            loss = record["validation_loss"]
+            bits = loss / math.log(2)
+            text = f"step {step} validation loss {loss:.3f} nats per token ({bits:.3f} bits)"
+            self._print(text, in_place=False)
+        if "loss" in record:
+            self._show_progress(record, step)
+
+    def alarm(self, step: int, text: str, **numbers: float) -> None:
+        """Record bad news, for the report, and show it."""
+        self.write({"step": step, "alarm": text, **numbers})
+        self.warn(text)
+
+    def tell(self, text: str) -> None:
+        """Show a line that is no record."""
+        if self._file is not None:
+            self._print(text, in_place=False)
+
+    def warn(self, text: str) -> None:
+        """Show a line that is no record, and bad news."""
+        self.tell(f"warning: {text}")
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(_to_json({**record, "tokens": record["step"] * self._tokens_per_step}))
+
+    def _tell_news(self, step: int) -> None:
+        """Of the files: each trouble once, and recorded."""
+        for text in [text for file in self._files() for text in file.news()]:
+            self._append({"step": step, "alarm": text})
+            self.warn(text)
+
+    def _files(self) -> list[Appended]:
+        return [file for file in (self._file, self._scalars and self._scalars.file) if file is not None]
+
+    def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
+        self._recent_step_s += [record["step_s"]] if "step_s" in record else []
+        step_s = fmean(self._recent_step_s) if self._recent_step_s else None
+        eta_s = None if step_s is None else (self._total_steps - step) * step_s
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns - 1 if terminal else None
+        self._print(format_line(record, self._total_steps, eta_s, width), in_place=terminal)
+
+    def _print(self, text: str, in_place: bool) -> None:
+        """Print a line. One printed in place is overwritten by the next such, but stays before any other."""
+        start = "" if not self._line_is_open else "\r\x1b[2K" if in_place else "\n"
+        print(start + text, end="" if in_place else "\n", flush=True)
+        self._line_is_open = in_place
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, oldest first; a last line cut short by a killed process is left out.
+
+    Raises MetricsError if there is no such run or a record is damaged.
+    """
+    path = folder / FILE_NAME
+    if not folder.exists():
+        runs = [p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}")]
+        near = difflib.get_close_matches(folder.name, runs, n=1)
+        cure = f"did you mean {folder.parent / near[0]}?" if near else "give the folder that a run has as log.dir"
+        raise MetricsError(f"run {folder} does not exist: {cure}")
+    if not path.is_file():
+        raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
+    lines = read_text(path, _MOST_BYTES, errors="replace").splitlines()
+    records: list[dict[str, Any]] = []
+    shapes: dict[str, tuple[int, ...]] = {}  # of lists, which are those of the first record that has them
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = read_record(line)
+            found = shapes_of(record)
+            if wrong := [key for key in found if shapes.setdefault(key, found[key]) != found[key]]:
+                raise FormError(
+                    f"its {wrong[0]} has {_sizes(found[wrong[0]])} numbers, and {_sizes(shapes[wrong[0]])} before"
+                )
+        except FormError as error:
+            if number < len(lines) or not isinstance(error, TornError):
+                raise MetricsError(
+                    f"{path} line {number} is not a record of metrics ({error}): delete the line"
+                ) from None
+        else:
+            records.append(record)
+    return records
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None, width: int | None = None) -> str:
+    """The progress line of a training record; what the record lacks is left out, as is what exceeds `width`."""
+    shown = [
+        ("loss", lambda v: f"loss {v:.3f}"),
+        ("tokens_per_s", lambda v: f"{human_count(v)} tok/s"),
+        ("step_s", lambda v: f"{human_seconds(v)}/step"),
+        ("mfu", lambda v: f"MFU {v:.1%}"),
+        ("dropped_fraction", lambda v: "dropped <0.1%" if 0 < v < 0.0005 else f"dropped {v:.1%}"),
+        ("load_max_over_mean", lambda v: f"load max/mean {v:.2f}"),
+    ]
+    parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [text(record[key]) for key, text in shown if key in record]
+    parts.append(f"ETA {'unknown' if eta_s is None else _clock(eta_s)}")
+    while width is not None and len("  ".join(parts)) > width and len(parts) > 2:
+        del parts[-2]  # the ETA stays
+    return "  ".join(parts)
+
+
+def human_count(number: float) -> str:
+    """Three digits and a unit: 950, 41.2k, 1.23M, 4.00B."""
+    if number < 999.5 and number == round(number):
+        return f"{number:.0f}"
+    for unit in ("", "k", "M", "B"):
+        if number < 999.5:
+            return _three_digits(number) + unit
+        number /= 1000
+    return _three_digits(number) + "T"
+
+
+def human_seconds(seconds: float) -> str:
+    """Three digits and a unit: 85.0 µs, 312 ms, 1.23 s."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds)} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:#.3g}".rstrip(".")
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Keep the records up to `step`; none at the start of a new run."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
+    write_atomically(path, "".join(_to_json(record) + "\n" for record in kept))
+
+
+def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Those that loggers take."""
+    return {
+        key: value
+        for key, value in record.items()
+        if key != "step" and not isinstance(value, list | str) and math.isfinite(value)
+    }
+
+
+def _to_json(record: Mapping[str, Any]) -> str:
+    # JSON has no NaN: it becomes null, and `not_finite` keeps which one it was.
+    strange = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    values = {key: None if key in strange else _finite_or_null(v) for key, v in record.items()}
+    return json.dumps(values | ({"not_finite": strange} if strange else {}), allow_nan=False)
+
+
+def _finite_or_null(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_null(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

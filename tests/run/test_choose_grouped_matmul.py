@@ -1,0 +1,191 @@
+"""Which grouped product a run takes that leaves it to the machine: the fastest one, timed once for each shape."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.config import Config
+from moe_jax.measure.in_turn import InTurn
+from moe_jax.models.grouped_kernel import pallas
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.run import choose_grouped_matmul as grouped_product
+from moe_jax.run.choose_grouped_matmul import Products, Shape, shape_of, time_products, with_fastest_product
+from moe_jax.step.trainer import make_trainer
+from tests.small import small_config
+
+ON_GPU = GROUPED_PRODUCTS["gpu"]
+SECONDS = {"blocks": 0.003, "ragged": 0.002, "pallas": 0.001}
+
+
+class Timing:
+    """Says that products take so long, and remembers what it was asked."""
+
+    def __init__(self, seconds: dict[str, float], failed: dict[str, str] | None = None) -> None:
+        self.told = InTurn(seconds, failed or {})
+        self.asked: list[tuple[Shape, list[str]]] = []
+
+    def __call__(self, shape: Shape, products: Products) -> InTurn:
+        self.asked.append((shape, list(products)))
+        return self.told
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moe_jax" / "grouped_products.json"
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These devices have a GPU's products, and auto times them."""
+    monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", ON_GPU)
+    monkeypatch.setattr(grouped_product, "_TIMED", ("cpu",))
+
+
+def config_of(name: str = "auto", **changes: object) -> Config:
+    sizes = {"data": 2, "expert": 4, "capacity_factor": None, "hidden_dim": 16}
+    config = small_config(**{**sizes, **changes})  # type: ignore[arg-type]
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
+
+
+def chosen(config: Config, timing: Timing) -> str:
+    found = with_fastest_product(config, make_mesh(config.mesh), timing)
+    assert dataclasses.replace(config, train=found.train) == found, "nothing else changes"
+    return found.train.grouped_product
+
+
+@pytest.mark.usefixtures("timed")
+@pytest.mark.parametrize("fastest", SECONDS)
+def test_the_fastest_is_taken_and_told(fastest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    timing = Timing(SECONDS | {fastest: 0.0001})
+    config = config_of()
+    assert chosen(config, timing) == fastest
+    mesh = make_mesh(config.mesh)
+    assert timing.asked == [(shape_of(config, mesh, "cpu"), list(SECONDS))]
+    told = capsys.readouterr().out
+    assert told.startswith(f"train.grouped_product={fastest}, forward and backward: {fastest} 100 µs, ")
+    how = Computation.of(with_fastest_product(config, mesh, timing), mesh)
+    assert how.product is ON_GPU[fastest], "which is what the step computes with"
+
+
+@pytest.mark.usefixtures("timed")
+def test_times_are_taken_once_for_each_shape(cache: Path) -> None:
+    timing = Timing(SECONDS)
+    for batch_size in (8, 16, 8, 16):
+        assert chosen(config_of(batch_size=batch_size), timing) == "pallas"
+    assert len(timing.asked) == 2
+    assert chosen(config_of(), Timing({"blocks": 1e-6})) == "pallas", "as it was timed before"
+    entries = json.loads(cache.read_text())
+    assert entries[0]["of"]["device"] == jax.devices()[0].device_kind
+    cache.write_text(json.dumps([{**each, "of": each["of"] | {"device": "another"}} for each in entries]))
+    assert chosen(config_of(), Timing({"blocks": 1e-6})) == "blocks", "others' times tell nothing"
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_damaged_cache_is_timed_again_and_replaced(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.parent.mkdir()
+    cache.write_text("{")
+    assert chosen(config_of(), Timing(SECONDS)) == "pallas"
+    assert "warning: what grouped products took before cannot be read" in capsys.readouterr().err
+    assert json.loads(cache.read_text())[0]["seconds"] == SECONDS
+
+
+@pytest.mark.usefixtures("timed")
+def test_what_does_not_work_is_left_out_and_told_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(config_of(), Timing({"blocks": 0.003}, {"pallas": "ValueError: no"})) == "blocks"
+    assert capsys.readouterr().out == (
+        "train.grouped_product=blocks, forward and backward: blocks 3.00 ms; left out: pallas (ValueError: no)\n"
+    )
+
+
+@pytest.mark.usefixtures("timed")
+def test_where_nothing_works_the_platforms_own_is_taken(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(config_of(), Timing({}, dict.fromkeys(SECONDS, "no"))) == "blocks"
+    assert (
+        "none could be timed; left out: blocks (no); left out: ragged (no); left out: pallas (no)"
+        in capsys.readouterr().out
+    )
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("timed")
+@pytest.mark.parametrize(
+    "config",
+    [config_of("ragged"), config_of(capacity_factor=1.0), config_of(num_experts=0, data=8, expert=1)],
+    ids=["named", "capacity", "dense"],
+)
+def test_nothing_is_timed_without_a_question(config: Config) -> None:
+    assert with_fastest_product(config, make_mesh(config.mesh), Timing({})) is config
+
+
+@pytest.mark.usefixtures("timed")
+def test_processes_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process asks no clock, and reads no file of its own."""
+    given = []
+
+    def from_first(giver: int, own: object) -> str:
+        given.append((giver, own))
+        return "ragged"
+
+    monkeypatch.setattr(grouped_product, "is_main_process", lambda: False)
+    monkeypatch.setattr(grouped_product, "from_process", from_first)
+    timing = Timing(SECONDS)
+    assert chosen(config_of(), timing) == "ragged"
+    assert given == [(0, None)]
+    assert not timing.asked
+
+
+def test_on_cpus_nothing_is_timed() -> None:
+    config = config_of()
+    timing = Timing(SECONDS)
+    assert chosen(config, timing) == "auto"
+    assert not timing.asked
+    assert Computation.of(config, make_mesh(config.mesh)).grouped_product == "blocks"
+
+
+def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, groups, widths and type, as a step's experts see them."""
+    config = config_of(schedule={"policy": "unified", "microbatches": 2}, batch_size=32)
+    mesh = make_mesh(config.mesh)
+    seen = []
+
+    def watching(x_SD: jax.Array, w_LDF: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
+        seen.append((x_SD.shape, w_LDF.shape, x_SD.dtype, tile))
+        return GROUPED_PRODUCTS["gpu"]["blocks"].multiply(x_SD, w_LDF, size_L, tile)
+
+    product = GroupedProduct(watching, least=8, most=64)
+    monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", {"blocks": product})
+    trainer = make_trainer(config, mesh)
+    batch = jax.ShapeDtypeStruct((32, config.data.seq_len + 1), jnp.int32)
+    jax.eval_shape(trainer.step, trainer.state_shapes, batch)
+    shape = shape_of(config, mesh, "cpu")
+    tile = product.tile(shape.rows, shape.groups)
+    room = -(-(shape.rows + shape.groups * (tile - 1)) // tile) * tile
+    there = ((room, shape.width), (shape.groups, shape.width, shape.hidden), jnp.dtype(shape.dtype), tile)
+    back = ((room, shape.hidden), (shape.groups, shape.hidden, shape.width), jnp.dtype(shape.dtype), tile)
+    assert set(seen) == {there, back}
+    assert shape.filled == 2 * 12 * 2 * 4 // 8, "2 sequences of 12 tokens, of 2 choices, from 4 ranks, of 8 experts"
+
+
+def test_products_are_timed_for_real() -> None:
+    """Here the kernel is interpreted, and one of its kind does not fit the widths."""
+    shape = Shape(rows=96, filled=24, groups=2, width=32, hidden=16, dtype="float32")
+    products = {
+        "blocks": GROUPED_PRODUCTS["cpu"]["blocks"],
+        "pallas": ON_GPU["pallas"]._replace(multiply=interpreted),
+        "none here": ON_GPU["pallas"],
+    }
+    found = time_products(shape, products)
+    assert found.seconds.keys() == {"blocks", "pallas"}
+    assert all(seconds > 0 for seconds in found.seconds.values())
+    assert "interpret mode" in found.failed["none here"]
+
+
+def interpreted(x_SD: jax.Array, w_LDF: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
+    return pallas(x_SD, w_LDF, size_L, tile, True)

@@ -1,0 +1,42 @@
+"""What a run says of itself before it starts."""
+
+import dataclasses
+
+from moe_jax.config import Optimizer, Train
+from moe_jax.run.describe import blocks_text, pipeline_text, router_text, unused
+from moe_jax.schedule.pipelines.build import make_table
+from tests.small import small_config
+
+
+def test_a_pipeline_says_what_is_kept_and_idle_and_hints_at_more_microbatches() -> None:
+    few, enough = (pipeline_text(make_table("1f1b", 2, parts)) for parts in (1, 2))
+    assert "1 microbatches; at once the stages keep activations of 1, 1; idle 50% of the time" in few
+    assert few.endswith("(fewer microbatches than stages: train.grad_accumulation=2 or more idles less)")
+    assert enough.endswith("after each of 6 ticks")
+
+
+def test_blocks_are_told_for_each_stage() -> None:
+    config = small_config(1, 1, pipeline=2, every=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
+    assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
+    assert blocks_text(small_config(1, 1)) == "dense moe"
+
+
+def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
+    for settings, silent in (
+        ({"top_k": 1, "normalize_top_1": True}, False),
+        ({"top_k": 1, "gate": "gpt_oss"}, False),
+        ({"top_k": 1}, True),
+        ({"top_k": 2, "gate": "gpt_oss"}, True),
+    ):
+        text = router_text(small_config(1, 1, **settings)).get("router", "")
+        assert ("the loss gives the router no gradient" in text) != silent, settings
+
+
+def test_settings_without_effect_are_told() -> None:
+    config = small_config(1, 1, schedule={"task_times": "times.json"})
+    assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
+    short = dataclasses.replace(small_config(1, 1), train=Train(steps=20), optimizer=Optimizer(warmup_steps=21))
+    assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
+    quick = dataclasses.replace(small_config(1, 1), train=Train(quick_compile=True))
+    assert unused(quick)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
+    assert unused(small_config(1, 1)) == {}

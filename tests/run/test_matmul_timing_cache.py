@@ -1,0 +1,74 @@
+"""How long grouped products took, kept for other runs; nothing that is wrong with the file stops one."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_jax.run.matmul_timing_cache import cache_file, read_times, write_times
+
+HERE, THERE = {"rows": 64, "device": "this"}, {"rows": 64, "device": "that"}
+NAMES = ("blocks", "pallas")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moe_jax" / "grouped_products.json"
+
+
+def test_times_are_found_again_for_the_same_alone(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache_file() == file
+    assert read_times(HERE, NAMES) is None
+    for of, seconds in ((HERE, 1.0), (THERE, 2.0), (HERE, 3.0)):
+        write_times(of, {"blocks": seconds})
+    assert read_times(HERE, NAMES) == {"blocks": 3.0}
+    assert read_times(THERE, NAMES) == {"blocks": 2.0}
+    assert read_times(HERE | {"rows": 65}, NAMES) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_product_that_is_none_any_more_is_not_found() -> None:
+    write_times(HERE, {"blocks": 1.0, "gone": 0.5})
+    assert read_times(HERE, NAMES) == {"blocks": 1.0}
+    write_times(HERE, {"gone": 0.5})
+    assert read_times(HERE, NAMES) is None
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"{",
+        b"{}",
+        b"\xff\xfe",
+        b"[1]",
+        b'[{"of": {}, "seconds": []}]',
+        b'[{"of": {}, "seconds": {"blocks": -1.0}}]',
+        b'[{"of": {}, "seconds": {"blocks": "1"}}]',
+    ],
+)
+def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.parent.mkdir()
+    file.write_bytes(damaged)
+    assert read_times(HERE, NAMES) is None
+    assert "warning: what grouped products took before cannot be read (" in capsys.readouterr().err
+    write_times(HERE, {"blocks": 1.0})
+    assert read_times(HERE, NAMES) == {"blocks": 1.0}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_place_that_holds_no_files_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.parent.write_text("no folder")
+    write_times(HERE, {"blocks": 1.0})
+    assert "warning: what grouped products took cannot be kept (" in capsys.readouterr().err
+    assert read_times(HERE, NAMES) is None
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert read_times(HERE, NAMES) is None
+    write_times(HERE, {"blocks": 1.0})
+    assert capsys.readouterr().err.count("no home") == 2

@@ -1,0 +1,91 @@
+"""Processes that were given different settings or data, or hold different replicas, end before they do harm."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moe_jax.checkpoint.checksums import ReplicasError, agreed, digest_program, digests
+from moe_jax.launch.supervisor import reserved_port
+from tests.distributed.test_startup_barrier import ended
+from tests.launch.test_launch import started
+
+ROOT = Path(__file__).parents[2]
+SAME = "as it should be"
+SETTINGS = ": give all processes the same config and settings"
+DATA = r": give all processes copies of one text \(here it is .*/own[01]/s.txt\)"
+
+
+def test_settings_data_and_replicas_of_two_processes_are_compared(tmp_path: Path) -> None:
+    """All cases in one start: both processes hear the same."""
+    with started("--processes=2", "--retries=0", "--module=tests.launched.unequal", str(tmp_path)) as process:
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    tokens = r"\d+ tokens of uint8 with crc32 \w{8}"
+    expected = {
+        "nothing else": SAME,
+        "seed": f"2 train.seed is 0 on process 0 and 1 on process 1{SETTINGS}",
+        "rate and batch": "2 optimizer.learning_rate is 0.003 on process 0 and 0.03 on process 1; "
+        f"train.batch_size is 16 on process 0 and 32 on process 1{SETTINGS}",
+        "weight": f"2 model.moe.load_balance_weight is 0.01 on process 0 and 0.5 on process 1{SETTINGS}",
+        "devices": f"2 mesh.cpu_devices is null on process 0 and 4 on process 1{SETTINGS}",
+        "auto": f"2 mesh.data is -1 on process 0 and auto on process 1{SETTINGS}",
+        "folder": f"2 log.dir is runs/shakespeare_cpu on process 0 and elsewhere on process 1{SETTINGS}",
+        "own host": SAME,
+        "times": r"2 schedule.task_times is null on process 0 and a file that cannot be read \(.*\) on process 1"
+        + SETTINGS,
+        "data, copies": SAME,
+        "data, shorter": rf"2 data.path \(validation part\) is {tokens} on process 0 and {tokens} on process 1{DATA}",
+        "data, a letter": rf"2 data.path \(validation part\) is {tokens} on process 0 and {tokens} on process 1{DATA}",
+        "step 1": SAME,
+        "step 2": r"75 replicas of w are not the same after step 2 \(processes 0, 1 differ; 1 of 2 arrays differ\), "
+        "so this state is not saved: .*",
+    }
+    lines = [line for line in err.splitlines() if ": " in line]
+    for rank in ("", "[rank 1] "):
+        own = [line.removeprefix(rank) for line in lines if line.startswith("[rank 1]") == bool(rank)]
+        for line, (case, told) in zip(own, expected.items(), strict=True):
+            assert re.fullmatch(f"{case}: {told}", line), line
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_training_with_another_text_on_one_process_is_refused_by_both(tmp_path: Path) -> None:
+    """As typed, without a launcher."""
+    other = tmp_path / "other.txt"
+    other.write_bytes((ROOT / "configs" / "text" / "shakespeare.txt").read_bytes()[:500_000])
+    with reserved_port() as port:
+        meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes=2", "--process-id"]
+        training = ["--config", "configs/shakespeare_cpu.yaml", "mesh.cpu_devices=2", f"log.dir={tmp_path / 'run'}"]
+        command = [sys.executable, "-m", "moe_jax.train", *training]
+        settings = ([], [f"data.path={other}"])
+        codes, errors = ended([[*command, *more, *meeting, str(i)] for i, more in enumerate(settings)])
+    assert codes == [2, 2], errors
+    for error in errors:
+        (told,) = (line for line in error.splitlines() if line.startswith("error: "))
+        assert re.match(
+            r"error: data.path \(train part\) is \d+ tokens of uint8 with crc32 \w+ on process 0 and ", told
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("expert"), PartitionSpec(None, "data")])
+def test_one_bit_of_one_replica_is_noticed_however_arrays_are_cut(spec: PartitionSpec) -> None:
+    """One that no other device holds is in no replica."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert"))
+    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
+    state = {"a": x + 1, "b": x}
+    program = digest_program(state)
+    assert agreed(program(state), 3, state).tolist() == digests(state).tolist()
+    parts = [np.array(shard.data) for shard in x.addressable_shards]
+    parts[5].view(np.uint32)[1, 1] ^= 1
+    placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, x.addressable_shards, strict=True)]
+    state["b"] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+    with pytest.raises(
+        ReplicasError, match=r"replicas of b .* after step 3 \(devices of process 0 differ; 1 of 2 arrays"
+    ):
+        agreed(program(state), 3, state)

@@ -1,0 +1,62 @@
+"""Which steps a run traces, and what is left of them when one fails."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.config import Config, Log, Train
+from moe_jax.run.profiler import Tracing, steps_to_trace
+
+METER: Any = SimpleNamespace(paused=nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first_step", "expected"),
+    [
+        ((5,), 0, [5]),
+        ((5,), 3, [5]),
+        ((5,), 4, [6]),  # the fifth would be the first of its process
+        ((5,), 5, []),  # done before
+        ((3, 5), 0, [3, 4, 5]),
+        ((3, 5), 2, [4, 5, 6]),
+        ((3, 5), 4, [6]),  # as many as are left, of those that an earlier start did not end with
+        ((3, 5), 5, []),
+    ],
+)
+def test_the_first_step_of_a_process_is_not_traced(wanted, first_step, expected):
+    config = Config(train=Train(steps=6), log=Log(trace_step=wanted))
+    assert list(steps_to_trace(config, first_step)) == expected
+
+
+def test_no_step_is_traced_unasked_or_behind_the_last():
+    assert not steps_to_trace(Config(), 0)
+    assert not steps_to_trace(Config(train=Train(steps=5), log=Log(trace_step=(5,))), 4)
+
+
+def test_a_trace_replaces_the_one_before_and_a_step_that_fails_leaves_that_one(tmp_path):
+    program = jax.jit(lambda state, batch: state + batch).lower(1, 2).compile()
+
+    def run(steps: range, last: int) -> None:
+        with Tracing(steps, tmp_path) as tracing:
+            for step in range(1, last + 1):
+                tracing.begin(step, METER)
+                jax.block_until_ready(program(jnp.int32(1), jnp.int32(2)))
+                if step == 4:
+                    raise RuntimeError("out of memory")
+                tracing.end(step, program, METER)
+
+    run(range(2, 3), last=3)
+    first = sorted((tmp_path / "trace" / "0").rglob("*"))
+    assert {"step.hlo", "plugins"} <= {path.name for path in first}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(range(3, 6), last=5)
+    run(range(2, 4), last=2)  # ended early
+    assert sorted((tmp_path / "trace").rglob("*")) == sorted([tmp_path / "trace" / "0", *first])
+    run(range(2, 4), last=3)
+    assert len(list((tmp_path / "trace").rglob("*.trace.json.gz"))) == 1
+    run(range(0), last=1)
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["0"]

@@ -1,0 +1,190 @@
+"""Two runs never train in one folder, and a run that follows a killed one never waits for nothing."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import ConfigError
+from moe_jax.run import run_lock as folder_lock
+from moe_jax.run.run_lock import LAUNCH, FolderLock, Holder
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from moe_jax.run.run_lock import FolderLock
+with FolderLock(Path(sys.argv[1])):
+    print("here", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_ENDING_S", 0.3)
+    monkeypatch.setattr(folder_lock, "_LOOK_S", 0.01)
+
+
+@pytest.fixture
+def other(tmp_path: Path):
+    """A process that holds the lock of `run`."""
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path / "run"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"here\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def holder_of(run: Path) -> Holder:
+    return Holder(**json.loads((run / "lock").read_text()))
+
+
+def put(run: Path, **changes: object) -> Holder:
+    """What a run has left that nobody sees from here."""
+    with FolderLock(run):
+        holder = dataclasses.replace(holder_of(run), **changes)
+    run.mkdir(exist_ok=True)
+    (run / "lock").write_text(json.dumps(dataclasses.asdict(holder)))
+    return holder
+
+
+def test_the_second_run_is_refused_and_the_first_keeps_its_lock(other: subprocess.Popen, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError) as refused, FolderLock(run):
+        pytest.fail("it has the lock")
+    assert re.fullmatch(
+        rf"log\.dir={run} is in use by process {other.pid} on host \S+ for \d+ s: wait for its end, or use another "
+        "log.dir",
+        str(refused.value),
+    )
+    assert holder_of(run).pid == other.pid
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_a_killed_run_is_followed_at_once(
+    is_reaped: bool, other: subprocess.Popen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while its parent has not asked how it ended, so that its number is still in use."""
+    run = tmp_path / "run"
+    other.kill()
+    if is_reaped:
+        other.wait()
+    with FolderLock(run):
+        assert holder_of(run).pid == os.getpid()
+    assert re.fullmatch(
+        rf"log\.dir={run}: process {other.pid} on host \S+, which trained there, is gone: taken over\n",
+        capsys.readouterr().out,
+    )
+    assert not (run / "lock").exists()
+
+
+def test_a_stopped_process_still_holds_it(other: subprocess.Popen, tmp_path: Path) -> None:
+    other.send_signal(signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="in use"), FolderLock(tmp_path / "run"):
+        pytest.fail("it has the lock")
+
+
+def test_nothing_is_left_of_a_lock_and_what_it_made(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / "runs" / "a"):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "), FolderLock(tmp_path / "runs" / "a"):
+            pytest.fail("one process trains twice there")
+        assert (tmp_path / "runs" / "a" / "lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_another_process_has_now_is_no_run(tmp_path: Path) -> None:
+    put(tmp_path / "run", started="1")
+    with FolderLock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "null", '{"pid": 1}', "[" * 50_000, "\0" * 100])
+def test_a_damaged_lock_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(text)
+    with FolderLock(tmp_path):
+        assert holder_of(tmp_path).pid == os.getpid()
+
+
+def test_a_silent_process_on_another_host_is_waited_for_and_then_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_lock, "SILENCE_S", 0.2)
+    run = tmp_path / "run"
+    put(run, kernel="another one", host="there", pid=77)
+    with FolderLock(run):
+        assert holder_of(run).pid == os.getpid()
+    assert capsys.readouterr().out == (
+        f"log.dir={run} was in use by process 77 on host there: waiting at most 0.2 s for a sign of life\n"
+        f"log.dir={run}: process 77 on host there, which trained there, is gone: taken over\n"
+    )
+
+
+def test_a_process_on_another_host_that_has_been_silent_for_long_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path / "run", kernel="another one")
+    os.utime(tmp_path / "run" / "lock", (0, time.time() - 61))
+    with FolderLock(tmp_path / "run"):
+        assert "waiting" not in capsys.readouterr().out
+
+
+def test_a_process_on_another_host_that_shows_life_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    holder = put(run, kernel="another one", host="there", pid=77)
+
+    def beat(seconds: float) -> None:
+        (run / "lock").write_text(json.dumps(dataclasses.asdict(holder) | {"beats": 1}))
+
+    monkeypatch.setattr(time, "sleep", beat)
+    with pytest.raises(ConfigError, match="is in use by process 77 on host there for"), FolderLock(run):
+        pytest.fail("it has the lock")
+
+
+def test_workers_of_one_launch_follow_each_other_from_host_to_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path / "run", kernel="another one", launch="a1")
+    monkeypatch.setenv(LAUNCH, "a1")
+    with FolderLock(tmp_path / "run"):
+        assert "waiting" not in capsys.readouterr().out
+
+
+def test_a_run_that_another_one_took_for_dead_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.01)
+    with FolderLock(tmp_path) as lock:
+        lock.check()
+        other = dataclasses.replace(holder_of(tmp_path), pid=77, host="there")
+        (tmp_path / "lock").write_text(json.dumps(dataclasses.asdict(other)))
+        deadline = time.monotonic() + 60
+        while lock._lost_to is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(
+            ConfigError, match="was taken over by process 77 on host there, as this process gave no sign"
+        ):
+            lock.check()
+    assert holder_of(tmp_path) == other, "which is not this one's to remove"
+
+
+def test_a_lock_beats_and_comes_back_when_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.01)
+    with FolderLock(tmp_path) as lock:
+        (tmp_path / "lock").unlink()
+        deadline, beats = time.monotonic() + 60, 0
+        while beats < 2:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(FileNotFoundError, ValueError):  # not there yet, or half written
+                beats = holder_of(tmp_path).beats
+            time.sleep(0.01)
+        lock.check()

@@ -1,0 +1,124 @@
+"""Gradients of a real step, and of its slow twin on one device."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from moe_jax.config import Config, Model
+from moe_jax.models.gates.seen import When
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel import background
+from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.mesh import expert_axis, make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC, partitions
+from moe_jax.parallel.zero import no_cuts
+from moe_jax.step.losses import Parts, local_objective
+from moe_jax.step.scheduled.build import make_plan, scheduled_gradients
+from tests import references
+from tests.compiled import run_checked
+from tests.small import first_params, small_config, tokens_of
+
+
+class Result(NamedTuple):
+    """What a step computes before its optimiser runs."""
+
+    loss: Any
+    grads: Any
+    norm: Any
+    parts: Parts  # summed over devices
+
+
+def mesh_of(config: Config) -> jax.sharding.Mesh:
+    mesh = make_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
+    background.connect(mesh)
+    return mesh
+
+
+def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: int | None = None) -> Result:
+    """On the config's mesh and by its schedule; by autodiff if nothing is scheduled. Gates draw in a `step`."""
+    mesh = mesh_of(config)
+    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
+    how = Computation.of(config, mesh)
+    plan = None if config.is_plain else make_plan(config, mesh)
+    tokens = token_BN1[:, 1:].size
+    when = When(None if step is None else jnp.int32(step))
+
+    def body(params: Any, token_bN1: jax.Array) -> Result:
+        if plan is None:
+            grads, parts = jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, tokens, when)
+            grads = sync_gradients(grads, specs, no_cuts(specs), "cpu")
+        else:
+            grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan, when=when)
+        total, moe = sum_over_batch(parts), config.model.moe
+        loss = total.cross_entropy
+        loss += moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
+        return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
+
+    everywhere = PartitionSpec()
+    out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
+    if how.platform != "cpu":  # what others run, small enough here to run one operation after another
+        return jax.device_get(run(params, token_BN1))
+    return run_checked(run, params, token_BN1)
+
+
+@functools.cache
+def reference_gradients(
+    model: Model,
+    sources: int,
+    batch_size: int,
+    seq_len: int,
+    buffer: tuple[float, int] | None,
+    tensor: int,
+    context: int,
+    seed_and_step: tuple[int, int] | None = None,
+) -> tuple[Any, Parts, Any]:
+    """Loss, its parts and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
+    config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
+    config = dataclasses.replace(config, model=model)
+    run = jax.value_and_grad(references.objective, has_aux=True)
+    (loss, parts), grads = run(
+        first_params(model), tokens_of(config), model, sources, buffer, tensor, context, seed_and_step
+    )
+    return loss, Parts(**parts), grads
+
+
+def assert_equals_reference(config: Config, step: int | None = None) -> None:
+    """Loss, every gradient, the auxiliary losses and what the routers counted."""
+    assert_is_reference(config, sharded_gradients(config, first_params(config.model), tokens_of(config), step), step)
+
+
+def assert_is_reference(config: Config, result: Result, step: int | None = None) -> None:
+    """The same for a result that exists."""
+    mesh, moe = f"mesh {config.mesh.sizes}", config.model.moe
+    sources, batch_size, seq_len = config.mesh.data * config.mesh.expert, config.train.batch_size, config.data.seq_len
+    buffer = None
+    if moe.sends_sized_rows and config.exchange.buffer_factor is not None:
+        buffer = config.exchange.buffer_factor, config.mesh.expert_ranks(config.mesh.sizes)
+    loss, parts, grads = reference_gradients(
+        *(config.model, sources, batch_size, seq_len, buffer, config.mesh.tensor, config.mesh.context),
+        None if step is None else (config.train.seed, step),
+    )
+    np.testing.assert_array_equal(result.parts.count_ME, parts.count_ME, err_msg=f"pairs per expert, {mesh}")
+    np.testing.assert_array_equal(result.parts.num_dropped_M, parts.num_dropped_M, err_msg=mesh)
+    for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
+        value, expected = getattr(result.parts, name), getattr(parts, name)
+        np.testing.assert_allclose(value, expected, rtol=5e-6, err_msg=f"{name}, {mesh}")
+    np.testing.assert_allclose(result.loss, loss, rtol=2e-6, err_msg=mesh)
+    chex.assert_trees_all_close(result.grads, grads, rtol=2e-4, atol=2e-6, custom_message=mesh)
+    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
+    np.testing.assert_allclose(result.norm, np.linalg.norm(flat), rtol=2e-5, err_msg=mesh)
+    pairs = batch_size * seq_len * moe.top_k
+    if moe.gate not in ("noisy", "expert_choice", "softmoe"):
+        counted = result.parts.count_ME.sum(axis=-1)
+        assert (counted == pairs).all(), f"every (token, choice) pair is counted once, {mesh}"
+    if moe.capacity_factor is None and buffer is None:
+        assert not result.parts.num_dropped_M.any(), mesh

@@ -1,0 +1,166 @@
+"""One training step from known parameters, by the trainer's own program and by the slow reference."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from moe_jax.config import Config, Migration, Model
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_config
+from moe_jax.models.parameters import param_shapes
+from moe_jax.models.placement import by_expert
+from moe_jax.models.stages import in_order, stored
+from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.trainer import Trainer, make_trainer
+from tests import references
+from tests.compiled import run_checked
+from tests.small import tokens_of
+from tests.step.gradients import mesh_of
+from tests.step.test_migration import moved, random_slots
+from tests.step.test_replicas import placed, with_copies
+
+STEP = 5  # of which gates draw
+RATE, EPS = 1e-3, 1e-3  # of gradients of 1e-2 or so: an update hardly depends on their last digits
+SMALL = (
+    "model.vocab_size=32 model.d_model=16 model.num_heads=4 model.num_kv_heads=2 model.hidden_dim=24 "
+    "model.moe.num_experts=8 model.moe.top_k=2 model.moe.hidden_dim=12 model.moe.num_shared_experts=0 "
+    "model.moe.load_balance_weight=0.5 model.moe.router_z_weight=0.1 "
+    "data.seq_len=8 train.batch_size=64 mesh.cpu_devices=8 train.compute_dtype=float32 "
+    f"optimizer.learning_rate={RATE} optimizer.schedule=constant optimizer.warmup_steps=0 optimizer.beta1=0.0 "
+    f"optimizer.eps={EPS} optimizer.clip_norm=null optimizer.weight_decay=0.0"
+)
+LOSSES = ("cross_entropy", "load_balance_loss", "router_z_loss")
+
+
+class Step(NamedTuple):
+    """What a step comes to; trees are by path."""
+
+    numbers: dict[str, Any]
+    grads: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+
+
+def config_of_settings(text: str) -> Config:
+    """A small model with these settings, and a batch that they divide."""
+    config = load_config(None, [*SMALL.split(), *text.split()])
+    sizes, schedule = config.mesh.sizes, config.schedule
+    unit = sizes["data"] * sizes["expert"] * config.train.grad_accumulation
+    unit *= schedule.microbatches if schedule.cuts_batch else 1
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=unit * max(1, 16 // unit)))
+
+
+def assert_is_the_references_step(config: Config, is_exact: bool, rounding: float = 1.0) -> None:
+    """`is_exact`: to the last digits of float32; otherwise as near as rounded numbers are, which `rounding` scales."""
+    found, expected = trained(config), reference(config)
+    rtol, atol = (1e-5, 1e-7) if is_exact else (0.05 * rounding, 0.02 * rounding)
+    for name, value in found.numbers.items():
+        np.testing.assert_allclose(value, expected.numbers[name], rtol=rtol, atol=atol, err_msg=name)
+    if not is_exact:
+        assert_are_near(found.grads, expected.grads, rounding)
+        return
+    for path, grad in found.grads.items():
+        np.testing.assert_allclose(grad, expected.grads[path], rtol=2e-4, atol=2e-6, err_msg=f"gradient of {path}")
+        np.testing.assert_allclose(found.params[path], expected.params[path], atol=3e-6, err_msg=f"new {path}")
+
+
+def assert_are_near(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray], rounding: float) -> None:
+    """Gradients of rounded numbers, a few of which have sent a token to another expert."""
+    errors = {path: float(np.linalg.norm(grad - expected[path])) for path, grad in grads.items()}
+    sizes = {path: float(np.linalg.norm(expected[path])) for path in grads}
+    for path, error in errors.items():
+        assert error < 0.7 * rounding * sizes[path] + 1e-5, (
+            f"gradient of {path} is off by {error:.2g} where it is {sizes[path]:.2g}"
+        )
+    assert math.hypot(*errors.values()) < 0.35 * rounding * math.hypot(*sizes.values()), "gradients"
+
+
+def trained(config: Config) -> Step:
+    """By the program that a run has."""
+    trainer = make_trainer(config, mesh_of(config))
+    state, metrics = run_checked(trainer.step, first_state(config, trainer), tokens_of(config))
+    trees = {"params": state["params"], "mu": optax.tree_utils.tree_get(state["optimizer"], "mu")}
+    trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
+    if "placement" in state:
+        trees = by_expert(trees, jnp.asarray(slots_of(state)), stages)
+    trees = {name: in_order(tree, stages) for name, tree in trees.items()}
+    names = ("loss", "grad_norm")
+    if config.model.moe.num_experts:
+        names += (*LOSSES, "expert_load", "block_dropped_fraction")
+    return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+@functools.cache
+def some_params(model: Model) -> Any:
+    """Random numbers, none of them 0, of which each layer makes numbers of the size of its input's."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        numbers = rng.standard_normal(leaf.shape, np.float32)
+        if "norm" in jax.tree_util.keystr(path[-1:]) or "temperature" in jax.tree_util.keystr(path):
+            return 1 + 0.1 * numbers
+        return numbers * np.float32(0.25)
+
+    return jax.tree.map_with_path(draw, param_shapes(model))
+
+
+def first_state(config: Config, trainer: Trainer) -> Any:
+    """At STEP, with nothing learned yet; where experts have places, none lies in its own."""
+    shapes = trainer.state_shapes
+    if config.migration.enabled:
+        fixed = dataclasses.replace(config, migration=Migration())
+        plain = first_state(fixed, make_trainer(fixed, mesh_of(fixed)))
+        return (
+            placed(config, plain, with_copies(config))
+            if config.replicas
+            else moved(config, plain, random_slots(config))
+        )
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes["optimizer"])
+    params = jax.device_get(stored(jax.tree.map(jnp.asarray, some_params(config.model)), Stages.of(config)))
+    host = {"step": np.int32(STEP), "params": params, "optimizer": zeros}
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
+
+
+def reference(config: Config) -> Step:
+    """The mean of the batch's parts, each with slots and a balance of its own, by the slow reference."""
+    parts = config.train.grad_accumulation
+    sequence_DAb = np.arange(config.train.batch_size).reshape(_sources(config), parts, -1)
+    found = [_of_part(config, sequence_DAb[:, part].ravel()) for part in range(parts)]
+    losses, grads = zip(*found, strict=True)
+    mean = {name: np.mean([each[name] for each in losses]) for name in ("loss", *LOSSES)}
+    count_ME, num_dropped_M = (sum(np.asarray(each[name]) for each in losses) for name in ("count_ME", "num_dropped_M"))
+    grad = by_path(jax.tree.map(lambda *each: sum(each) / parts, *grads))
+    norm = math.sqrt(sum(np.square(leaf).sum() for leaf in grad.values()))
+    pairs_M1 = count_ME.sum(axis=1, keepdims=True)
+    shares = {"expert_load": count_ME / pairs_M1, "block_dropped_fraction": num_dropped_M / pairs_M1[:, 0]}
+    learned = {
+        path: leaf - RATE * grad[path] / (np.abs(grad[path]) + EPS)
+        for path, leaf in by_path(some_params(config.model)).items()
+    }
+    return Step(mean | shares | {"grad_norm": norm}, grad, learned)
+
+
+def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], Any]:
+    """Not under jit: numpy decides which pairs are kept."""
+    model, buffer, sizes = config.model, None, config.mesh.sizes
+    if model.moe.sends_sized_rows and config.exchange.buffer_factor is not None:
+        buffer = config.exchange.buffer_factor, config.mesh.expert_ranks(sizes)
+    (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
+        *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
+        *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
+    )
+    return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
+
+
+def _sources(config: Config) -> int:
+    """Ranks that have sequences of their own."""
+    return config.mesh.data * config.mesh.expert
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -1,0 +1,170 @@
+"""The settings of a training step, factor by factor, and which of them do not go together.
+
+The first value of each factor is the default. What the config refuses is named with `refused`; what it takes, and what
+changes nothing, with `idle`.
+"""
+
+from tests.pairwise import Case
+from tests.step.arrays import Array, Pairs
+
+FACTORS: dict[str, dict[str, str]] = {
+    "cut": {
+        "whole": "",
+        "slots2": "schedule.policy=expert_pipeline schedule.microbatches=2",
+        "slots2b3": "schedule.policy=expert_pipeline schedule.microbatches=2 schedule.backward_microbatches=3",
+        "unified1": "schedule.policy=unified",
+        "unified2": "schedule.policy=unified schedule.microbatches=2",
+        "unified4": "schedule.policy=unified schedule.microbatches=4",
+        "unified4b2": "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=2",
+        "unified1x2": "schedule.policy=unified schedule.expert_chunks=2",
+        "unified2x3": "schedule.policy=unified schedule.microbatches=2 schedule.expert_chunks=3",
+    },
+    "weight_grad": {"inline": "", "greedy": "schedule.weight_grad=greedy"},
+    # a sum of 0.002 MB is 500 elements; the model's matrices have 256 and more
+    "when": {
+        "end": "",
+        "block": "schedule.grad_reduce=block",
+        "matrices": "schedule.grad_reduce=chunked",
+        "chunks": "schedule.grad_reduce=chunked schedule.chunk_mb=0.002",
+    },
+    "sums": {
+        "all_reduce": "",
+        "scatter": "exchange.reduction=scatter_gather",
+        "ringsum": "exchange.reduction=ring",
+        "backsum": "exchange.reduction=background",
+    },
+    "exchange": {
+        "flat": "exchange.algorithm=flat",
+        "ring": "exchange.algorithm=ring",
+        "background": "exchange.algorithm=background",
+        "ragged": "exchange.algorithm=ragged",
+        "hier_1d": "exchange.algorithm=hier_1d exchange.ranks_per_node=2",
+        "hier_2d": "exchange.algorithm=hier_2d exchange.ranks_per_node=2",
+        "halo": "exchange.algorithm=halo exchange.ranks_per_node=2",
+    },
+    "mesh": {
+        "d2e2": "mesh.data=2 mesh.expert=2",
+        "e4": "mesh.data=1 mesh.expert=4",
+        "e2t2": "mesh.data=1 mesh.expert=2 mesh.tensor=2",
+        "e2t2_o2": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o2 exchange.tensor_chunks=3",
+        "e2t2_o3": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o3",
+        "e2t2_replicated": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
+        "c2e2": "mesh.data=1 mesh.context=2 mesh.expert=2",
+        "c2e2_shared": "mesh.data=1 mesh.context=2 mesh.expert=2 mesh.experts_over_context=true",
+        "c2t2": "mesh.data=1 mesh.context=2 mesh.tensor=2",
+    },
+    "remat": {"keep": "", "dots": "schedule.remat=dots", "full": "schedule.remat=full"},
+    "gate": {
+        "softmax": "",
+        "sigmoid": "model.moe.gate=sigmoid",
+        "gpt_oss": "model.moe.gate=gpt_oss",
+        "noisy": "model.moe.gate=noisy model.moe.top_k=3",
+        "xmoe": "model.moe.gate=xmoe model.moe.router_rank=5",
+        "v3": "model.moe.gate=deepseek_v3 model.moe.num_groups=4 model.moe.top_groups=2 model.moe.top_k=3 "
+        "model.moe.routed_scale=2.0",
+        "hash": "model.moe.gate=hash",
+        "by_score": "model.moe.gate=batch_prioritised",
+        "expert_choice": "model.moe.gate=expert_choice",
+        "softmoe": "model.moe.gate=softmoe model.moe.slots_per_expert=2",
+    },
+    "order": {"sort": "", "einsum": "model.moe.order=einsum"},
+    "room": {
+        "slots": "model.moe.capacity_factor=1.0",
+        "few": "model.moe.capacity_factor=0.7",
+        "dropless": "model.moe.capacity_factor=null exchange.buffer_factor=null",
+        "buffer": "model.moe.capacity_factor=null exchange.buffer_factor=1.5",
+    },
+    "attention": {
+        "grouped": "",
+        "latent": "model.num_kv_heads=null model.latent.kv_lora_rank=6 model.latent.q_lora_rank=5 "
+        "model.latent.qk_nope_head_dim=4 model.latent.qk_rope_head_dim=2 model.latent.v_head_dim=3",
+        "sinks": "model.attention.sinks=true model.attention.window=3 model.attention.full_every=2 "
+        "model.attention.bias=true",
+        "normed": "model.qk_norm=true model.attention.nope_every=2",
+    },
+    "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero2": "optimizer.zero=2"},
+    "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},
+    "hooks": {"bare": "", "bf16": "model.moe.hooks=bf16", "fp8": "model.moe.hooks=fp8"},
+    "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
+    "head": {"whole_loss": "", "loss_chunks": "train.loss_chunk=5"},
+    "experts": {
+        "fixed": "",
+        "moved": "migration.enabled=true migration.payback_steps=null",
+        "copied": "migration.enabled=true migration.payback_steps=null migration.replicas=1",
+    },
+    "blocks": {
+        "one": "model.num_layers=1 model.moe.every=1",
+        "dense_below": "model.num_layers=2 model.moe.every=2",
+        "loop": "model.num_layers=4 model.moe.every=1",
+    },
+    "parts": {"one_part": "", "two_parts": "train.grad_accumulation=2"},
+    "mlps": {
+        "swiglu": "",
+        "gelu": "model.activation=gelu model.tie_embeddings=true model.moe.num_shared_experts=1",
+        "clipped": "model.activation=clipped_swiglu model.moe.bias=true model.moe.dense_residual=true",
+    },
+    "balance": {"batch": "", "pooled": "model.moe.load_balance=pooled", "sequence": "model.moe.load_balance=sequence"},
+}
+
+NODES = ("hier_1d", "hier_2d", "halo")
+FOUR_RANKS = ("e4", "c2e2_shared")
+ONE_RANK = "c2t2"
+WITH_TENSOR = ("e2t2", "e2t2_o2", "e2t2_o3", "e2t2_replicated", "c2t2")
+WHOLE_BATCH = ("by_score", "expert_choice", "softmoe")  # gates that compare all tokens of a device
+FILLING = ("expert_choice", "softmoe")
+UNCUT_BATCH = ("whole", "slots2", "slots2b3", "unified1", "unified1x2")
+CHUNKED_SLOTS = ("unified1x2", "unified2x3")
+UNLIMITED = ("dropless", "buffer")
+
+
+def but(name: str, *values: str) -> tuple[str, ...]:
+    """All values of a factor without these."""
+    return tuple(value for value in FACTORS[name] if value not in values)
+
+
+# pairs that the config refuses
+REFUSED: Pairs = [
+    {"exchange": "ragged", "cut": ("whole", "slots2", "slots2b3", *CHUNKED_SLOTS)},
+    {"exchange": "ragged", "mesh": WITH_TENSOR},
+    {"exchange": "ragged", "gate": FILLING},
+    {"exchange": "ragged", "room": UNLIMITED},
+    {"exchange": "ragged", "order": "einsum"},
+    {"exchange": "ragged", "hooks": ("bf16", "fp8")},
+    {"exchange": NODES, "mesh": ONE_RANK},
+    {"gate": WHOLE_BATCH, "cut": but("cut", *UNCUT_BATCH)},
+    {"gate": WHOLE_BATCH, "order": "einsum"},
+    {"gate": ("by_score", "expert_choice"), "room": UNLIMITED},
+    {"gate": FILLING, "balance": "sequence"},
+    {"gate": FILLING, "experts": ("moved", "copied")},
+    {"experts": ("moved", "copied"), "order": "einsum"},
+    {"experts": ("moved", "copied"), "mesh": ONE_RANK},
+    {"experts": "copied", "zero": ("zero1", "zero2")},
+    {"experts": "copied", "room": ("slots", "few")},
+]
+# pairs of which one setting changes nothing
+IDLE: Pairs = [
+    {"exchange": but("exchange", "flat", *NODES), "mesh": ONE_RANK},
+    {"exchange": NODES, "mesh": but("mesh", *FOUR_RANKS, ONE_RANK)},  # one node
+    {"gate": "softmoe", "room": but("room", "slots")},
+    {"order": "einsum", "room": "buffer"},  # which holds sorted rows
+    # not idle: what a rank has room for depends on the experts that it has, which the reference does not know
+    {"experts": ("moved", "copied"), "room": "buffer"},
+]
+# pairs that the config refuses whatever a third factor has
+REFUSED_BY_ALL: Pairs = [
+    {"experts": "copied", "exchange": "ragged"},  # rooms without and with a limit
+    {"experts": "copied", "gate": "by_score"},
+]
+# of values that need others to be taken at all, the values that take these
+COMPANIONS: dict[str, Case] = {
+    "ragged": {"cut": "unified2", "room": "slots"},
+    "copied": {"room": "dropless"},
+}
+ARRAY = Array(
+    FACTORS,
+    REFUSED,
+    IDLE,
+    REFUSED_BY_ALL,
+    COMPANIONS,
+    inexact={"hooks": ("bf16", "fp8"), "dtype": ("bfloat16",)},
+)

@@ -1,0 +1,54 @@
+"""Forms of attention in a training step: on any mesh and in any order of tasks the same function as their twin."""
+
+import dataclasses
+
+import pytest
+
+from moe_jax.config import Attention, Latent, RopeScaling
+from tests.small import small_config
+from tests.step.gradients import assert_equals_reference
+from tests.step.test_tensor_axis import SCHEDULES
+
+LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+FORMS: dict[str, dict] = {
+    "latents-sinks-window": {
+        "latent": dataclasses.replace(LATENT, q_lora_rank=None),
+        "num_kv_heads": None,
+        "attention": Attention(sinks=True, window=4, nope_every=2),
+    },
+    "windows-and-no-rope-and-norm-over-projections": {
+        "attention": Attention(window=3, full_every=2, nope_every=3),
+        "num_layers": 3,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+    },
+    "scaled-rotary-latents": {
+        "latent": dataclasses.replace(LATENT, norm_eps=1e-3),
+        "num_kv_heads": None,
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4, original_length=64, attention_factor=1.2, mscale_all_dim=0.7, truncate=False
+        ),
+    },
+    "sinks-and-biases": {
+        "attention": Attention(bias=True, sinks=True, window=5, out_bias=False),
+        "activation": "clipped_swiglu",
+    },
+}
+MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts": 1, "shared_gate": True}}
+
+
+@pytest.mark.parametrize(
+    ("form", "schedule"),
+    [
+        ("latents-sinks-window", "unified"),
+        ("windows-and-no-rope-and-norm-over-projections", None),
+        ("scaled-rotary-latents", None),
+        ("sinks-and-biases", "unified"),
+    ],
+)
+def test_loss_and_gradients_equal_the_reference(form, schedule):
+    """With heads cut over tensor ranks, and all else that a mesh cuts."""
+    model = {"num_heads": 4, "num_kv_heads": 2} | FORMS[form]
+    moe = {"num_experts": 4, "batch_size": 4} | MOE.get(form, {})
+    config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), **moe)
+    assert_equals_reference(config)

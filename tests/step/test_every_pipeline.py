@@ -1,0 +1,47 @@
+"""Every two settings of a pipelined training step meet in some program, and each is what the slow reference computes.
+
+As `test_every_step.py` has it of steps without a pipeline.
+"""
+
+import numpy as np
+import pytest
+
+from tests.pairwise import Case
+from tests.step.arrays import name_of
+from tests.step.one_step import assert_is_the_references_step, config_of_settings
+from tests.step.pipeline_settings import ARRAY
+
+PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
+OTHERS = {
+    "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1",
+    "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
+    "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
+    "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
+    "empty pieces beside each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
+}
+
+
+@pytest.mark.parametrize("case", ARRAY.cases, ids=name_of)
+def test_a_pipelined_step_is_the_references(case: Case) -> None:
+    ARRAY.check_or_search(case)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_is_what_few_steps_have(name: str) -> None:
+    stages = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=2 model.moe.every=1"
+    config = config_of_settings(f"{stages} {OTHERS[name]}")
+    assert_is_the_references_step(config, is_exact=True)
+
+
+def test_all_settings_meet() -> None:
+    ARRAY.assert_all_meet()
+
+
+def test_what_is_left_out_is_refused() -> None:
+    ARRAY.assert_left_out_is_refused()
+
+
+def test_programs_are_few_and_small() -> None:
+    sizes = [np.prod(list(ARRAY.config_of(case).mesh.sizes.values())) for case in ARRAY.cases]
+    assert len(sizes) <= 28
+    assert np.mean(sizes) < 6

@@ -1,0 +1,35 @@
+"""First parameters do not depend on which devices draw them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.parameters import init_params
+from moe_jax.models.stages import stored
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.step.trainer import INIT_OPTIONS, make_trainer
+from tests.small import small_config
+
+
+@pytest.mark.parametrize(("data", "expert"), [(8, 1), (2, 4)])
+def test_devices_that_draw_parts_get_the_same_numbers(data: int, expert: int) -> None:
+    config = small_config(data, expert)
+    found = make_trainer(config, make_mesh(config.mesh)).init()["params"]
+
+    def draw() -> Any:
+        return stored(init_params(config.model, config.train.seed), Stages.of(config))
+
+    alone = jax.jit(draw, compiler_options=INIT_OPTIONS["cpu"])()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(alone))
+
+
+def test_numbers_are_the_same_with_all_optimisations() -> None:
+    model = small_config(1, 1).model
+    few, all_of_them = (
+        jax.jit(lambda: init_params(model, 0), compiler_options=options)()
+        for options in (INIT_OPTIONS["cpu"], {"xla_backend_optimization_level": 3})
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(few), jax.device_get(all_of_them))

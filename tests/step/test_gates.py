@@ -1,0 +1,82 @@
+"""What only some gates do in a step: random numbers, places, samples. Each gate in each step: `test_every_step.py`."""
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config
+from moe_jax.config.gates import GATES
+from moe_jax.models.gates.seen import EVALUATION
+from moe_jax.models.head import unembed
+from moe_jax.models.transformer import Computation, forward
+from moe_jax.run.sample import one_device_mesh, sample_tokens
+from tests.models.test_decode import on_one_device
+from tests.small import first_params, small_config
+from tests.step.gradients import assert_equals_reference
+from tests.step.test_trainer import run_steps
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2, "weight_grad": "greedy"},
+    "unified": {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_groups": 4, "top_groups": 2, "normalize_weights": False, "routed_scale": 2.0},
+    "deepseek_v3": {"num_groups": 4, "top_groups": 2, "top_k": 3, "routed_scale": 2.0},
+    "softmoe": {"slots_per_expert": 2},
+    "xmoe": {"router_rank": 5, "bias": True},
+    "noisy": {"top_k": 3},
+    "expert_choice": {"capacity_factor": 1.5},
+}
+STEP = 5
+
+
+def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **more) -> Config:
+    """Two sequences on each of eight devices. A gate that does not split is not cut before the layer."""
+    cut = SCHEDULES[schedule]
+    if schedule == "unified" and not GATES[gate].splits:
+        cut = cut | {"microbatches": 1, "expert_chunks": 2}
+    settings = (
+        {"batch_size": 16, "seq_len": 6, "every": 1, "capacity_factor": 1.0, "model": {"num_layers": 1}}
+        | OWN.get(gate, {})
+        | more
+    )
+    return small_config(*mesh, schedule=cut, gate=gate, **settings)
+
+
+def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own():
+    assert_equals_reference(config_of("noisy", (2, 4), "unified", model={"num_layers": 4}), STEP)
+
+
+def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does():
+    """From the trainer's first state, and in the step behind another one."""
+    small = {"grad_accumulation": 4, "batch_size": 16, "seq_len": 6, "every": 1, "gate": "random"}
+    small |= {"model": {"num_layers": 4}}
+    schedule = {"pipeline": "coscheduled", "virtual_stages": 2, "remat": "full"}
+    config, plain = small_config(1, 2, pipeline=2, schedule=schedule, **small), small_config(1, 2, **small)
+    (_, records), (_, expected) = run_steps(config, steps=2), run_steps(plain, steps=2)
+    chex.assert_trees_all_close(records, expected, rtol=2e-5, atol=1e-7)
+
+
+def test_sampling_sees_places_and_blocks_as_evaluation_does():
+    config = small_config(1, 1, gate="random", capacity_factor=None, exchange={"buffer_factor": None}, batch_size=1)
+    params = jax.tree.map(lambda x: 3 * x, first_params(config.model))
+    how = Computation.of(config, one_device_mesh())
+    text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
+
+    def logits(params: Any, token_BN: jax.Array) -> jax.Array:
+        x_BND, _ = forward(params, token_BN, config.model, how, EVALUATION.seen(token_BN, config.model.moe, 0))
+        return unembed(params, x_BND, config.model)
+
+    best = on_one_device(logits)(params, np.array([text], np.int32)).argmax(axis=-1)
+    assert best[0, :-1].tolist() == text[1:]
+
+
+@pytest.mark.parametrize("gate", ["expert_choice", "softmoe"])
+def test_gates_that_compare_tokens_can_be_sampled_from(gate):
+    config = config_of(gate, (1, 1))
+    tokens = sample_tokens(config, first_params(config.model), np.array([3], np.int32), 4, temperature=0, seed=0)
+    assert len(tokens) == 4

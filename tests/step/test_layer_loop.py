@@ -1,0 +1,105 @@
+"""Loops over turns of blocks: the step stays the same function, keeps little, and does not grow with depth."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Schedule
+from moe_jax.step.scheduled.build import make_plan
+from moe_jax.step.scheduled.scan_residuals import Turn
+from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.trainer import make_trainer
+from tests.small import first_params, small_config, tokens_of
+from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
+
+GREEDY = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+CASES = {
+    "dense blocks between, below and left over": (
+        (1, 4),
+        8,
+        {"policy": "unified", "microbatches": 2, "backward_microbatches": 1, "grad_reduce": "block", "remat": "dots"},
+        {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 1},
+    ),
+    "periods left over, sums at the end": (
+        (2, 2),
+        7,
+        {"policy": "vanilla", "weight_grad": "greedy", "unroll": 2},
+        {"capacity_factor": None},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("dense blocks between, below and left over", True), ("periods left over, sums at the end", False)],
+)
+def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
+    """`least`: with what other platforms keep for the backward pass."""
+    monkeypatch.setattr(Facts, "keeps_least", least)
+    mesh, layers, schedule, moe = CASES[name]
+    moe = {"every": 1} | moe
+    model = {"num_layers": layers} | moe.pop("model", {})
+    config = small_config(*mesh, schedule=schedule, model=model, batch_size=16, seq_len=6, **moe)
+    assert make_plan(config, mesh_of(config)).looped
+    assert_equals_reference(config)
+
+
+def test_a_model_without_experts_runs_in_loops():
+    config = small_config(2, 1, model={"num_layers": 3}, num_experts=0, schedule={"weight_grad": "greedy"})
+    assert make_plan(config, mesh_of(config)).looped
+    params, tokens = first_params(config.model), tokens_of(config)
+    expected = sharded_gradients(dataclasses.replace(config, schedule=Schedule()), params, tokens)
+    chex.assert_trees_all_close(sharded_gradients(config, params, tokens), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_program_does_not_grow_with_depth():
+    lines = []
+    for layers in (8, 16):
+        schedule = {"policy": "unified", "microbatches": 2, "unroll": 2, **GREEDY}
+        config = small_config(1, 2, schedule=schedule, model={"num_layers": layers}, every=1)
+        trainer = make_trainer(config, mesh_of(config))
+        lines.append(trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text().count("\n"))
+    assert lines[1] < 1.02 * lines[0]
+
+
+def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_twice():
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) * x
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None, tuple]:
+        y, first = jax.vjp(layer, w, x)
+        z, second = jax.vjp(layer, w, x)
+        return y + z, None, (first, second, w, x, jnp.arange(3))
+
+    x, w = jnp.linspace(-1, 1, 10).reshape(2, 5), jnp.linspace(-1, 1, 25).reshape(5, 5)
+    traced = Turn(turn, x, w)
+    y, _, stacked = jax.jit(traced)(x, w)
+    assert {leaf.shape for leaf in stacked} == {(2, 5)}
+    assert sum(leaf.dtype == x.dtype and bool(jnp.array_equal(leaf, x)) for leaf in stacked) == 1
+    expected_y, _, (first, _, *others) = turn(x, w)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-2)  # bfloat16
+    again, _, *rest = traced.rebuild(w, stacked)
+    chex.assert_trees_all_equal(rest, others)
+    chex.assert_trees_all_close(again(jnp.ones((2, 5))), first(jnp.ones((2, 5))), rtol=1e-2)
+
+
+def test_a_call_inside_a_turn_may_return_a_constant():
+    """As the attention kernels of GPUs do."""
+
+    @jax.jit
+    def call(x: jax.Array) -> tuple[jax.Array, float]:
+        return 2 * x, 3.0
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None, tuple]:
+        doubled, three = call(x)
+        return doubled + w, None, (doubled, three)
+
+    x, w = jnp.arange(4.0), jnp.ones(4)
+    traced = Turn(turn, x, w)
+    _, _, stacked = traced(x, w)
+    chex.assert_trees_all_equal(stacked, [2 * x])
+    chex.assert_trees_all_equal(traced.rebuild(w, stacked), (2 * x, jnp.float32(3)))

@@ -1,0 +1,39 @@
+"""Steps whose loss is computed chunk by chunk: the function stays the same on any mesh and in any order of tasks."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_jax.config import Config
+from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.trainer import make_trainer
+from tests.small import first_params, small_config, tokens_of
+from tests.step.gradients import assert_equals_reference, mesh_of
+from tests.step.test_tensor_axis import UNIFIED
+
+DENSE = {"num_experts": 0, "batch_size": 4}
+
+
+def in_chunks(config: Config, tokens: int) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk=tokens))
+
+
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [
+        (small_config(2, 1, schedule=UNIFIED, model={"num_layers": 1}, **DENSE), True),
+    ],
+    ids=["scheduled"],
+)
+def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
+    """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
+    monkeypatch.setattr(Facts, "keeps_least", least)
+    assert_equals_reference(in_chunks(config, 5))
+
+
+def test_validation_computes_the_same():
+    config, losses = small_config(2, 1, model={"num_layers": 1}, **DENSE), []
+    for each in (config, in_chunks(config, 8)):
+        losses.append(make_trainer(each, mesh_of(each)).evaluate(first_params(config.model), tokens_of(config)))
+    np.testing.assert_allclose(*losses, rtol=1e-6)

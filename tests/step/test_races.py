@@ -1,0 +1,109 @@
+"""No two collectives of a step, compiled for CPUs, can run into each other: steps of the model that the README trains.
+
+All pairs of settings, of a smaller model, are in `test_every_step.py`, which looks for races, too.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.measure.races import RaceError, check_races
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.step.scheduled.issue_order import Ties
+from moe_jax.step.trainer import make_trainer
+
+# The model of the config, a loop over its blocks included; narrower, which changes no collective.
+NARROW = ["model.d_model=32", "model.moe.hidden_dim=32", "data.seq_len=32", "train.batch_size=32"]
+CUTS = [
+    "schedule.weight_grad=greedy",
+    "schedule.policy=expert_pipeline schedule.microbatches=2",
+    "schedule.policy=unified schedule.microbatches=2",
+    "schedule.policy=unified schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=block",
+]
+PLACES = [
+    "mesh.data=2 mesh.expert=2 exchange.algorithm=ring exchange.reduction=ring",
+    "mesh.data=1 mesh.expert=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2 train.grad_accumulation=2",
+    "mesh.data=1 mesh.expert=4 exchange.algorithm=halo exchange.ranks_per_node=2 model.moe.capacity_factor=null",
+    "mesh.data=1 mesh.context=2 mesh.expert=2 exchange.reduction=scatter_gather optimizer.zero=1",
+    "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.algorithm=ring train.grad_accumulation=2",
+]
+CASES = [f"{place} {CUTS[number % len(CUTS)]}" for number, place in enumerate(PLACES)]
+PIPELINED = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4"
+RAGGED = "mesh.data=2 mesh.expert=2 exchange.algorithm=ragged schedule.policy=unified"
+MIGRATION = "migration.enabled=true migration.payback_steps=null"
+COPIES = "migration.replicas=2 model.moe.capacity_factor=null"
+TWO_STACKS = "model.num_layers=4 model.moe.every=2 model.moe.first_dense_blocks=1"
+OTHERS = {
+    "ragged": f"{RAGGED} schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=chunked",
+    "ragged, parts": f"{RAGGED} schedule.microbatches=2 train.grad_accumulation=2 optimizer.zero=1",
+    "plain": "mesh.data=2 mesh.expert=2",
+    "plain, context, parts": "mesh.data=1 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",
+    "migration": f"mesh.data=1 mesh.expert=4 {MIGRATION}",
+    "copies": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES}",
+    "copies of two stacks": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS}",
+    "copies, parts, cut": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS} "
+    "schedule.policy=unified schedule.microbatches=2 schedule.grad_reduce=end train.grad_accumulation=2",
+    "copies, pipeline": f"{PIPELINED} {MIGRATION} {COPIES} schedule.pipeline=zero_bubble",
+}
+
+
+def config_of(settings: str) -> Config:
+    return load_config("configs/shakespeare_cpu.yaml", [*NARROW, "mesh.cpu_devices=4", *settings.split()])
+
+
+def step_text(config: Config) -> str:
+    """The step as a run compiles it."""
+    mesh = make_mesh(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
+    trainer = make_trainer(config, mesh)
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    return trainer.step.lower(*trainer.step_shapes(batch)).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.replace(" ", "-"))
+def test_no_step_has_collectives_that_run_into_each_other(case):
+    check_races(step_text(config_of(case)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nor_have_plain_ragged_and_pipelined_ones(name):
+    check_races(step_text(config_of(OTHERS[name])))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "mesh.data=2 mesh.expert=2 schedule.policy=unified schedule.microbatches=2",
+        "mesh.data=1 mesh.context=2 schedule.weight_grad=greedy",
+    ],
+    ids=["sums of blocks and embedding", "sums of a context mesh"],
+)
+def test_loops_that_wait_for_nothing_are_seen(settings, monkeypatch):
+    """As steps were once: sums of the embedding's gradients crashed into those of the blocks."""
+    nothing: dict[str, Any] = {
+        "into_loop": lambda _, number_n: number_n,
+        "end_of_turn": lambda _: None,
+        "out_of_loop": lambda *_: None,
+    }
+    for name, function in nothing.items():
+        monkeypatch.setattr(Ties, name, function)
+    with pytest.raises(RaceError, match=r"G\.embed"):
+        check_races(step_text(config_of(settings)))
+
+
+def test_a_whole_batch_is_what_its_parts_wait_for(monkeypatch):
+    """Ring attention of the last part took the keys of the parts before."""
+    settings = "mesh.data=1 mesh.context=2 train.grad_accumulation=2 schedule.weight_grad=greedy"
+    config = config_of(settings)
+    check_races(step_text(config))
+    monkeypatch.setattr("moe_jax.step.gradients.after_all", lambda x, *_: x)
+    with pytest.raises(RaceError, match="ppermute"):
+        check_races(step_text(dataclasses.replace(config)))

@@ -1,0 +1,158 @@
+"""Copies of experts split their tokens, and learn the same."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Schedule
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.gates.choice import expert_counts
+from moe_jax.models.placement import by_expert, first_experts, map_experts, moe_blocks, slots_of_pairs
+from moe_jax.plan.memory import step_memory
+from moe_jax.rebalance.moves import moves_between
+from moe_jax.rebalance.transfer import Mover
+from moe_jax.step.expert_placement import first_placement, slots_of
+from moe_jax.step.trainer import make_trainer
+from tests.small import small_config, tokens_of
+from tests.step.gradients import mesh_of
+from tests.step.test_migration import DROPLESS, migrating
+
+CASES = {
+    "accumulated": small_config(2, 4, grad_accumulation=2, batch_size=16, **DROPLESS),
+    "pipeline stages": small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, every=1, **DROPLESS),
+}
+
+
+def with_copies(config: Config) -> np.ndarray:
+    """Slots [M, S] with experts on two ranks, and one on three if there are as many; one slot stays free."""
+    rng, moe, ranks = np.random.default_rng(1), config.model.moe, config.mesh.expert_ranks(config.mesh.sizes)
+    slot_PL = first_experts(moe.num_experts, ranks, 1).reshape(ranks, -1)
+    slot_PL[:-1, -1] = np.roll(slot_PL[:, 0], 1)[:-1]
+    if ranks > 2:
+        slot_PL[1, -1] = slot_PL[2, -1] = 0
+    names = [np.append(rng.permutation(moe.num_experts), moe.num_experts) for _ in moe_blocks(Stages.of(config))]
+    return np.stack([name[slot_PL.ravel()] for name in names]).astype(np.int32)
+
+
+def placed(config: Config, state: dict, expert_MS: np.ndarray) -> dict:
+    """A state without migration as one of a trainer that has copies."""
+    shapes = make_trainer(config, mesh_of(config)).state_shapes
+    rows = {}
+    for m, (segment, place, row) in enumerate(moe_blocks(Stages.of(config))):
+        rows.setdefault((segment, place), []).append((row, m))
+
+    def spread(group, leaf):
+        new = np.zeros((len(leaf), expert_MS.shape[1], *leaf.shape[2:]), leaf.dtype)
+        for row, m in rows[group]:
+            for slot, expert in enumerate(expert_MS[m]):
+                if expert < leaf.shape[1]:
+                    new[row, slot] = leaf[row, expert]
+        return new
+
+    host = map_experts(spread, jax.device_get(state))
+    ranks = config.mesh.expert_ranks(config.mesh.sizes)
+    host["placement"] = jax.device_get(first_placement(config.model, ranks, 1)) | {"expert_MS": expert_MS}
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
+
+
+def assert_copies_equal(config: Config, state: dict) -> None:
+    """Bit for bit, weights and moments."""
+    expert_MS, compared = np.asarray(state["placement"]["expert_MS"]), 0
+
+    def compare(group, leaf):
+        nonlocal compared
+        for m, (segment, place, row) in enumerate(moe_blocks(Stages.of(config))):
+            for expert in range(config.model.moe.num_experts) if (segment, place) == group else ():
+                first, *others = np.flatnonzero(expert_MS[m] == expert)
+                for slot in others:
+                    np.testing.assert_array_equal(leaf[row, slot], leaf[row, first])
+                    compared += 1
+        return leaf
+
+    map_experts(compare, jax.device_get({name: state[name] for name in ("params", "optimizer")}))
+    assert compared, "there are no copies"
+
+
+def in_order(config: Config, state: dict) -> dict:
+    """Parameters and moments, one copy of each expert."""
+    host = jax.tree.map(jnp.asarray, jax.device_get(state))
+    found = by_expert(host, slots_of(host), Stages.of(config)) if "placement" in state else host
+    return jax.device_get({name: found[name] for name in ("params", "optimizer")})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_split_tokens_and_learn_the_same(name):
+    """Loss, gradients (as first moments) and their norm are those without copies to round-off.
+
+    Of a step without schedule and migration; with stages of the same program, no expert copied.
+    """
+    config, mesh = CASES[name], mesh_of(CASES[name])
+    copied = migrating(config, replicas=1)
+    trainer, plain = make_trainer(copied, mesh), make_trainer(dataclasses.replace(config, schedule=Schedule()), mesh)
+    twin = trainer if config.is_pipelined else plain
+    expected, expert_MS = twin.init(), with_copies(config)
+    state = placed(copied, plain.init(), expert_MS)
+    for step in range(3):
+        expected, expected_metrics = twin.step(expected, tokens_of(config, step))
+        state, metrics = trainer.step(state, tokens_of(config, step))
+        for key in ("loss", "grad_norm", "load_balance_loss"):
+            np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=1e-5 if step == 0 else 1e-3)
+        if step == 0:
+            np.testing.assert_array_equal(metrics["expert_load"], expected_metrics["expert_load"])
+            chex.assert_trees_all_close(
+                in_order(config, state)["optimizer"], in_order(config, expected)["optimizer"], rtol=1e-3, atol=1e-6
+            )
+    assert_copies_equal(config, state)
+    if name == "accumulated":
+        loss = trainer.evaluate(state["params"], tokens_of(config), slots_of(state))
+        np.testing.assert_allclose(loss, twin.evaluate(expected["params"], tokens_of(config)), rtol=1e-3)
+
+
+def test_copies_take_tokens_in_turn():
+    expert_S = jnp.asarray([2, 0, 3, 1, 0, 3, 0, 3])  # of three experts, 3: free
+    expert_Tk = jnp.asarray(np.random.default_rng(0).integers(4, size=(3000, 2)))
+    slot_Tk = slots_of_pairs(expert_Tk, expert_S, 3)
+    assert (jnp.append(expert_S, 3)[slot_Tk] == expert_Tk).all(), "a copy of the expert that was chosen"
+    count_S = expert_counts(slot_Tk, len(expert_S))
+    np.testing.assert_allclose(count_S[jnp.asarray([1, 4, 6])], 500, rtol=0.15)
+    assert (slot_Tk[expert_Tk == 3] == len(expert_S)).all()
+
+
+def test_a_move_makes_copies_and_gives_them_up():
+    """Weights and moments go to free slots one way, by the program that also swaps; and nothing is lost."""
+    config = migrating(CASES["pipeline stages"], replicas=1)
+    trainer, stages = make_trainer(config, mesh_of(config)), Stages.of(config)
+    mover, experts = Mover(config, trainer), config.model.moe.num_experts
+    rng = np.random.default_rng(0)
+    plain = make_trainer(CASES["pipeline stages"], mesh_of(config)).state_shapes
+    host = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), plain)
+    first = np.tile(first_experts(experts, mover.ranks, 1), (len(moe_blocks(stages)), 1))
+    state, before = placed(config, host, first), first
+    for after in (with_copies(config), first):
+        plans = [
+            moves_between(*map(np.ndarray.tolist, both), mover.ranks, experts)
+            for both in zip(before, after, strict=True)
+        ]
+        assert any(move.copies for moves, _ in plans for move in moves)
+        placement = state.pop("placement")
+        state = mover.move(state, [moves for moves, _ in plans])
+        before = np.asarray([slots for _, slots in plans], np.int32)
+        state["placement"] = placement | {"expert_MS": before}
+        chex.assert_trees_all_equal(in_order(config, state), in_order(config, host))
+        if after is not first:
+            assert_copies_equal(config, state)
+
+
+def test_first_slots_hold_experts_once():
+    np.testing.assert_array_equal(first_experts(8, 4, 2), [0, 1, 8, 8, 2, 3, 8, 8, 4, 5, 8, 8, 6, 7, 8, 8])
+
+
+def test_plans_count_room_for_copies():
+    config = migrating(CASES["accumulated"], replicas=2)
+    shapes = make_trainer(config, mesh_of(config)).state_shapes["params"]
+    held = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    assert step_memory(config, "cpu").parameters == 4 * sum(map(np.prod, held))

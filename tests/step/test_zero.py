@@ -1,0 +1,81 @@
+"""State cut over devices: the same training, less memory of each device, and gradients that travel once."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import Config, Optimizer
+from moe_jax.measure.hlo import parse
+from moe_jax.measure.traffic import bytes_sent
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.traffic import traffic
+from moe_jax.step.scheduled.build import reductions_of
+from moe_jax.step.trainer import make_trainer
+from tests.small import small_config, tokens_of
+from tests.step.gradients import mesh_of
+from tests.step.test_tensor_axis import UNIFIED
+from tests.step.test_trainer import run_steps
+
+CHUNKED = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+AT_END = {"policy": "expert_pipeline", "microbatches": 2}
+LOOPED = {"model": {"num_layers": 4}, "every": 1}
+CASES = {
+    "autodiff, each part summed": (2, small_config(2, 4, grad_accumulation=2, batch_size=16)),
+    "loops of blocks": (1, small_config(2, 4, schedule={**UNIFIED, **CHUNKED}, batch_size=16, **LOOPED)),
+    "each part in loops": (
+        2,
+        small_config(4, 2, schedule={**AT_END, **CHUNKED}, batch_size=32, grad_accumulation=2, **LOOPED),
+    ),
+    "a width that data does not divide": (
+        1,
+        small_config(3, 2, schedule=CHUNKED, exchange={"reduction": "ring"}, batch_size=6),
+    ),
+    "pipeline stages": (1, small_config(2, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
+}
+
+
+def with_zero(config: Config, stage: int) -> Config:
+    return dataclasses.replace(config, optimizer=Optimizer(zero=stage))
+
+
+@pytest.mark.parametrize("name", ["each part in loops", "a width that data does not divide", "pipeline stages"])
+def test_cut_state_trains_to_the_same_parameters(name):
+    stage, whole = CASES[name]
+    expected, records = run_steps(whole)
+    state, cut_records = run_steps(with_zero(whole, stage))
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in cut_records], [r[key] for r in records], rtol=1e-5)
+    chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)
+    chex.assert_trees_all_close(state["params"], expected["params"], rtol=1e-4, atol=1e-5)
+
+
+def test_each_device_has_its_part_of_the_moments():
+    config = with_zero(small_config(8, 1), 1)
+    trainer = make_trainer(config, mesh_of(config))
+    for name, parts in (("params", 1), ("optimizer", 8)):
+        for leaf in jax.tree.leaves(trainer.state_shapes[name]):
+            if leaf.ndim > 1:
+                assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape or parts == 1
+                size = jax.numpy.prod(jax.numpy.array(leaf.sharding.shard_shape(leaf.shape)))
+                assert size * parts == leaf.size
+
+
+@pytest.mark.parametrize(("name", "times"), [("autodiff, each part summed", 2), ("loops of blocks", 1)])
+def test_a_compiled_step_scatters_sums_and_gathers_parameters(name, times):
+    """Whole gradients go nowhere: what is left to all-reduce are counts, losses and norms."""
+    stage, whole = CASES[name]
+    config = with_zero(whole, stage)
+    mesh = mesh_of(config)
+    trainer = make_trainer(config, mesh)
+    program = parse(trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile().as_text())
+    sent = {kind: bytes_sent(program, kind, 8) for kind in ("reduce-scatter", "all-reduce", "all-gather")}
+    once = sum(sum(owner.sent_bytes(mesh.shape)) for owner in reductions_of(config, mesh, None))
+    assert sent["reduce-scatter"] == pytest.approx(times * once)
+    assert sent["all-gather"] == pytest.approx(once)
+    assert sent["all-reduce"] < 0.03 * once
+    planned = traffic(config, find_cluster("cpu-8"))
+    assert planned["gradients"] == pytest.approx(times * once)
+    assert planned["parameters"] == pytest.approx(once)
