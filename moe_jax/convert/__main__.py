@@ -1,0 +1,6 @@
+"""The command `python -m moe_jax.convert`, which is `cli/convert.py`."""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("moe_jax.cli.convert", run_name="__main__")

@@ -1,0 +1,6 @@
+"""The command `python -m moe_jax.report`, which is `cli/report.py`."""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("moe_jax.cli.report", run_name="__main__")
