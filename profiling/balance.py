@@ -13,7 +13,7 @@ from training_run import records_of
 from moe_jax.errors import run_command
 
 ALL = ["model.moe.gate=sigmoid", "log.every=1"]
-NO_LOSS = "model.moe.load_balance_weight=0"
+NO_LOSS = "model.moe.aux_loss_coeff=0"
 RUNS: dict[str, tuple[list[str], tuple[int, ...]]] = {  # settings and seeds
     "load-balance loss": ([], (0, 1)),
     "bias, rate 0.01": (["model.moe.bias_update_rate=0.01", NO_LOSS], (0, 1)),

@@ -36,7 +36,7 @@ from moe_jax.plan.measured import write_times
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _GREEDY = ["schedule.weight_grad=greedy"]
-_CHUNKED = ["schedule.grad_reduce=chunked", "schedule.chunk_mb=2"]
+_CHUNKED = ["schedule.grad_reduce=bucketed", "schedule.bucket_cap_mb=2"]
 _FLAT = ["exchange.algorithm=flat", "exchange.reduction=all_reduce"]  # XLA's own
 # name: settings. The first two are what the others are compared with.
 VARIANTS: dict[str, list[str]] = {

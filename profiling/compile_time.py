@@ -25,7 +25,7 @@ SCHEDULED: dict[str, Any] = {
     "policy": "unified",
     "microbatches": 2,
     "weight_grad": "greedy",
-    "grad_reduce": "chunked",
+    "grad_reduce": "bucketed",
     "unroll": 2,
 }
 # On CPUs each of two microbatches has room for all slots, and so as many rows as the whole batch.
@@ -39,9 +39,11 @@ _MIB = 2**20
 
 def config_of(num_layers: int, schedule: dict[str, Any]) -> Config:
     """Blocks of experts on a mesh of data=2, expert=4."""
-    moe = MoE(num_experts=8, top_k=2, hidden_dim=128, every=1, capacity_factor=1.25)
+    moe = MoE(num_experts=8, top_k=2, intermediate_size=128, moe_layer_freq=1, capacity_factor=1.25)
     return Config(
-        model=Model(vocab_size=256, d_model=64, num_layers=num_layers, num_heads=4, hidden_dim=128, moe=moe),
+        model=Model(
+            vocab_size=256, hidden_size=64, num_layers=num_layers, num_attention_heads=4, intermediate_size=128, moe=moe
+        ),
         mesh=Mesh(data=2, expert=4),
         schedule=Schedule(**schedule),
         data=Data(seq_len=64),

@@ -84,7 +84,7 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
     training = [
         *(f"log.dir={home / 'tuned'}", f"mesh.cpu_devices={RANKS}", "mesh.data=1", f"mesh.expert={RANKS}"),
         *(f"train.steps={STEPS}", f"train.batch_size={RANKS}", "train.compute_dtype=float32", "train.eval_every=0"),
-        *(f"data.path={home / 'text.txt'}", "data.seq_len=32", "exchange.buffer_factor=null"),
+        *(f"data.path={home / 'text.txt'}", "data.seq_len=32", "exchange.rank_capacity_factor=null"),
         *("optimizer.warmup_steps=5", "log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
     ]
     _call(sys.executable, "-m", "moe_jax.train", "--config", str(home / "run"), *training)

@@ -65,7 +65,7 @@ def _train(folder: Path, processes: int, steps: int) -> str:
     """To step 2 × steps, from the start or on; what was said. Raises ElasticError."""
     settings = [
         *tiny(processes, batch_size=SIZE, seq_len=64, experts=SIZE),
-        *("model.moe.capacity_factor=null", "exchange.buffer_factor=null", f"log.dir={folder}"),
+        *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", f"log.dir={folder}"),
         *(f"train.steps={2 * steps}", f"checkpoint.every={steps}"),
     ]
     command = [sys.executable, "-m", "moe_jax.launch", f"--processes={processes}", "--retries=0"]

@@ -31,9 +31,11 @@ GRID: Mapping[str, tuple[int, ...]] = {
 def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
     """A model on a mesh of expert ranks."""
     ranks = CLUSTER.devices
-    moe = MoE(num_experts=ranks, top_k=2, hidden_dim=expert_width, num_shared_experts=1)
+    moe = MoE(num_experts=ranks, top_k=2, intermediate_size=expert_width, num_shared_experts=1)
     return Config(
-        model=Model(vocab_size=4096, d_model=1024, num_layers=3, num_heads=8, hidden_dim=4096, moe=moe),
+        model=Model(
+            vocab_size=4096, hidden_size=1024, num_layers=3, num_attention_heads=8, intermediate_size=4096, moe=moe
+        ),
         mesh=Mesh(data=1, expert=ranks),
         data=Data(seq_len=seq_len),
         train=Train(batch_size=ranks * sequences),

@@ -15,8 +15,8 @@ from moe_jax.plan.resources import count_parameters
 
 SMALL = ["model.num_layers=2", "data.seq_len=64", "train.batch_size=8", "optimizer.warmup_steps=20"]
 OWN = {
-    "deepseek_v2": ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.normalize_weights=false"],
-    "deepseek_v3": ["model.moe.num_groups=4", "model.moe.top_groups=2"],
+    "deepseek_v2": ["model.moe.n_group=4", "model.moe.topk_group=2", "model.moe.norm_topk_prob=false"],
+    "deepseek_v3": ["model.moe.n_group=4", "model.moe.topk_group=2"],
     "softmoe": ["model.moe.slots_per_expert=160"],  # as many as the others' capacity
     "expert_choice": [],
 }

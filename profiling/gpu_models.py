@@ -12,45 +12,45 @@ from moe_jax.plan.memory import step_memory
 MODELS = {
     "coarse": Model(
         vocab_size=32000,
-        d_model=4096,
+        hidden_size=4096,
         num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        moe=MoE(num_experts=8, top_k=2, hidden_dim=14336, capacity_factor=None),
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        moe=MoE(num_experts=8, top_k=2, intermediate_size=14336, capacity_factor=None),
     ),
     "fine": Model(
         vocab_size=102400,
-        d_model=2048,
+        hidden_size=2048,
         num_layers=27,
-        num_heads=16,
-        hidden_dim=10944,
+        num_attention_heads=16,
+        intermediate_size=10944,
         latent=Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         moe=MoE(
             num_experts=64,
             top_k=6,
-            hidden_dim=1408,
+            intermediate_size=1408,
             num_shared_experts=2,
-            first_dense_blocks=1,
+            first_k_dense_replace=1,
             gate="deepseek_v2",
-            normalize_weights=False,
+            norm_topk_prob=False,
             capacity_factor=None,
         ),
     ),
 }
-_TOY: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4}
+_TOY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4}
 TOYS = {
     "coarse": dataclasses.replace(
         MODELS["coarse"],
         **_TOY,
-        num_kv_heads=2,
-        moe=dataclasses.replace(MODELS["coarse"].moe, num_experts=4, hidden_dim=32),
+        num_key_value_heads=2,
+        moe=dataclasses.replace(MODELS["coarse"].moe, num_experts=4, intermediate_size=32),
     ),
     "fine": dataclasses.replace(
         MODELS["fine"],
         **_TOY,
-        hidden_dim=48,
+        intermediate_size=48,
         latent=Latent(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
-        moe=dataclasses.replace(MODELS["fine"].moe, num_experts=8, top_k=3, hidden_dim=16),
+        moe=dataclasses.replace(MODELS["fine"].moe, num_experts=8, top_k=3, intermediate_size=16),
     ),
 }
 _SEQ_LEN, _SEQUENCES = 2048, (16, 12, 8, 6, 4, 2, 1)
@@ -86,7 +86,7 @@ def filling(model: Model, num_bytes: int) -> Config | None:
     All activations are kept: what is recomputed counts in no MFU.
     """
     room = _SHARE * num_bytes
-    for layers in range(model.num_layers, model.moe.first_dense_blocks, -1):
+    for layers in range(model.num_layers, model.moe.first_k_dense_replace, -1):
         cut = dataclasses.replace(model, num_layers=layers)
         fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= room]
         if fitting and fitting[0] >= _LEAST:

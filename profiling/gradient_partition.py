@@ -2,7 +2,7 @@
 
 Equal MoE layers with sharded experts, whose gradients are summed over devices between all-to-alls. FSMoE (section 5)
 sends one message in each gap: step 1 fills what the layers' exchanges leave free, step 2 (differential evolution) adds
-to them what would be left for the end. `grad_reduce=chunked` cuts gradients into equal chunks, of the best size here,
+to them what would be left for the end. `grad_reduce=bucketed` cuts gradients into equal chunks, of the best size here,
 which run wherever no exchange is ready. Each of both has the best number of parts of a layer. Both are planned twice:
 with the times of the simulation, and with times that are off by up to a fifth. About three minutes. Writes
 results/gradient_partition.json.
@@ -179,7 +179,7 @@ def chunked(case: Case) -> Iterator[Way]:
 def _shape(degree: int, sums: Sequence[int]) -> Shape:
     reductions = (0, *sums, 0)
     kinds = ("moe",) * LAYERS
-    return make_shape(POLICY, kinds, degree, grad_reduce="chunked", reductions=reductions, sharded_experts=True)
+    return make_shape(POLICY, kinds, degree, grad_reduce="bucketed", reductions=reductions, sharded_experts=True)
 
 
 def _seconds(case: Case, degree: int, sums: Mapping[Action, Sum]) -> Seconds:

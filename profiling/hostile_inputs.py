@@ -17,7 +17,7 @@ from moe_jax.data.prepare import prepare_text
 
 MODEL = Path(__file__).resolve().parents[1] / "tests/golden/mixtral"
 TINY = """
-model: {d_model: 16, num_layers: 1, num_heads: 2, moe: {num_experts: 4, top_k: 2, hidden_dim: 16}}
+model: {hidden_size: 16, num_layers: 1, num_attention_heads: 2, moe: {num_experts: 4, top_k: 2, intermediate_size: 16}}
 data: {path: text.txt, seq_len: 16}
 train: {steps: 4, batch_size: 8, compute_dtype: float32}
 log: {dir: new, sample_tokens: 0, tensorboard: false}
@@ -98,8 +98,14 @@ PLAN = "plan --model tiny.yaml --cluster h100x8"
 LAUNCH = "launch --processes 2 --config tiny.yaml"
 # Sizes at which something would take hours or all memory
 SIZES = (
-    *("model.num_layers", "model.vocab_size", "model.d_model", "model.num_heads", "model.hidden_dim"),
-    *("model.moe.num_experts", "model.moe.hidden_dim", "model.moe.num_shared_experts", "schedule.microbatches"),
+    *(
+        "model.num_layers",
+        "model.vocab_size",
+        "model.hidden_size",
+        "model.num_attention_heads",
+        "model.intermediate_size",
+    ),
+    *("model.moe.num_experts", "model.moe.intermediate_size", "model.moe.num_shared_experts", "schedule.microbatches"),
     *("schedule.expert_chunks", "schedule.unroll", "schedule.virtual_stages", "schedule.head_blocks"),
     *("exchange.tensor_chunks", "mesh.cpu_devices", "mesh.data", "mesh.pipeline", "data.seq_len", "data.prefetch"),
     *("train.batch_size", "train.grad_accumulation", "tune.samples", "migration.replicas", "log.sample_tokens"),
@@ -118,8 +124,8 @@ NUMBERS = {
     "a capacity without bound": "model.moe.capacity_factor=1e300",
     "a capacity later without bound": "model.moe.capacity_schedule=[[2,1e300]]",
     "a step of a capacity without bound": "model.moe.capacity_schedule=[[1e999,2]]",
-    "a buffer without bound": "exchange.buffer_factor=1e300",
-    "chunks of nothing": "schedule.grad_reduce=chunked schedule.chunk_mb=0",
+    "a buffer without bound": "exchange.rank_capacity_factor=1e300",
+    "chunks of nothing": "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=0",
     "a clip beyond float32": "optimizer.clip_norm=1e300",
     "a fraction above one": "optimizer.final_fraction=1e9",
     "a decay without bound": "optimizer.weight_decay=1e30",
@@ -167,8 +173,8 @@ MADE = {
     "hooks without arguments": "model.moe.hooks=hostile_parts:NO_ARGUMENTS",
     "hooks that lose rows": "model.moe.hooks=hostile_parts:SHORTER",
     "hooks that are a number": "model.moe.hooks=hostile_parts:NUMBER",
-    "an order that takes one": "model.moe.order=hostile_parts:ONE",
-    "an order without a ticket": "model.moe.order=hostile_parts:PAIRLESS",
+    "an order that takes one": "model.moe.dispatcher=hostile_parts:ONE",
+    "an order without a ticket": "model.moe.dispatcher=hostile_parts:PAIRLESS",
     "a policy without parts": "schedule.policy=hostile_parts:PARTLESS",
     "a policy of a billion parts": "schedule.policy=hostile_parts:TOO_FINE",
     "a policy without lists": "schedule.policy=hostile_parts:LISTLESS",

@@ -30,9 +30,11 @@ _MIB = 2**20
 
 def config_of(length: int, context: int, form: Literal["ring", "all_gather"] = "ring") -> Config:
     """One block of 8 experts that sees one sequence."""
-    moe = MoE(num_experts=8, top_k=2, hidden_dim=32, capacity_factor=1.25)
+    moe = MoE(num_experts=8, top_k=2, intermediate_size=32, capacity_factor=1.25)
     return Config(
-        model=Model(vocab_size=256, d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, moe=moe),
+        model=Model(
+            vocab_size=256, hidden_size=32, num_layers=1, num_attention_heads=2, num_key_value_heads=1, moe=moe
+        ),
         mesh=Mesh(data=1, context=context),
         schedule=Schedule(remat="full"),
         exchange=Exchange(context_form=form),

@@ -29,23 +29,29 @@ _LAYOUTS = {
     "h100": {4: "1x1x4", 8: "1x1x8", 16: "1x2x8", 64: "1x8x8"},
 }
 _MODELS = {
-    "coarse": "d_model=1024 num_layers=4 num_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
-    "moe.hidden_dim=1024",
-    "fine": "d_model=1024 num_layers=6 num_heads=8 vocab_size=8192 moe.num_experts=64 moe.top_k=6 moe.hidden_dim=512",
-    "deep": "d_model=512 num_layers=8 num_heads=4 vocab_size=256 moe.num_experts=64 moe.top_k=2 moe.hidden_dim=2048",
-    "wide": "d_model=2048 num_layers=3 num_heads=16 vocab_size=32000 moe.num_experts=8 moe.top_k=2 moe.hidden_dim=4096",
-    "mixed": "d_model=1024 num_layers=7 num_heads=16 num_kv_heads=4 head_dim=128 qk_norm=true hidden_dim=4096 "
-    "vocab_size=16384 moe.num_experts=32 moe.top_k=4 moe.hidden_dim=1024 moe.num_shared_experts=1 "
-    "moe.first_dense_blocks=1 moe.every=2",
-    "gelu": "d_model=768 num_layers=6 num_heads=12 vocab_size=50304 activation=gelu tie_embeddings=true "
-    "moe.num_experts=16 moe.top_k=1 moe.hidden_dim=3072",
-    "dense": "d_model=1024 num_layers=4 num_heads=8 vocab_size=32000 hidden_dim=4096 moe.num_experts=0",
-    "dropless": "d_model=1024 num_layers=4 num_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
-    "moe.hidden_dim=1024 moe.capacity_factor=null",
+    "coarse": "hidden_size=1024 num_layers=4 num_attention_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
+    "moe.intermediate_size=1024",
+    "fine": "hidden_size=1024 num_layers=6 num_attention_heads=8 vocab_size=8192 moe.num_experts=64 moe.top_k=6 "
+    "moe.intermediate_size=512",
+    "deep": "hidden_size=512 num_layers=8 num_attention_heads=4 vocab_size=256 moe.num_experts=64 moe.top_k=2 "
+    "moe.intermediate_size=2048",
+    "wide": "hidden_size=2048 num_layers=3 num_attention_heads=16 vocab_size=32000 moe.num_experts=8 moe.top_k=2 "
+    "moe.intermediate_size=4096",
+    "mixed": "hidden_size=1024 num_layers=7 num_attention_heads=16 num_key_value_heads=4 head_dim=128 qk_norm=true "
+    "intermediate_size=4096 "
+    "vocab_size=16384 moe.num_experts=32 moe.top_k=4 moe.intermediate_size=1024 moe.num_shared_experts=1 "
+    "moe.first_k_dense_replace=1 moe.moe_layer_freq=2",
+    "gelu": "hidden_size=768 num_layers=6 num_attention_heads=12 vocab_size=50304 activation=gelu "
+    "tie_word_embeddings=true "
+    "moe.num_experts=16 moe.top_k=1 moe.intermediate_size=3072",
+    "dense": "hidden_size=1024 num_layers=4 num_attention_heads=8 vocab_size=32000 intermediate_size=4096 "
+    "moe.num_experts=0",
+    "dropless": "hidden_size=1024 num_layers=4 num_attention_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
+    "moe.intermediate_size=1024 moe.capacity_factor=null",
 }
-_PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end chunk_mb=null unroll=1 "
-_UNIFIED = "policy=unified weight_grad=greedy grad_reduce=chunked chunk_mb=9 unroll=1 "
-_PIPELINE = "policy=expert_pipeline weight_grad=inline grad_reduce=end chunk_mb=null unroll=1 microbatches=2"
+_PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 "
+_UNIFIED = "policy=unified weight_grad=greedy grad_reduce=bucketed bucket_cap_mb=9 unroll=1 "
+_PIPELINE = "policy=expert_pipeline weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 microbatches=2"
 # model, data × expert × tensor, sequences of a device, their length, schedule, and other settings
 _CASES = [
     ("coarse", (1, 8, 1), 2, 1024, _PLAIN),

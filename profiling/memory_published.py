@@ -18,12 +18,12 @@ def piper_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     """
     model, moe, length = config.model, config.model.moe, config.data.seq_len
     tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])
-    width = model.d_model
-    attention = 64 * width**2 + tokens * (12 * width + 4 * model.num_heads * length)
+    width = model.hidden_size
+    attention = 64 * width**2 + tokens * (12 * width + 4 * model.num_attention_heads * length)
     num_moe = model.block_kinds.count("moe")
-    experts = 48 * moe.num_experts / mesh["expert"] * width * moe.hidden_dim
-    experts += 2 * tokens * moe.top_k * (3 * moe.hidden_dim + width)
-    dense = 48 * width * model.hidden_dim + 2 * tokens * (3 * model.hidden_dim + width)
+    experts = 48 * moe.num_experts / mesh["expert"] * width * moe.intermediate_size
+    experts += 2 * tokens * moe.top_k * (3 * moe.intermediate_size + width)
+    dense = 48 * width * model.intermediate_size + 2 * tokens * (3 * model.intermediate_size + width)
     return model.num_layers * attention + num_moe * experts + (model.num_layers - num_moe) * dense
 
 
@@ -35,5 +35,5 @@ def monta_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     model, counts, length = config.model, count_parameters(config.model), config.data.seq_len
     tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])
     weights = _PARAMETER_BYTES * (counts.total - counts.expert + counts.expert / mesh["expert"]) / mesh["tensor"]
-    of_token = (13 + 21 * model.moe.top_k) * model.d_model + 5 * model.num_heads * length
+    of_token = (13 + 21 * model.moe.top_k) * model.hidden_size + 5 * model.num_attention_heads * length
     return weights + tokens * model.num_layers * of_token / mesh["tensor"]

@@ -27,8 +27,8 @@ from moe_jax.step.trainer import make_trainer
 
 RANKS = 8
 SETTINGS = [
-    *("model.num_layers=2", "model.d_model=128", "model.moe.num_experts=64", "model.moe.hidden_dim=128"),
-    *("model.moe.capacity_factor=null", "exchange.buffer_factor=null", "model.moe.gate=skewed_gate:choose"),
+    *("model.num_layers=2", "model.hidden_size=128", "model.moe.num_experts=64", "model.moe.intermediate_size=128"),
+    *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "model.moe.gate=skewed_gate:choose"),
     *(f"mesh.cpu_devices={RANKS}", "mesh.data=1", f"mesh.expert={RANKS}", "data.seq_len=64", "train.batch_size=16"),
     *("optimizer.warmup_steps=20", "train.compute_dtype=float32", "log.every=1"),
 ]

@@ -43,7 +43,7 @@ from moe_jax.step.trainer import make_trainer
 RANKS = 2
 _COMMON = [
     *("mesh.data=1", f"mesh.expert={RANKS}", "model.num_layers=2", "model.moe.num_experts=16"),
-    *("model.moe.capacity_factor=null", "exchange.buffer_factor=null", "model.moe.gate=skewed_gate:choose"),
+    *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "model.moe.gate=skewed_gate:choose"),
     *("exchange.reduction=all_reduce", "migration.enabled=true"),
 ]
 _ALONE = 3  # times that one block's experts run by themselves in a round
@@ -111,11 +111,11 @@ def experts_alone(config: Config) -> Callable[[], float]:
     held = moe.num_experts // RANKS
     tokens = config.train.batch_size // RANKS * config.data.seq_len
     rng = np.random.default_rng(0)
-    sizes = {"gate": (model.d_model, moe.hidden_dim), "up": (model.d_model, moe.hidden_dim)}
-    sizes["down"] = (moe.hidden_dim, model.d_model)
+    sizes = {"gate": (model.hidden_size, moe.intermediate_size), "up": (model.hidden_size, moe.intermediate_size)}
+    sizes["down"] = (moe.intermediate_size, model.hidden_size)
     params = {name: rng.standard_normal((held, *size), np.float32) / 32 for name, size in sizes.items()}
     width = tokens * min(moe.top_k, held)  # rows of a source, with room for the worst case
-    x_PWD = rng.standard_normal((RANKS, width, model.d_model), np.float32) / 32
+    x_PWD = rng.standard_normal((RANKS, width, model.hidden_size), np.float32) / 32
     count_PL = np.full((RANKS, held), tokens * moe.top_k // moe.num_experts, np.int32)
 
     def passes(params: Any, x: jax.Array) -> Any:

@@ -20,10 +20,10 @@ def main() -> None:
     steps = count_argument("STEPS", 600, __doc__)
     model = train_config([], steps).model
     moe, matrices = model.moe, 3 if model.is_gated else 2
-    width = moe.top_k * moe.hidden_dim + math.ceil(moe.num_experts / matrices)
+    width = moe.top_k * moe.intermediate_size + math.ceil(moe.num_experts / matrices)
     variants = {
         "moe": [],
-        "dense": ["model.moe.num_experts=0", f"model.hidden_dim={width}"],
+        "dense": ["model.moe.num_experts=0", f"model.intermediate_size={width}"],
     }
     values: dict[str, object] = {"steps": steps}
     for name, settings in variants.items():

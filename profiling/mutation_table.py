@@ -491,15 +491,15 @@ MUTATIONS = (
     ),
     Mutation(
         "chunk_counts_elements",
-        "schedule/grad_chunks.py",
-        "max(1, int(chunk_mb * 1e6 / num_bytes))",
-        "max(1, int(chunk_mb * 1e6))",
+        "schedule/grad_buckets.py",
+        "max(1, int(bucket_cap_mb * 1e6 / num_bytes))",
+        "max(1, int(bucket_cap_mb * 1e6))",
         "chunks of gradients are four times as large as asked for",
         ["tests/schedule/test_grad_chunks.py"],
     ),
     Mutation(
         "sums_before_exchanges",
-        "schedule/grad_chunks.py",
+        "schedule/grad_buckets.py",
         "return Priority.DATA if is_reduction(action) else Priority.EXPERT",
         "return Priority.EXPERT if is_reduction(action) else Priority.DATA",
         "exchanges wait for sums of gradients, which nothing waits for",
@@ -583,7 +583,7 @@ MUTATIONS = (
     Mutation(
         "z_loss_without_gradient",
         "step/scheduled/executor.py",
-        "jnp.float32(moe.router_z_weight * per_token)",
+        "jnp.float32(moe.z_loss_coeff * per_token)",
         "jnp.float32(0 * per_token)",
         "scheduled steps learn nothing from the router z-loss",
         STEP,
@@ -627,7 +627,7 @@ MUTATIONS = (
     Mutation(
         "z_loss_left_out",
         "step/losses.py",
-        " + moe.router_z_weight * parts.router_z_loss",
+        " + moe.z_loss_coeff * parts.router_z_loss",
         "",
         "the router z-loss is computed and not minimised",
         STEP,
@@ -1053,8 +1053,8 @@ MUTATIONS = (
     Mutation(
         "one_weight_not_normalised",
         "convert/family.py",
-        '"normalize_top_1": normalized and top_k == 1',
-        '"normalize_top_1": False',
+        '"norm_top1_prob": normalized and top_k == 1',
+        '"norm_top1_prob": False',
         "imported models with k=1 weight their expert by its score",
         ["tests/convert/test_top_1.py"],
     ),

@@ -49,19 +49,19 @@ SCHEDULES = {
 }
 SCHEDULES["interleaved"] += ["schedule.virtual_stages=2"]
 _COMMON = [
-    "model.d_model=1024",
+    "model.hidden_size=1024",
     "model.num_layers=8",
-    "model.num_heads=8",
+    "model.num_attention_heads=8",
     "model.vocab_size=8192",
     "model.moe.num_experts=16",
     "model.moe.top_k=2",
-    "model.moe.hidden_dim=1024",
+    "model.moe.intermediate_size=1024",
     "data.seq_len=1024",
     "schedule.policy=vanilla",
     "schedule.microbatches=1",
     "schedule.weight_grad=inline",
     "schedule.grad_reduce=end",
-    "schedule.chunk_mb=null",
+    "schedule.bucket_cap_mb=null",
     "schedule.unroll=1",
 ]
 _SENDS = ("to_next_stage", "to_previous_stage")

@@ -34,7 +34,7 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
         return arriving(post(jnp.where(first, x, came), "to_previous", jnp.stack([~first, first])), both)(came)
 
     on_mesh = jax.shard_map(there_and_back, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
-    way, x = jax.jit(on_mesh), np.ones((tokens, config.model.d_model), np.float32)
+    way, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)
     jax.block_until_ready(way(x))
     return float(np.median([seconds_per_step(lambda: way(x), 1) for _ in range(_SENDS)])) / 2
 

@@ -17,26 +17,26 @@ _LINK_GB_PER_S = 0.04  # that tasks are ordered by, in the middle of the rates: 
 _SMALLER = ["train.batch_size=8", "model.num_layers=2", f"schedule.link_gb_per_s={_LINK_GB_PER_S}"]
 MODELS = {
     "wide experts": _SMALLER,
-    "dense between": [*_SMALLER, "model.d_model=384", "model.moe.every=2", "data.seq_len=256"],
+    "dense between": [*_SMALLER, "model.hidden_size=384", "model.moe.moe_layer_freq=2", "data.seq_len=256"],
     "large vocabulary": [
         *_SMALLER,
         "model.vocab_size=4096",
         "model.moe.num_experts=8",
-        "model.moe.hidden_dim=512",
+        "model.moe.intermediate_size=512",
         "model.moe.capacity_factor=4",
     ],
 }
 MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "mesh.expert=1"]}
-_GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=chunked"]
+_GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 WAYS = {
     "vanilla": [],
-    "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.chunk_mb=4"],
+    "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.bucket_cap_mb=4"],
     "expert_pipeline, R=2": _PIPELINE,
     "unified, R=2": _UNIFIED,
-    "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.chunk_mb=1"],
-    "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.chunk_mb=4"],
+    "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.bucket_cap_mb=1"],
+    "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.bucket_cap_mb=4"],
 }
 _WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # what is worth a try where each device has all experts
 # Its tasks are measured, so its rates are never used.

@@ -44,9 +44,15 @@ def layers(devices: int) -> Iterator[Config]:
 
 
 def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, width: int, hidden: int) -> Config:
-    moe = MoE(num_experts=devices, top_k=2, hidden_dim=hidden, capacity_factor=capacity_factor)
+    moe = MoE(num_experts=devices, top_k=2, intermediate_size=hidden, capacity_factor=capacity_factor)
     model = Model(
-        vocab_size=256, d_model=width, num_layers=1, num_heads=16, hidden_dim=hidden, activation="gelu", moe=moe
+        vocab_size=256,
+        hidden_size=width,
+        num_layers=1,
+        num_attention_heads=16,
+        intermediate_size=hidden,
+        activation="gelu",
+        moe=moe,
     )
     return Config(
         model=model,

@@ -96,7 +96,7 @@ def _cases(folder: Path) -> dict[str, list[str]]:
     subprocess.run([sys.executable, "-m", *TRAIN, trained], check=True, capture_output=True)
     return {
         "a data file with a flipped bit": [*TRAIN, new, f"data.path={folder / 'tokens'}"],
-        "checkpoints of another model": [*TRAIN, trained, "model.d_model=32"],
+        "checkpoints of another model": [*TRAIN, trained, "model.hidden_size=32"],
         "an invalid mesh": [*TRAIN, new, "mesh.expert=3"],
         "a model of a wrong type": ["moe_jax.convert", "import", f"{folder / 'model'}", "--out", f"{folder / 'run'}"],
     }

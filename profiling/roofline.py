@@ -64,7 +64,7 @@ def seconds_by_kind(operations: Sequence[Operation], program: Program) -> dict[s
 def work_by_kind(config: Config) -> dict[str, Work]:
     """Of a step on one device, forward and backward, activations in bfloat16 and parameters in float32."""
     model, length = config.model, config.data.seq_len
-    moe, width = model.moe, model.d_model
+    moe, width = model.moe, model.hidden_size
     tokens = config.train.batch_size * length
     counts, blocks = count_parameters(model), model.block_kinds.count("moe")
     experts = counts.expert - counts.expert_whole
@@ -72,9 +72,11 @@ def work_by_kind(config: Config) -> dict[str, Work]:
     gates = blocks * gate_matrices(model)
     dense = counts.matrix_active - met - gates
     pairs = train_flops_per_token(model, length) - 6 * counts.matrix_active
-    heads = (model.num_heads + model.kv_heads) * (model.qk_width + model.v_width)  # q, k, v and what comes of them
-    hidden = blocks * (moe.top_k + moe.num_shared_experts) * moe.hidden_dim
-    hidden += (model.num_layers - blocks) * model.hidden_dim
+    heads = (model.num_attention_heads + model.kv_heads) * (
+        model.qk_width + model.v_width
+    )  # q, k, v and what comes of them
+    hidden = blocks * (moe.top_k + moe.num_shared_experts) * moe.intermediate_size
+    hidden += (model.num_layers - blocks) * model.intermediate_size
     # each read and written forward, and twice as often backward: what was read, and its gradient
     norms, residuals, activations = 5 * (2 * model.num_layers + 1), 6 * 2 * model.num_layers, 8
     moved = 4 * (moe.top_k + 1) * blocks  # rows of a token: out and back, forward and backward, read and written

@@ -36,7 +36,7 @@ CASES = (
     Case("mixtral_8x7b", "v5p-64", ("train.batch_size=256",)),
     Case("deepseek_v2", "v5p-512", ("train.batch_size=1024",)),
     Case("deepseek_v3", "v5p-2048", ("train.batch_size=4096",)),
-    Case("kimi_k2", "v5p-6144", ("train.batch_size=6144", "exchange.buffer_factor=1.5")),
+    Case("kimi_k2", "v5p-6144", ("train.batch_size=6144", "exchange.rank_capacity_factor=1.5")),
 )
 _COLORS = {"data": "#4c78a8", "expert": "#f2a541", "pipeline": "#e45756", "tensor": "#54a24b", "context": "#b279a2"}
 

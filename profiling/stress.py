@@ -44,7 +44,7 @@ POLICIES = [
     "schedule.policy=expert_pipeline schedule.microbatches=2",
     "schedule.policy=unified schedule.microbatches=2 schedule.grad_reduce=end",
     "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ragged",
-    "schedule.policy=unified schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=chunked",
+    "schedule.policy=unified schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=bucketed",
 ]
 PLACES = [  # exchanges on meshes that have them
     "mesh.cpu_devices=8 mesh.data=2 mesh.expert=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
@@ -110,15 +110,17 @@ def main() -> None:
 def narrowed(config: Config) -> list[str]:
     """Settings that make a model of the same kind small, and let it read a text of bytes."""
     model, moe, attention = config.model, config.model.moe, config.model.attention
-    every = (moe.every, attention.full_every, attention.nope_every)
+    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every)
     period = math.lcm(*(each for each in every if each))
     settings = {
         "model.vocab_size": 256,
-        "model.d_model": 32,
-        "model.num_layers": moe.first_dense_blocks + max(3, period + 1) if moe.num_experts else 3,
-        "model.num_heads": 4,
-        "model.hidden_dim": 48,
-        "model.num_kv_heads": 2 if (model.num_kv_heads or model.num_heads) < model.num_heads else None,
+        "model.hidden_size": 32,
+        "model.num_layers": moe.first_k_dense_replace + max(3, period + 1) if moe.num_experts else 3,
+        "model.num_attention_heads": 4,
+        "model.intermediate_size": 48,
+        "model.num_key_value_heads": 2
+        if (model.num_key_value_heads or model.num_attention_heads) < model.num_attention_heads
+        else None,
         "model.head_dim": 8 if model.head_dim else None,
         "data.path": TEXT,
         "data.seq_len": 16,
@@ -128,7 +130,7 @@ def narrowed(config: Config) -> list[str]:
         "schedule.microbatches": 1,
         "schedule.weight_grad": "inline",
         "schedule.grad_reduce": "end",
-        "schedule.chunk_mb": None,
+        "schedule.bucket_cap_mb": None,
         "schedule.unroll": 1,
         "exchange.algorithm": "flat",
         "exchange.reduction": "all_reduce",
@@ -137,11 +139,15 @@ def narrowed(config: Config) -> list[str]:
         settings |= {"model.latent.kv_lora_rank": 16, "model.latent.qk_nope_head_dim": 8}
         settings |= {"model.latent.qk_rope_head_dim": 4, "model.latent.v_head_dim": 8}
         settings |= {"model.latent.q_lora_rank": 24} if model.latent.q_lora_rank else {}
-    if attention.window:
-        settings["model.attention.window"] = 8
+    if attention.sliding_window:
+        settings["model.attention.sliding_window"] = 8
     if moe.num_experts:
-        settings |= {"model.moe.num_experts": 8, "model.moe.top_k": min(moe.top_k, 3), "model.moe.hidden_dim": 24}
-        settings |= {"model.moe.num_groups": 4, "model.moe.top_groups": 2} if moe.num_groups > 1 else {}
+        settings |= {
+            "model.moe.num_experts": 8,
+            "model.moe.top_k": min(moe.top_k, 3),
+            "model.moe.intermediate_size": 24,
+        }
+        settings |= {"model.moe.n_group": 4, "model.moe.topk_group": 2} if moe.n_group > 1 else {}
     return [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
 
 

@@ -18,7 +18,12 @@ _QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")
 def tiny(ranks: int, *, batch_size: int, seq_len: int, experts: int) -> list[str]:
     """Settings of a small model on `ranks` expert ranks, each step recorded. Losses do not depend on train.steps."""
     return [
-        *("model.num_layers=2", "model.d_model=64", "model.hidden_dim=128", "model.moe.hidden_dim=64"),
+        *(
+            "model.num_layers=2",
+            "model.hidden_size=64",
+            "model.intermediate_size=128",
+            "model.moe.intermediate_size=64",
+        ),
         *(f"model.moe.num_experts={experts}", f"mesh.cpu_devices={ranks}", "mesh.data=1", f"mesh.expert={ranks}"),
         *(f"train.batch_size={batch_size}", f"data.seq_len={seq_len}", "train.compute_dtype=float32"),
         *("optimizer.schedule=constant", "train.eval_every=0"),

@@ -44,10 +44,10 @@ _SETTINGS = [
     "schedule.policy=unified",
     "schedule.microbatches=2",
     "schedule.weight_grad=greedy",
-    "schedule.grad_reduce=chunked",
+    "schedule.grad_reduce=bucketed",
     "model.num_layers=2",
     "train.batch_size=4",
-    "tune.over=[chunk_mb]",
+    "tune.over=[bucket_cap_mb]",
     "tune.patience=20",
 ]
 _LIVE = ["log.every=1", "log.tensorboard=false", "checkpoint.every=0", "train.eval_every=0", "train.steps=100000"]
@@ -145,7 +145,7 @@ def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, f
     box.set_latency(arguments.latency_ms / 1e3)
     choices = choices_of(config, make_mesh(config.mesh))
     assert choices is not None
-    sizes = [choices.settings(number)["chunk_mb"] for number in range(len(choices.values))]
+    sizes = [choices.settings(number)["bucket_cap_mb"] for number in range(len(choices.values))]
     configs = {float(size): choices.config_of(number) for number, size in enumerate(sizes)}
     seconds = sweep(configs, rates[0], arguments.rounds, config.tune.iterations)
     tell("training")
@@ -162,7 +162,7 @@ def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
     best = int(np.argmin(medians))
     return {
         "sweep": {
-            "chunk_mb": found["sizes"],
+            "bucket_cap_mb": found["sizes"],
             "step_s": rows,
             "best_chunk_mb": found["sizes"][best],
             "worst_over_best": rounded(max(medians) / medians[best]),
@@ -175,7 +175,7 @@ def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
 def told(result: dict[str, Any]) -> str:
     """In words."""
     lines = [
-        f"best of {len(result['sweep']['chunk_mb'])} sizes {result['sweep']['best_chunk_mb']} MB, "
+        f"best of {len(result['sweep']['bucket_cap_mb'])} sizes {result['sweep']['best_chunk_mb']} MB, "
         f"the worst takes {result['sweep']['worst_over_best']} × its time"
     ]
     for name, row in result["replay"].items():

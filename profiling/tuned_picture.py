@@ -29,7 +29,7 @@ def write_picture(result: Mapping[str, Any], path: Path) -> Path:
 
 
 def _sizes(axes: Any, sweep: Mapping[str, Any]) -> None:
-    sizes, rows = sweep["chunk_mb"], sweep["step_s"]
+    sizes, rows = sweep["bucket_cap_mb"], sweep["step_s"]
     median = [row["median"] for row in rows]
     axes.fill_between(
         sizes,

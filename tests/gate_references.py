@@ -49,9 +49,9 @@ def mask(expert_Tk, experts: int) -> np.ndarray:
 
 def weighted(score_TE, best, moe: MoE):
     weight_TE = jnp.where(mask(best, moe.num_experts), score_TE, 0)
-    if moe.normalize_weights and (moe.top_k > 1 or moe.normalize_top_1):
+    if moe.norm_topk_prob and (moe.top_k > 1 or moe.norm_top1_prob):
         weight_TE = weight_TE / weight_TE.sum(-1, keepdims=True)
-    return weight_TE * moe.routed_scale
+    return weight_TE * moe.routed_scaling_factor
 
 
 def linear(p, x_TD):
@@ -80,7 +80,7 @@ def gpt_oss(p, x_TD, moe: MoE, draws: Draws):
     logit_TE = x_TD @ p["router"] + p["router_bias"]
     best = first_k(logit_TE, moe.top_k)
     of_best = jnp.where(mask(best, moe.num_experts), jnp.exp(logit_TE), 0)
-    weight_TE = of_best / of_best.sum(-1, keepdims=True) * moe.routed_scale
+    weight_TE = of_best / of_best.sum(-1, keepdims=True) * moe.routed_scaling_factor
     return weight_TE, jax.nn.softmax(logit_TE), best, logit_TE
 
 
@@ -95,7 +95,7 @@ def noisy(p, x_TD, moe: MoE, draws: Draws):
     best = best.copy()
     for token in range(len(best)):
         for choice in range(1, moe.top_k):
-            if 2 * fixed(weight_TE)[token, best[token, choice]] / moe.routed_scale <= uniform[token, choice]:
+            if 2 * fixed(weight_TE)[token, best[token, choice]] / moe.routed_scaling_factor <= uniform[token, choice]:
                 best[token, choice] = moe.num_experts
     return jnp.where(mask(best, moe.num_experts), weight_TE, 0), prob_TE, best, logit_TE
 
@@ -109,10 +109,10 @@ def xmoe(p, x_TD, moe: MoE, draws: Draws):
 def grouped(p, x_TD, moe: MoE, scores, count: int):
     """Experts that are not in a token's best groups, by the sum of the `count` best scores in each, are out."""
     allowed_TE = fixed(scores).copy()
-    size = moe.num_experts // moe.num_groups
+    size = moe.num_experts // moe.n_group
     for token, own in enumerate(allowed_TE):
-        of_group = [np.sort(own[g * size : (g + 1) * size])[-count:].sum() for g in range(moe.num_groups)]
-        for group in np.argsort(-np.array(of_group), kind="stable")[moe.top_groups :]:
+        of_group = [np.sort(own[g * size : (g + 1) * size])[-count:].sum() for g in range(moe.n_group)]
+        for group in np.argsort(-np.array(of_group), kind="stable")[moe.topk_group :]:
             allowed_TE[token, group * size : (group + 1) * size] = -np.inf
     return first_k(allowed_TE, moe.top_k)
 
@@ -134,7 +134,7 @@ def deepseek_v3(p, x_TD, moe: MoE, draws: Draws):
 def drawn(keys, moe: MoE):
     best = first_k(np.stack([jax.random.uniform(key, (moe.num_experts,)) for key in keys]), moe.top_k)
     equal_TE = mask(best, moe.num_experts) / np.float32(moe.top_k)
-    return equal_TE * moe.routed_scale, equal_TE, best, None
+    return equal_TE * moe.routed_scaling_factor, equal_TE, best, None
 
 
 def random(p, x_TD, moe: MoE, draws: Draws):
@@ -168,7 +168,7 @@ def expert_choice(p, x_TD, moe: MoE, shares):
         for expert in range(moe.num_experts):
             order = np.argsort(-fixed(prob_TE)[own, expert], kind="stable")
             picked_TE[own[order[:slots]], expert] = True
-    return jnp.where(picked_TE, prob_TE, 0) * moe.routed_scale, prob_TE, picked_TE
+    return jnp.where(picked_TE, prob_TE, 0) * moe.routed_scaling_factor, prob_TE, picked_TE
 
 
 def softmoe(p, x_TD, moe: MoE, shares, expert):
@@ -180,6 +180,8 @@ def softmoe(p, x_TD, moe: MoE, shares, expert):
     for own in shares:
         mixes_SD = jax.nn.softmax(logit_TS[own], axis=0).T @ x_TD[own]
         made = [expert(e, mixes_CD) for e, mixes_CD in enumerate(jnp.split(mixes_SD, moe.num_experts))]
-        out_TD = out_TD.at[own].set(jax.nn.softmax(logit_TS[own], axis=1) @ jnp.concatenate(made) * moe.routed_scale)
+        out_TD = out_TD.at[own].set(
+            jax.nn.softmax(logit_TS[own], axis=1) @ jnp.concatenate(made) * moe.routed_scaling_factor
+        )
     prob_TE = jax.nn.softmax(logit_TS, axis=1).reshape(len(x_TD), moe.num_experts, -1).sum(-1)
     return out_TD, prob_TE, logit_TS

@@ -31,17 +31,17 @@ def rope(x_NK, model: Model):
 def frequency(pair: int, pairs: int, model: Model) -> float:
     """Of one pair of features, scaled."""
     plain, scaling = model.rope_theta ** (-pair / pairs), model.rope_scaling
-    if scaling.kind == "none":
+    if scaling.rope_type == "none":
         return plain
-    if scaling.kind == "linear":
+    if scaling.rope_type == "linear":
         return plain / scaling.factor
-    turns = scaling.original_length * plain / math.tau
-    if scaling.kind == "llama3":
+    turns = scaling.original_max_position_embeddings * plain / math.tau
+    if scaling.rope_type == "llama3":
         kept = (turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns)
     else:
 
         def pair_with(turns):
-            return pairs * math.log(scaling.original_length / (turns * math.tau), model.rope_theta)
+            return pairs * math.log(scaling.original_max_position_embeddings / (turns * math.tau), model.rope_theta)
 
         first, last = pair_with(scaling.fast_turns), pair_with(scaling.slow_turns)
         if scaling.truncate:
@@ -54,7 +54,7 @@ def frequency(pair: int, pairs: int, model: Model) -> float:
 
 def attention(p, x_ND, model: Model, block: int):
     """One sequence, one head at a time."""
-    h = norm(x_ND, p["norm"], model.norm_eps)
+    h = norm(x_ND, p["norm"], model.rms_norm_eps)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
     scaling = model.rope_scaling
@@ -69,7 +69,7 @@ def attention(p, x_ND, model: Model, block: int):
 
 def visible(n, model: Model, block: int):
     """Which tokens (columns) a token (row) sees."""
-    window, full_every = model.attention.window, model.attention.full_every
+    window, full_every = model.attention.sliding_window, model.attention.full_every
     causal = np.tri(n, dtype=bool)
     if window is None or (full_every and (block + 1) % full_every == 0):
         return causal
@@ -87,11 +87,11 @@ def grouped_heads(p, h, model: Model, block: int):
     if model.attention.bias:
         q, k, v = (x + p[f"{name}_bias"][:, None] for x, name in ((q, "query"), (k, "key"), (v, "value")))
     if model.qk_norm and model.qk_norm_over == "projection":
-        q, k = (norm_all(x, p[f"{name}_norm"], model.norm_eps) for x, name in ((q, "query"), (k, "key")))
+        q, k = (norm_all(x, p[f"{name}_norm"], model.rms_norm_eps) for x, name in ((q, "query"), (k, "key")))
     elif model.qk_norm:
-        q, k = norm(q, p["query_norm"], model.norm_eps), norm(k, p["key_norm"], model.norm_eps)
-    for head in range(model.num_heads):
-        shared = head * model.kv_heads // model.num_heads
+        q, k = norm(q, p["query_norm"], model.rms_norm_eps), norm(k, p["key_norm"], model.rms_norm_eps)
+    for head in range(model.num_attention_heads):
+        shared = head * model.kv_heads // model.num_attention_heads
         yield turned(q[head], model, block), turned(k[shared], model, block), v[shared]
 
 
@@ -104,10 +104,10 @@ def norm_all(x_HNK, scale_HK, eps):
 def latent_heads(p, h, model: Model, block: int):
     """The same from latents: the last features of a query are rotated, and those of all keys are one vector."""
     plain = model.latent.qk_nope_head_dim
-    eps = model.latent.norm_eps or model.norm_eps
+    eps = model.latent.rms_norm_eps or model.rms_norm_eps
     c_q = norm(h @ p["query_latent"], p["query_latent_norm"], eps) if model.latent.q_lora_rank else h
     c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], eps)
-    for head in range(model.num_heads):
+    for head in range(model.num_attention_heads):
         q = c_q @ p["query"][:, head]
         q = jnp.concatenate([q[:, :plain], turned(q[:, plain:], model, block)], axis=-1)
         k = jnp.concatenate([c_kv @ p["key"][:, head], turned(h @ p["rope_key"], model, block)], axis=-1)
@@ -235,12 +235,12 @@ def moe_layer(
 
 def load_balance(choices, counts_ME, moe: MoE, sequences: int):
     """The loss of all blocks, from (chosen, probabilities) [T, E] of each."""
-    if moe.load_balance == "pooled":
+    if moe.load_balancing_type == "pooled":
         probs = jnp.concatenate([prob_TE for _, prob_TE in choices])
         return moe.num_experts * (counts_ME.sum(0) / counts_ME.sum() * probs.mean(0)).sum()
     total = 0.0
     for (chosen_TE, prob_TE), count_E in zip(choices, counts_ME, strict=True):
-        if moe.load_balance == "batch":
+        if moe.load_balancing_type == "batch":
             total += moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
             continue
         for own, prob in zip(np.split(chosen_TE, sequences), jnp.split(prob_TE, sequences), strict=True):
@@ -297,7 +297,7 @@ def objective(
     choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
         x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
-        h = norm(x, p["norm"], model.norm_eps)
+        h = norm(x, p["norm"], model.rms_norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)
             continue
@@ -309,11 +309,11 @@ def objective(
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     balances = load_balance(choices, counts_ME, model.moe, len(x)) if choices else 0.0
-    head = params["embedding"].T if model.tie_embeddings else params["head"]
-    logits = norm(x, params["norm"], model.norm_eps) @ head
+    head = params["embedding"].T if model.tie_word_embeddings else params["head"]
+    logits = norm(x, params["norm"], model.rms_norm_eps) @ head
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     cross_entropy = -picked.mean()
-    loss = cross_entropy + model.moe.load_balance_weight * balances + model.moe.router_z_weight * z_losses
+    loss = cross_entropy + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
     return loss, {
         "cross_entropy": cross_entropy,
         "load_balance_loss": balances,

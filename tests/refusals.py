@@ -3,11 +3,11 @@
 REFUSED = {
     "train.steps=0": "train.steps=0 must be at least 1",
     "model.moe.top_k=0": "model.moe.top_k=0 must be at least 1",
-    "model.num_kv_heads=0": "model.num_kv_heads=0 must be at least 1 (or null)",
-    "model.attention.window=0": "model.attention.window=0 must be at least 1 (or null)",
+    "model.num_key_value_heads=0": "model.num_key_value_heads=0 must be at least 1 (or null)",
+    "model.attention.sliding_window=0": "model.attention.sliding_window=0 must be at least 1 (or null)",
     "train.seed=2147483648": "train.seed=2147483648 must be at most 2147483647",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan must be a finite number",
-    "model.norm_eps=0": "model.norm_eps=0.0 must be above 0",
+    "model.rms_norm_eps=0": "model.rms_norm_eps=0.0 must be above 0",
     "model.moe.capacity_factor=-1": "model.moe.capacity_factor=-1.0 must be above 0 (or null)",
     "mesh.cpu_devices=4096": (
         "mesh.cpu_devices=4096 must be at most 512, which one machine can simulate: use fewer, or "
@@ -45,13 +45,15 @@ REFUSED = {
         "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
         "train.spike_factor=3, or use train.skip_spikes=false"
     ),
-    "model.d_model=50 model.num_heads=4": (
-        "model.d_model=50 is not divisible by model.num_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or set model.head_dim"
+    "model.hidden_size=50 model.num_attention_heads=4": (
+        "model.hidden_size=50 is not divisible by model.num_attention_heads=4: use 1, 2, 5, 10, 25 or 50 heads, or "
+        "set model.head_dim"
     ),
-    "model.d_model=60 model.num_heads=7": (
-        "model.d_model=60 is not divisible by model.num_heads=7: use 1, 2, 3, 4, 5 … or 60 heads, or set model.head_dim"
+    "model.hidden_size=60 model.num_attention_heads=7": (
+        "model.hidden_size=60 is not divisible by model.num_attention_heads=7: use 1, 2, 3, 4, 5 … or 60 heads, or "
+        "set model.head_dim"
     ),
-    "model.d_model=36 model.num_heads=4": (
+    "model.hidden_size=36 model.num_attention_heads=4": (
         "a head width of 9 is odd, and rotary embedding turns pairs: set an even model.head_dim"
     ),
     "model.latent.q_lora_rank=8": (
@@ -70,9 +72,11 @@ REFUSED = {
     ),
     "model.attention.full_every=2": (
         "model.attention.full_every=2 excepts blocks from a window that there is not: "
-        "set model.attention.window, or model.attention.full_every=null"
+        "set model.attention.sliding_window, or model.attention.full_every=null"
     ),
-    "model.num_heads=4 model.num_kv_heads=3": ("model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4"),
+    "model.num_attention_heads=4 model.num_key_value_heads=3": (
+        "model.num_key_value_heads=3 does not divide model.num_attention_heads=4: use 1, 2 or 4"
+    ),
     "train.compute_dtype=float32 train.attention_kernel=cudnn": (
         "train.attention_kernel=cudnn computes in bfloat16, and train.compute_dtype=float32: "
         "use train.attention_kernel=auto"
@@ -99,39 +103,41 @@ REFUSED = {
         "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
     ),
     "model.rope_scaling.factor=4": (
-        "model.rope_scaling.factor=4.0 without a kind of scaling: set model.rope_scaling.kind=yarn, linear or llama3, "
+        "model.rope_scaling.factor=4.0 without a kind of scaling: set model.rope_scaling.rope_type=yarn, linear or "
+        "llama3, "
         "or model.rope_scaling.factor=1.0"
     ),
-    "model.rope_scaling.kind=llama3 model.rope_scaling.slow_turns=32": (
+    "model.rope_scaling.rope_type=llama3 model.rope_scaling.slow_turns=32": (
         "model.rope_scaling.slow_turns=32.0 must be below model.rope_scaling.fast_turns=32.0"
     ),
-    "model.rope_scaling.kind=yarn model.rope_scaling.mscale_all_dim=1": (
+    "model.rope_scaling.rope_type=yarn model.rope_scaling.mscale_all_dim=1": (
         "model.rope_scaling.mscale_all_dim=1.0 is for latent attention: "
         "set model.latent.kv_lora_rank, or model.rope_scaling.mscale_all_dim=0"
     ),
-    "model.moe.normalize_top_1=true": (
-        "model.moe.normalize_top_1=true has no effect with model.moe.top_k=2: use model.moe.top_k=1, or "
-        "model.moe.normalize_top_1=false"
+    "model.moe.norm_top1_prob=true": (
+        "model.moe.norm_top1_prob=true has no effect with model.moe.top_k=2: use model.moe.top_k=1, or "
+        "model.moe.norm_top1_prob=false"
     ),
-    "model.moe.normalize_top_1=true model.moe.top_k=1 model.moe.normalize_weights=false": (
-        "model.moe.normalize_top_1=true has no effect with model.moe.normalize_weights=false: use "
-        "model.moe.normalize_weights=true, or model.moe.normalize_top_1=false"
+    "model.moe.norm_top1_prob=true model.moe.top_k=1 model.moe.norm_topk_prob=false": (
+        "model.moe.norm_top1_prob=true has no effect with model.moe.norm_topk_prob=false: use "
+        "model.moe.norm_topk_prob=true, or model.moe.norm_top1_prob=false"
     ),
-    "model.moe.normalize_top_1=true model.moe.top_k=1 model.moe.gate=expert_choice": (
-        "model.moe.normalize_top_1=true has no effect with model.moe.gate=expert_choice: use model.moe.gate=softmax, "
-        "or model.moe.normalize_top_1=false"
+    "model.moe.norm_top1_prob=true model.moe.top_k=1 model.moe.gate=expert_choice": (
+        "model.moe.norm_top1_prob=true has no effect with model.moe.gate=expert_choice: use model.moe.gate=softmax, "
+        "or model.moe.norm_top1_prob=false"
     ),
     "model.moe.shared_gate=true": (
         "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
         "model.moe.shared_gate=false"
     ),
     "model.moe.num_experts=4 model.moe.top_k=5": "model.moe.top_k=5 must be 1..model.moe.num_experts=4",
-    "model.num_layers=4 model.moe.first_dense_blocks=4": (
-        "model.moe.first_dense_blocks=4 leaves none of model.num_layers=4 for experts: "
+    "model.num_layers=4 model.moe.first_k_dense_replace=4": (
+        "model.moe.first_k_dense_replace=4 leaves none of model.num_layers=4 for experts: "
         "use 0..3, or model.moe.num_experts=0 for a dense model"
     ),
-    "model.num_layers=4 model.moe.first_dense_blocks=2 model.moe.every=3": (
-        "model.moe.every=3 puts experts in none of the 2 blocks: use 1..2, or model.moe.num_experts=0 for a dense model"
+    "model.num_layers=4 model.moe.first_k_dense_replace=2 model.moe.moe_layer_freq=3": (
+        "model.moe.moe_layer_freq=3 puts experts in none of the 2 blocks: use 1..2, or model.moe.num_experts=0 for a "
+        "dense model"
     ),
     "mesh.data=0": "mesh.data=0 must be at least 1, or -1 for all remaining devices",
     "mesh.expert=-2": "mesh.expert=-2 must be at least 1, or -1 for all remaining devices",
@@ -188,8 +194,8 @@ REFUSED = {
         "data.seq_len=24 is not divisible into two pieces for each of mesh.context=4 × mesh.tensor=4: "
         "use 16 or 32, or mesh.context=1, 2, 3 or 6"
     ),
-    "mesh.tensor=4 model.num_kv_heads=2": (
-        "model.num_kv_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"
+    "mesh.tensor=4 model.num_key_value_heads=2": (
+        "model.num_key_value_heads=2 is not divisible by mesh.tensor=4: use 4, or mesh.tensor=1 or 2"
     ),
     "mesh.tensor=2 exchange.algorithm=ragged schedule.policy=unified": (
         "exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor=2: "
@@ -235,9 +241,9 @@ REFUSED = {
     "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3": (
         "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4"
     ),
-    "schedule.chunk_mb=2.5": (
-        "schedule.chunk_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
-        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    "schedule.bucket_cap_mb=2.5": (
+        "schedule.bucket_cap_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
     ),
     "schedule.policy=expert_pipeline schedule.expert_chunks=2": (
         "schedule.expert_chunks=2 cuts microbatches, which schedule.policy=expert_pipeline does not have: "
@@ -262,9 +268,9 @@ REFUSED = {
         for gate in ("batch_prioritised", "expert_choice")
     },
     **{
-        f"model.moe.gate={gate} model.moe.order=einsum": (
-            f"model.moe.gate={gate} fills slots in an order of its own, and model.moe.order=einsum has another: "
-            "use model.moe.order=sort"
+        f"model.moe.gate={gate} model.moe.dispatcher=einsum": (
+            f"model.moe.gate={gate} fills slots in an order of its own, and model.moe.dispatcher=einsum has another: "
+            "use model.moe.dispatcher=sort"
         )
         for gate in ("batch_prioritised", "expert_choice", "softmoe")
     },
@@ -276,9 +282,9 @@ REFUSED = {
         "model.moe.gate=noisey must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
         "batch_prioritised, expert_choice or softmoe, or package.module:name: did you mean noisy?"
     ),
-    "model.moe.num_groups=2": (
-        "model.moe.num_groups=2 is of gate deepseek_v2 and deepseek_v3, and model.moe.gate=softmax: "
-        "set model.moe.gate=deepseek_v3, or model.moe.num_groups=1"
+    "model.moe.n_group=2": (
+        "model.moe.n_group=2 is of gate deepseek_v2 and deepseek_v3, and model.moe.gate=softmax: "
+        "set model.moe.gate=deepseek_v3, or model.moe.n_group=1"
     ),
     "model.moe.router_rank=4": (
         "model.moe.router_rank=4 is of gate xmoe, and model.moe.gate=softmax: "
@@ -293,15 +299,16 @@ REFUSED = {
         "which gradients are summed: use optimizer.zero=1"
     ),
     **{
-        f"model.moe.load_balance=sequence model.moe.gate={gate}": (
-            f"model.moe.gate={gate} fills all slots alike, and model.moe.load_balance=sequence balances what each "
-            "sequence chose: use model.moe.load_balance=batch, or another gate"
+        f"model.moe.load_balancing_type=sequence model.moe.gate={gate}": (
+            f"model.moe.gate={gate} fills all slots alike, and model.moe.load_balancing_type=sequence balances what "
+            "each "
+            "sequence chose: use model.moe.load_balancing_type=batch, or another gate"
         )
         for gate in ("expert_choice", "softmoe")
     },
-    "schedule.pipeline=coscheduled model.moe.load_balance=pooled train.grad_accumulation=2": (
-        "model.moe.load_balance=pooled needs the loads of all blocks, and schedule.pipeline=coscheduled keeps a "
-        "stage's own: use model.moe.load_balance=batch or sequence"
+    "schedule.pipeline=coscheduled model.moe.load_balancing_type=pooled train.grad_accumulation=2": (
+        "model.moe.load_balancing_type=pooled needs the loads of all blocks, and schedule.pipeline=coscheduled keeps a "
+        "stage's own: use model.moe.load_balancing_type=batch or sequence"
     ),
     **{
         f"model.moe.capacity_schedule={given}": (
@@ -325,19 +332,19 @@ REFUSED = {
         "model.moe.bias_update_rate=0.01 is of gate softmax, sigmoid and deepseek_v3, and model.moe.gate=noisy: "
         "set model.moe.gate=deepseek_v3, or model.moe.bias_update_rate=null"
     ),
-    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=3": (
-        "model.moe.num_experts=8 is not divisible by model.moe.num_groups=3: use 1, 2, 4 or 8 groups"
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.n_group=3": (
+        "model.moe.num_experts=8 is not divisible by model.moe.n_group=3: use 1, 2, 4 or 8 groups"
     ),
-    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=2 model.moe.top_groups=3": (
-        "model.moe.top_groups=3 must be 1..model.moe.num_groups=2"
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.n_group=2 model.moe.topk_group=3": (
+        "model.moe.topk_group=3 must be 1..model.moe.n_group=2"
     ),
-    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.num_groups=4 model.moe.top_k=3": (
-        "model.moe.top_k=3 experts are not in model.moe.top_groups=1 of 2 experts each: "
-        "use model.moe.top_groups=2 or more, or model.moe.top_k=2 or less"
+    "model.moe.gate=deepseek_v2 model.moe.num_experts=8 model.moe.n_group=4 model.moe.top_k=3": (
+        "model.moe.top_k=3 experts are not in model.moe.topk_group=1 of 2 experts each: "
+        "use model.moe.topk_group=2 or more, or model.moe.top_k=2 or less"
     ),
-    "model.moe.gate=deepseek_v3 model.moe.num_experts=8 model.moe.num_groups=8 model.moe.top_groups=2": (
-        "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: "
-        "use model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2"
+    "model.moe.gate=deepseek_v3 model.moe.num_experts=8 model.moe.n_group=8 model.moe.topk_group=2": (
+        "model.moe.n_group=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: "
+        "use model.moe.n_group=4 or less, or model.moe.gate=deepseek_v2"
     ),
     "model.moe.expert_matmuls=fp8 model.moe.num_experts=0": (
         "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
@@ -351,9 +358,9 @@ REFUSED = {
         "migration.enabled=true, and model.moe.gate=expert_choice loads all experts alike: "
         "use another gate, or migration.enabled=false"
     ),
-    "migration.enabled=true mesh.expert=2 model.moe.order=einsum": (
-        "migration.enabled=true with model.moe.order=einsum, which may add up in an order that depends on "
-        "where experts lie: use model.moe.order=sort, or migration.enabled=false"
+    "migration.enabled=true mesh.expert=2 model.moe.dispatcher=einsum": (
+        "migration.enabled=true with model.moe.dispatcher=einsum, which may add up in an order that depends on "
+        "where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
     ),
     "migration.enabled=true mesh.expert=1": (
         "migration.enabled=true, and with mesh.expert=1 one rank has all experts: "
@@ -373,21 +380,21 @@ REFUSED = {
     ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
     "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
-    "exchange.buffer_factor=0.9": "exchange.buffer_factor=0.9 must be at least 1 (or null)",
+    "exchange.rank_capacity_factor=0.9": "exchange.rank_capacity_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"
     ),
     "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null": (
-        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
         "set them, or exchange.algorithm=auto"
     ),
     "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8": (
         "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
         "use exchange.algorithm=flat, or model.moe.hooks=none"
     ),
-    "model.moe.order=einsun": (
-        "model.moe.order=einsun must be sort or einsum or package.module:name: did you mean einsum?"
+    "model.moe.dispatcher=einsun": (
+        "model.moe.dispatcher=einsun must be sort or einsum or package.module:name: did you mean einsum?"
     ),
     "exchange.ranks_per_node=0": "exchange.ranks_per_node=0 must be at least 1 (or null)",
     "mesh.expert=4 exchange.ranks_per_node=3": (
@@ -400,24 +407,24 @@ REFUSED = {
     "schedule.policy=unified schedule.microbatches=6 schedule.backward_microbatches=4": (
         "schedule.backward_microbatches=4 cannot be made of schedule.microbatches=6: use 1, 2, 3 or 6"
     ),
-    "schedule.chunk_mb=2": (
-        "schedule.chunk_mb=2.0 cuts nothing with schedule.grad_reduce=end: "
-        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+    "schedule.bucket_cap_mb=2": (
+        "schedule.bucket_cap_mb=2.0 cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
     ),
     "schedule.policy=expert_pipeline exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=expert_pipeline does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"
     ),
-    "schedule.policy=unified exchange.algorithm=ragged model.moe.order=einsum": (
-        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+    "schedule.policy=unified exchange.algorithm=ragged model.moe.dispatcher=einsum": (
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
         "set them, or exchange.algorithm=auto"
     ),
     "schedule.policy=unified tune.over=[microbatches,microbatches]": (
         "tune.over=[microbatches, microbatches] names a setting twice: use each once"
     ),
-    "tune.over=[chunk_mb]": (
-        "tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce=end: "
-        "set schedule.grad_reduce=chunked, or leave it out"
+    "tune.over=[bucket_cap_mb]": (
+        "tune.over has bucket_cap_mb, which cuts nothing with schedule.grad_reduce=end: "
+        "set schedule.grad_reduce=bucketed, or leave it out"
     ),
     "tune.over=microbatches": (
         "tune.over has microbatches, of which schedule.policy=vanilla has one: "

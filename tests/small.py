@@ -27,8 +27,15 @@ def small_config(
     **moe,
 ) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
-    moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 12, "every": 2, "capacity_factor": 1.0} | moe
-    shape = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
+    moe = {"num_experts": 8, "top_k": 2, "intermediate_size": 12, "moe_layer_freq": 2, "capacity_factor": 1.0} | moe
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+    }
     return Config(
         model=Model(**(shape | (model or {})), moe=MoE(**moe)),
         mesh=Mesh(

@@ -31,11 +31,11 @@ LETTERS = "abcdefgh"  # a text of these is soon learnt so far that nothing else 
 STEPS, SAMPLE = 40, 30
 CONFIG = {
     "model": {
-        "d_model": 16,
+        "hidden_size": 16,
         "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 24,
-        "moe": {"num_experts": 4, "hidden_dim": 12, "every": 2, "capacity_factor": None},
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "moe": {"num_experts": 4, "intermediate_size": 12, "moe_layer_freq": 2, "capacity_factor": None},
     },
     "mesh": {"cpu_devices": 8, "data": 2, "expert": 4},
     "data": {"path": "text.txt", "seq_len": 16},
@@ -122,7 +122,7 @@ def test_a_finished_run_started_again_trains_no_further(output):
 def test_a_user_has_the_same_losses_whatever_the_schedule():
     """In processes with the threads and the flags of XLA that the command asks for, not those of the tests."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    scheduled = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.grad_reduce=chunked"]
+    scheduled = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.grad_reduce=bucketed"]
     for name, settings in {"plain": [], "scheduled": scheduled}.items():
         config = ["--config", "tiny.yaml", "train.steps=3", "train.batch_size=16", "log.every=1", "log.sample_tokens=0"]
         command = [sys.executable, "-m", "moe_jax.train", *config, f"log.dir={name}", *settings]
@@ -165,7 +165,7 @@ def check_validation(run: str) -> None:
         num_batches=config.train.eval_batches,
         rows=[range(config.train.batch_size)],
     )
-    no_auxiliary = dataclasses.replace(config.model.moe, load_balance_weight=0.0, router_z_weight=0.0)
+    no_auxiliary = dataclasses.replace(config.model.moe, aux_loss_coeff=0.0, z_loss_coeff=0.0)
     model, params = dataclasses.replace(config.model, moe=no_auxiliary), trained_params(run)
     losses = [references.objective(params, batch, model, sources=1)[0] for batch in batches]
     assert len(losses) > 0

@@ -114,11 +114,11 @@ def test_a_section_is_frozen_and_keyword_only(section: type) -> None:
     [
         (3, MoE(num_experts=0), "dense dense dense"),
         (3, MoE(), "moe moe moe"),
-        (4, MoE(every=2), "dense moe dense moe"),
-        (5, MoE(every=2), "dense moe dense moe dense"),
-        (4, MoE(first_dense_blocks=1), "dense moe moe moe"),
-        (6, MoE(first_dense_blocks=1, every=2), "dense dense moe dense moe dense"),
-        (3, MoE(first_dense_blocks=2), "dense dense moe"),
+        (4, MoE(moe_layer_freq=2), "dense moe dense moe"),
+        (5, MoE(moe_layer_freq=2), "dense moe dense moe dense"),
+        (4, MoE(first_k_dense_replace=1), "dense moe moe moe"),
+        (6, MoE(first_k_dense_replace=1, moe_layer_freq=2), "dense dense moe dense moe dense"),
+        (3, MoE(first_k_dense_replace=2), "dense dense moe"),
     ],
 )
 def test_experts_stand_in_every_nth_block_above_the_first_dense_ones(num_layers: int, moe: MoE, expected: str) -> None:
@@ -130,7 +130,7 @@ def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
     for layers in range(1, 6):
         for first in range(6):
             for every in range(1, 6):
-                model = Model(num_layers=layers, moe=MoE(first_dense_blocks=first, every=every))
+                model = Model(num_layers=layers, moe=MoE(first_k_dense_replace=first, moe_layer_freq=every))
                 try:
                     Config(model=model)
                 except ConfigError:
@@ -142,8 +142,11 @@ def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
 
 
 def test_null_heads_follow_the_model() -> None:
-    assert (Model(num_heads=4).kv_heads, Model(num_heads=4, num_kv_heads=2).kv_heads) == (4, 2)
-    assert (Model(d_model=64, num_heads=4).head_width, Model(head_dim=10).head_width) == (16, 10)
+    assert (Model(num_attention_heads=4).kv_heads, Model(num_attention_heads=4, num_key_value_heads=2).kv_heads) == (
+        4,
+        2,
+    )
+    assert (Model(hidden_size=64, num_attention_heads=4).head_width, Model(head_dim=10).head_width) == (16, 10)
 
 
 def settings_read() -> set[str]:

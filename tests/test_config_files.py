@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train
+from moe_jax.config.renamed import RENAMED
 from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import config_from, load_config, load_draft, setting_names, to_yaml
 from moe_jax.errors import ConfigError
@@ -22,9 +23,11 @@ LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for oth
 
 CONFIGS = {
     "defaults": Config(),
-    "dense": Config(model=Model(moe=MoE(num_experts=0), num_kv_heads=2, head_dim=32, tie_embeddings=True)),
+    "dense": Config(model=Model(moe=MoE(num_experts=0), num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)),
     "experts": Config(
-        model=Model(d_model=48, num_layers=5, moe=MoE(first_dense_blocks=1, every=2, capacity_factor=None)),
+        model=Model(
+            hidden_size=48, num_layers=5, moe=MoE(first_k_dense_replace=1, moe_layer_freq=2, capacity_factor=None)
+        ),
         mesh=Mesh(data=2, expert=4, cpu_devices=8),
         optimizer=Optimizer(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
     ),
@@ -99,13 +102,13 @@ def candidates(name: str) -> Iterator[Any]:
 
 
 FIXED = {
-    *("schedule.chunk_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
+    *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
     *(
         f"model.moe.{name}"
-        for name in ("num_groups", "top_groups", "router_rank", "slots_per_expert", "shared_gate", "normalize_top_1")
+        for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")
     ),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     "train.upcycle",
@@ -241,9 +244,9 @@ def test_a_wrong_value_is_told_with_what_is_allowed(override: str, message: str)
         ("optimizer.warmup", "optimizer.warmup_steps"),
         ("n_layers", "model.num_layers"),
         ("model.num_layer", "model.num_layers"),
-        ("model.n_heads", "model.num_heads"),
-        ("model.hidden", "model.hidden_dim"),
-        ("d_model", "model.d_model"),
+        ("model.n_heads", "model.num_attention_heads"),
+        ("model.hidden", "model.intermediate_size"),
+        ("hidden_size", "model.hidden_size"),
         ("topk", "model.moe.top_k"),
         ("model.top_k", "model.moe.top_k"),
         ("model.num_expert", "model.moe.num_experts"),
@@ -262,7 +265,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed(override: str, message: str)
         ("log.path", "data.path"),
         ("moe.top_k", "model.moe"),
         ("optimiser.eps", "optimizer"),
-        ("modle.d_model", "model"),
+        ("modle.hidden_size", "model"),
     ],
 )
 def test_a_typical_slip_is_answered_with_the_right_name(typo: str, meant: str) -> None:
@@ -330,3 +333,18 @@ def test_open_settings_are_refused_where_nothing_chooses_them() -> None:
 def test_what_nothing_chooses_cannot_be_auto(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}=auto: nothing chooses it, so give a value \(auto is for exchange"):
         load_draft(None, [f"{name}=auto"])
+
+
+def test_old_names_are_answered_with_the_new_ones_and_read_in_a_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^unknown setting model\.moe\.every: did you mean model\.moe\.moe_layer_freq"
+    ):
+        load_config(overrides=["model.moe.every=2"])
+    names = set(setting_names(Config))
+    assert {f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()} <= names
+    assert not RENAMED.keys() & names
+    old = {"model": {"d_model": 64, "moe": {"every": 2}}, "schedule": {"grad_reduce": "chunked", "chunk_mb": 2.0}}
+    (tmp_path / "config.yaml").write_text(yaml.dump(old))
+    config = load_config(tmp_path, ["schedule.policy=unified"])
+    assert (config.model.hidden_size, config.model.moe.moe_layer_freq) == (64, 2)
+    assert (config.schedule.grad_reduce, config.schedule.bucket_cap_mb) == ("bucketed", 2.0)

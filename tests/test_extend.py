@@ -54,9 +54,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_they_train(examples: list[str]) -> None:
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    moe = {"num_experts": 4, "top_k": 2, "hidden_dim": 16}
+    moe = {"num_experts": 4, "top_k": 2, "intermediate_size": 16}
     settings = {
-        "model": {"d_model": 16, "num_layers": 1, "num_heads": 2, "moe": moe},
+        "model": {"hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "moe": moe},
         "data": {"path": "text.txt", "seq_len": 16},
         "optimizer": {"learning_rate": 0.03, "warmup_steps": 0},
         "train": {"steps": 4, "batch_size": 16, "compute_dtype": "float32", "eval_every": 0, "eval_batches": 1},
@@ -81,7 +81,7 @@ def test_exchange_and_policy_compute_what_the_reference_does(examples: list[str]
 
 
 def test_the_gate_is_a_sharper_softmax(examples: list[str]) -> None:
-    moe = MoE(gate="sharp:choose", normalize_weights=False)
+    moe = MoE(gate="sharp:choose", norm_topk_prob=False)
     logit_TE = jax.random.normal(jax.random.key(0), (5, moe.num_experts))
     decision = gate_of(moe)({"router": jnp.eye(moe.num_experts)}, logit_TE, None, moe).decision
     for found, expected in zip(decision, softmax.choose(2 * logit_TE, moe), strict=True):
@@ -273,7 +273,7 @@ def test_a_policy_of_another_form_is_named(name: str, elsewhere: Callable[[str, 
 @pytest.mark.parametrize("name", ORDER)
 def test_an_order_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
     own = elsewhere(name, ORDER[name][0])
-    order, x_TD = order_of(MoE(order=own)), jnp.zeros((6, 4))
+    order, x_TD = order_of(MoE(dispatcher=own)), jnp.zeros((6, 4))
     with pytest.raises(ConfigError) as error:
         order.experts(None, order.order(x_TD, None, None, None, None)[0], None, None)
-    assert str(error.value) == f"model.moe.order={own}: {ORDER[name][1]}"
+    assert str(error.value) == f"model.moe.dispatcher={own}: {ORDER[name][1]}"

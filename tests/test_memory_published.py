@@ -14,11 +14,11 @@ from memory_published import monta_bytes, piper_bytes
 def test_published_formulas_are_those_of_the_papers() -> None:
     """By hand, for one block of width 4 with two experts of width 8 on two ranks, one head, 16 tokens of a device."""
     model = Model(
-        d_model=4,
-        num_heads=1,
+        hidden_size=4,
+        num_attention_heads=1,
         num_layers=1,
         vocab_size=2,
-        moe=MoE(num_experts=2, top_k=2, hidden_dim=8),
+        moe=MoE(num_experts=2, top_k=2, intermediate_size=8),
     )
     config = Config(model=model, mesh=Mesh(data=1, expert=2), data=Data(seq_len=16), train=Train(batch_size=2))
     sizes = {"data": 1, "expert": 2, "tensor": 1, "context": 1}

@@ -24,7 +24,7 @@ RUNS = {
             "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
             "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ring exchange.reduction=ring",
             "schedule.policy=expert_pipeline schedule.microbatches=2 exchange.algorithm=halo exchange.ranks_per_node=2 "
-            "schedule.weight_grad=greedy schedule.grad_reduce=chunked schedule.chunk_mb=1",
+            "schedule.weight_grad=greedy schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1",
         ],
     ),
     "context and expert ranks": (

@@ -19,10 +19,10 @@ _FREE = {
     "model.moe.capacity_schedule",
     "model.moe.hooks",
     "model.moe.expert_matmuls",
-    "model.moe.order",
-    "model.moe.load_balance_weight",
-    "model.moe.load_balance",
-    "model.moe.router_z_weight",
+    "model.moe.dispatcher",
+    "model.moe.aux_loss_coeff",
+    "model.moe.load_balancing_type",
+    "model.moe.z_loss_coeff",
     "model.moe.bias_update_rate",  # if both have a bias, or none
 }
 

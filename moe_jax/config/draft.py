@@ -12,7 +12,7 @@ PLANNED = frozenset(
         *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context", "mesh.experts_over_context"),
         *("schedule.pipeline", "schedule.virtual_stages", "schedule.head_blocks"),
         *("schedule.policy", "schedule.microbatches", "schedule.backward_microbatches", "schedule.expert_chunks"),
-        *("schedule.weight_grad", "schedule.grad_reduce", "schedule.chunk_mb", "schedule.remat"),
+        *("schedule.weight_grad", "schedule.grad_reduce", "schedule.bucket_cap_mb", "schedule.remat"),
         *("exchange.tensor_form", "exchange.tensor_chunks", "exchange.context_form"),
         *("optimizer.zero", "train.grad_accumulation"),
     }

@@ -71,7 +71,7 @@ def gate_parameters(model: "Model") -> dict[str, tuple[dict[str, int], str | flo
     """Names of a block's gate's parameters; of each the sizes of its dimensions and its first values."""
     moe = model.moe
     sizes = {
-        "model": model.d_model,
+        "model": model.hidden_size,
         "choices": moe.num_experts,
         "latent": moe.latent_router_width,
         "slots": moe.slots_per_expert,

@@ -36,8 +36,8 @@ def segments(model: Model) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
     of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
-    bottom = moe.first_dense_blocks if moe.num_experts else model.num_layers
-    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.every)))
+    bottom = moe.first_k_dense_replace if moe.num_experts else model.num_layers
+    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.moe_layer_freq)))
 
 
 def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:

@@ -20,7 +20,7 @@ class MoE:
 
     num_experts: int = 8  # 0: no block has experts (a dense model)
     top_k: int = 2  # experts per token
-    hidden_dim: int = 512  # of one expert
+    intermediate_size: int = 512  # of one expert
     num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
     shared_gate: bool = False  # whose output is times a sigmoid of the token's features (Qwen2-MoE)
     dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
@@ -29,33 +29,33 @@ class MoE:
     # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
     capacity_schedule: tuple[tuple[float, ...], ...] = ()
     gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
-    normalize_weights: bool = True  # the k weights of a token sum to 1 (if k > 1)
+    norm_topk_prob: bool = True  # the k weights of a token sum to 1 (if k > 1)
     # with top_k=1, too: the one weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise it is
     # the expert's score, as in Switch
-    normalize_top_1: bool = False
-    routed_scale: float = 1.0  # factor on the routed experts' output
-    num_groups: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
-    top_groups: int = 1  # and those of a token in so many of them
+    norm_top1_prob: bool = False
+    routed_scaling_factor: float = 1.0  # factor on the routed experts' output
+    n_group: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
+    topk_group: int = 1  # and those of a token in so many of them
     router_rank: int | None = None  # gate xmoe: the width in which tokens and experts meet; null: half the experts
     slots_per_expert: int = 1  # gate softmoe: on each source device, instead of a capacity
     # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
-    order: str = "sort"
+    dispatcher: str = "sort"
     # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
     # computed in it, or as 8-bit floats), or package.module:name of Hooks
     hooks: str = "none"
     # operands of routed experts' matrix products: as train.compute_dtype has them, or rounded to 8-bit floats, see
     # docs/models.md
     expert_matmuls: Literal["compute_dtype", "fp8"] = "compute_dtype"
-    first_dense_blocks: int = 0  # blocks at the bottom that have a dense MLP instead
-    every: int = 1  # above those, every n-th block has experts
-    load_balance_weight: float = 0.01
+    first_k_dense_replace: int = 0  # blocks at the bottom that have a dense MLP instead
+    moe_layer_freq: int = 1  # above those, every n-th block has experts
+    aux_loss_coeff: float = 0.01
     # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
     # of all blocks pooled, or each block's of every sequence by itself, see docs/balance.md
-    load_balance: Literal["batch", "pooled", "sequence"] = "batch"
+    load_balancing_type: Literal["batch", "pooled", "sequence"] = "batch"
     # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
     # docs/balance.md; null: there is none, or it stays as it is
     bias_update_rate: float | None = None
-    router_z_weight: float = 0.001
+    z_loss_coeff: float = 0.001
 
     @property
     def gate_facts(self) -> gate_table.GateFacts:
@@ -65,7 +65,7 @@ class MoE:
     @property
     def divides_by_sum(self) -> bool:
         """Whether a token's weights are divided by their sum."""
-        return self.normalize_weights and (self.top_k > 1 or self.normalize_top_1)
+        return self.norm_topk_prob and (self.top_k > 1 or self.norm_top1_prob)
 
     @property
     def latent_router_width(self) -> int:
@@ -75,7 +75,7 @@ class MoE:
     @property
     def sorts_rows(self) -> bool:
         """Whether tokens that chose experts are sorted into rows."""
-        return self.order == "sort" and not self.gate_facts.fills_slots
+        return self.dispatcher == "sort" and not self.gate_facts.fills_slots
 
     @property
     def sends_capacity_rows(self) -> bool:
@@ -97,7 +97,7 @@ class Latent:
     qk_nope_head_dim: int = 128  # of a query and key, the part that is not rotated
     qk_rope_head_dim: int = 64  # and the part that is; all heads have the same key there
     v_head_dim: int = 128
-    norm_eps: float | None = None  # of the latents' norms; null: model.norm_eps
+    rms_norm_eps: float | None = None  # of the latents' norms; null: model.rms_norm_eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Attention:
     bias: bool = False  # vectors added behind the projections
     out_bias: bool = True  # with them, one behind the last projection, too (not in Qwen2-MoE)
     sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
-    window: int | None = None  # tokens that a token sees, itself included; null: all before it
+    sliding_window: int | None = None  # tokens that a token sees, itself included; null: all before it
     full_every: int | None = None  # every n-th block has no window
     nope_every: int | None = None  # every n-th block has no rotary embedding (Llama 4)
 
@@ -116,13 +116,13 @@ class Attention:
 class RopeScaling:
     """Rotary frequencies for sequences that are longer than those a model began with, see docs/models.md.
 
-    A pair of features turns so many times in `original_length` tokens: frequencies of up to `slow_turns` are divided by
-    `factor`, those of `fast_turns` or more stay, and between them is a ramp.
+    A pair of features turns so many times in `original_max_position_embeddings` tokens. Frequencies of up to
+    `slow_turns` are divided by `factor`, those of `fast_turns` or more stay, and between them is a ramp.
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
+    rope_type: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
     factor: float = 1.0
-    original_length: int = 4096  # tokens
+    original_max_position_embeddings: int = 4096  # tokens
     slow_turns: float = 1.0
     fast_turns: float = 32.0
     truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
@@ -142,31 +142,31 @@ class Model:
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
     vocab_size: int = 256
-    d_model: int = 256
+    hidden_size: int = 256
     num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None  # null: as many as num_heads; fewer: grouped-query attention
-    head_dim: int | None = None  # null: d_model / num_heads
-    hidden_dim: int = 1024  # of the MLP in dense blocks
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None  # null: as many as num_attention_heads; fewer: grouped-query attention
+    head_dim: int | None = None  # null: hidden_size / num_attention_heads
+    intermediate_size: int = 1024  # of the MLP in dense blocks
     # of MLPs and experts; clipped_swiglu: values within 7, and 1 more of what is not gated (gpt-oss)
     activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
-    tie_embeddings: bool = False  # one matrix for the embedding and the head
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    norm_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
     latent: Latent = field(default_factory=Latent)
     moe: MoE = field(default_factory=MoE)
 
     @property
     def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
+        return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_width(self) -> int:
-        return self.head_dim or self.d_model // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def is_gated(self) -> bool:
@@ -198,7 +198,7 @@ class Model:
 
         return tuple(
             View(
-                window=None if is_nth(i, attention.full_every) else attention.window,
+                window=None if is_nth(i, attention.full_every) else attention.sliding_window,
                 rope=not is_nth(i, attention.nope_every),
             )
             for i in range(self.num_layers)
@@ -208,9 +208,9 @@ class Model:
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """What each block has behind its attention, from the bottom up."""
         moe = self.moe
-        first = moe.first_dense_blocks
+        first = moe.first_k_dense_replace
         return tuple(
-            "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.every == 0 else "dense"
+            "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.moe_layer_freq == 0 else "dense"
             for i in range(self.num_layers)
         )
 
@@ -257,8 +257,8 @@ class Schedule:
     backward_microbatches: int | None = None  # null: as many; unified: a divisor
     expert_chunks: int = 1  # unified: parts of a microbatch's slots, which exchanges and experts see one by one
     weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
-    grad_reduce: Literal["end", "block", "chunked"] = "end"  # when gradients are summed over devices
-    chunk_mb: float | None = None  # largest chunk of a chunked reduction, 10⁶ bytes; null: a whole matrix
+    grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
+    bucket_cap_mb: float | None = None  # largest chunk of a bucketed reduction, 10⁶ bytes; null: a whole matrix
     device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
     link_gb_per_s: float | None = None  # null: typical of the platform
     network_gb_per_s: float | None = None  # the same beyond a node of GPUs
@@ -296,7 +296,7 @@ class Exchange:
     reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped
-    buffer_factor: float | None = 3.0
+    rank_capacity_factor: float | None = 3.0
 
     @property
     def is_elsewhere(self) -> bool:
@@ -383,8 +383,8 @@ class Checkpoint:
 class Tune:
     """Settings that a run tries while it trains, to go on with the fastest, see docs/tune.md."""
 
-    # schedule.chunk_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
-    over: tuple[Literal["chunk_mb", "microbatches", "algorithm"], ...] = ()
+    # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
+    over: tuple[Literal["bucket_cap_mb", "microbatches", "algorithm"], ...] = ()
     samples: int = 8  # choices tried in one search
     iterations: int = 10  # steps that a choice is timed for
     band: float = 0.2  # by which share of the best time a step's may change

@@ -16,6 +16,7 @@ import yaml
 
 from moe_jax.config import Config, Sections
 from moe_jax.config.draft import PLANNED, Draft
+from moe_jax.config.renamed import RENAMED, with_new_names
 from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
 from moe_jax.errors import ConfigError, given_path
@@ -92,7 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} holds {_kind(values)}, not sections: start it with e.g. 'model:'")
-    return values
+    return with_new_names(values) if path.name == "config.yaml" else values  # an earlier version may have written it
 
 
 def _override(values: dict[str, Any], text: str) -> None:
@@ -125,6 +126,8 @@ def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) ->
     arguments = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
+        if name in RENAMED:
+            raise ConfigError(f"unknown setting {name}: did you mean {prefix}{RENAMED[name]}? It was renamed")
         if key not in fields:
             raise ConfigError(f"unknown setting {name}: {_suggestion(str(key)[:_MOST_SHOWN], prefix)}")
         hint = hints[key]

@@ -21,14 +21,14 @@ def model_settings(hf: HfConfig) -> dict[str, Any]:
     shared = shared_settings(hf)
     return {
         **shared,
-        "hidden_dim": hf.whole("intermediate_size"),
+        "intermediate_size": hf.whole("intermediate_size"),
         "latent": Latent(
             kv_lora_rank=hf.whole("kv_lora_rank"),
             q_lora_rank=hf.whole("q_lora_rank") if hf.has("q_lora_rank") else None,
             qk_nope_head_dim=hf.whole("qk_nope_head_dim"),
             qk_rope_head_dim=hf.whole("qk_rope_head_dim"),
             v_head_dim=hf.whole("v_head_dim"),
-            norm_eps=None if shared["norm_eps"] == _LATENT_EPS else _LATENT_EPS,
+            rms_norm_eps=None if shared["rms_norm_eps"] == _LATENT_EPS else _LATENT_EPS,
         ),
     }
 
@@ -38,10 +38,10 @@ def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
     return {
         **chosen_experts(hf, normalized),
         "num_experts": hf.whole("n_routed_experts", "num_experts", "num_local_experts"),
-        "hidden_dim": hf.whole("moe_intermediate_size"),
+        "intermediate_size": hf.whole("moe_intermediate_size"),
         "num_shared_experts": hf.whole("n_shared_experts", default=0),
-        "first_dense_blocks": hf.whole("first_k_dense_replace", default=0),
-        "routed_scale": hf.number("routed_scaling_factor", 1.0),
+        "first_k_dense_replace": hf.whole("first_k_dense_replace", default=0),
+        "routed_scaling_factor": hf.number("routed_scaling_factor", 1.0),
         "capacity_factor": None,
     }
 
@@ -52,7 +52,7 @@ def settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "attention_bias": False,
         "head_dim": latent.qk_rope_head_dim,
-        "intermediate_size": model.hidden_dim,
+        "intermediate_size": model.intermediate_size,
         "kv_lora_rank": latent.kv_lora_rank,
         "q_lora_rank": latent.q_lora_rank,
         "qk_nope_head_dim": latent.qk_nope_head_dim,
@@ -60,13 +60,13 @@ def settings(model: Model) -> dict[str, Any]:
         "v_head_dim": latent.v_head_dim,
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.hidden_dim,
+        "moe_intermediate_size": moe.intermediate_size,
         "n_shared_experts": moe.num_shared_experts,
-        "first_k_dense_replace": moe.first_dense_blocks,
+        "first_k_dense_replace": moe.first_k_dense_replace,
         "moe_layer_freq": 1,
-        "routed_scaling_factor": moe.routed_scale,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
+        "routed_scaling_factor": moe.routed_scaling_factor,
+        "n_group": moe.n_group,
+        "topk_group": moe.topk_group,
     }
 
 

@@ -20,15 +20,15 @@ def _model(hf: HfConfig) -> Model:
         moe=MoE(
             **deepseek.moe_settings(hf, normalized=False),
             gate="deepseek_v2",
-            num_groups=hf.whole("n_group") if grouped else 1,
-            top_groups=hf.whole("topk_group") if grouped else 1,
+            n_group=hf.whole("n_group") if grouped else 1,
+            topk_group=hf.whole("topk_group") if grouped else 1,
         ),
     )
 
 
 def _settings(model: Model) -> dict[str, Any]:
     return deepseek.settings(model) | {
-        "topk_method": _GROUPED if model.moe.num_groups > 1 else _GREEDY,
+        "topk_method": _GROUPED if model.moe.n_group > 1 else _GREEDY,
         "scoring_func": "softmax",
         "norm_topk_prob": False,
     }

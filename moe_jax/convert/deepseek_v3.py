@@ -18,8 +18,8 @@ def _model(hf: HfConfig) -> Model:
         moe=MoE(
             **deepseek.moe_settings(hf, hf.flag("norm_topk_prob", False)),
             gate="deepseek_v3",
-            num_groups=hf.whole("n_group", default=1),
-            top_groups=hf.whole("topk_group", default=1),
+            n_group=hf.whole("n_group", default=1),
+            topk_group=hf.whole("topk_group", default=1),
         ),
     )
 

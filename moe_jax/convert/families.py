@@ -14,8 +14,8 @@ FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for modul
 
 # of a MoE: how it is trained, and how many rows there is room for
 _TRAINING = {
-    *("capacity_factor", "capacity_schedule", "order", "hooks", "load_balance_weight", "load_balance"),
-    *("expert_matmuls", "bias_update_rate", "router_z_weight"),
+    *("capacity_factor", "capacity_schedule", "dispatcher", "hooks", "aux_loss_coeff", "load_balancing_type"),
+    *("expert_matmuls", "bias_update_rate", "z_loss_coeff"),
 }
 
 _UNUSED = "unused"
@@ -64,34 +64,34 @@ def differences(here: Model, there: Model) -> dict[str, tuple[Any, Any]]:
 def _meaning(model: Model) -> dict[str, Any]:
     """What a model computes: settings that mean something in it, those that follow from others spelled out."""
     found = _flat(model, "")
-    found |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
+    found |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_width}
     if model.has_latents:
-        found["latent.norm_eps"] = model.latent.norm_eps or model.norm_eps
-        unused = {"num_kv_heads", "head_dim"}
+        found["latent.rms_norm_eps"] = model.latent.rms_norm_eps or model.rms_norm_eps
+        unused = {"num_key_value_heads", "head_dim"}
     else:
         unused = {name for name in found if name.startswith("latent.")} - {"latent.kv_lora_rank"}
-    if model.rope_scaling.kind == "none":
-        unused |= {name for name in found if name.startswith("rope_scaling.")} - {"rope_scaling.kind"}
+    if model.rope_scaling.rope_type == "none":
+        unused |= {name for name in found if name.startswith("rope_scaling.")} - {"rope_scaling.rope_type"}
     if not model.qk_norm:
         unused.add("qk_norm_over")
     if not model.attention.bias:
         unused.add("attention.out_bias")
     if "dense" not in model.block_kinds and not model.moe.dense_residual:
-        unused.add("hidden_dim")
-    if model.attention.window is None:
+        unused.add("intermediate_size")
+    if model.attention.sliding_window is None:
         unused.add("attention.full_every")
     if model.moe.num_experts == 0:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
     else:
-        if model.moe.top_groups == model.moe.num_groups:
-            found |= {"moe.num_groups": 1, "moe.top_groups": 1}  # all groups are looked into
+        if model.moe.topk_group == model.moe.n_group:
+            found |= {"moe.n_group": 1, "moe.topk_group": 1}  # all groups are looked into
         places = places_of_experts([kind == "moe" for kind in model.block_kinds])
         if places is not None:  # different numbers may mean the same blocks
-            found["moe.first_dense_blocks"], found["moe.every"] = places
-        found["moe.normalize_top_1"] = model.moe.divides_by_sum
-        unused.add("moe.normalize_weights" if model.moe.top_k == 1 else "moe.normalize_top_1")
+            found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = places
+        found["moe.norm_top1_prob"] = model.moe.divides_by_sum
+        unused.add("moe.norm_topk_prob" if model.moe.top_k == 1 else "moe.norm_top1_prob")
         if model.moe.gate == gpt_oss.GATE:  # whose weights always sum to 1
-            unused |= {"moe.normalize_weights", "moe.normalize_top_1"}
+            unused |= {"moe.norm_topk_prob", "moe.norm_top1_prob"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}
 

@@ -27,7 +27,7 @@ class Family:
 
 def end_rows(model: Model) -> list[Tensor]:
     """Of what is no block's."""
-    head = [] if model.tie_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
+    head = [] if model.tie_word_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
     return [
         Tensor("model.embed_tokens.weight", "embedding", "vocab model"),
         Tensor("model.norm.weight", "norm", "model"),
@@ -97,11 +97,11 @@ def dense_copied(model: Model, kind: str) -> list[Tensor]:
 def chosen_experts(hf: HfConfig, normalized: bool) -> dict[str, Any]:
     """How many experts a token has, and whether their weights are divided by their sum: for k = 1, too."""
     top_k = hf.whole("num_experts_per_tok")
-    return {"top_k": top_k, "normalize_weights": normalized, "normalize_top_1": normalized and top_k == 1}
+    return {"top_k": top_k, "norm_topk_prob": normalized, "norm_top1_prob": normalized and top_k == 1}
 
 
 def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
-    """`first_dense_blocks` and `every` for settings that list dense blocks, as Qwen has them."""
+    """`first_k_dense_replace` and `moe_layer_freq` for settings that list dense blocks, as Qwen has them."""
     layers, step, dense = (
         hf.num_layers(),
         max(hf.whole("decoder_sparse_step", default=1), 1),
@@ -113,11 +113,11 @@ def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
             f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not built: dense blocks must be "
             "the lowest ones, and above them all but every n-th"
         )
-    return {"first_dense_blocks": found[0], "every": found[1]}
+    return {"first_k_dense_replace": found[0], "moe_layer_freq": found[1]}
 
 
 def places_of_experts(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
-    """`first_dense_blocks` and `every` of blocks of which these have experts; None: there are no such numbers."""
+    """`first_k_dense_replace` and `moe_layer_freq` of blocks of which these have experts, or None."""
     own = [i for i, with_experts in enumerate(has) if with_experts]
     if not own:
         return None

@@ -26,7 +26,7 @@ def as_stored(family: Family, names: Collection[str]) -> Family:
 def _rows(block: Callable[[Model, str], list[Tensor]], model: Model, kind: str) -> list[Tensor]:
     """Of a block; what is not of single experts stays as it is."""
     return [
-        _of_all(row, model.moe.hidden_dim)
+        _of_all(row, model.moe.intermediate_size)
         if _OF_EACH in row.name
         else dataclasses.replace(row, name=row.name.replace(_OLDER, "mlp."))
         for row in block(model, kind)

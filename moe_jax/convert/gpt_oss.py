@@ -27,7 +27,7 @@ def _model(hf: HfConfig) -> Model:
         moe=MoE(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             top_k=hf.whole("num_experts_per_tok", "experts_per_token"),
-            hidden_dim=hf.whole("intermediate_size"),
+            intermediate_size=hf.whole("intermediate_size"),
             bias=True,
             gate=GATE,
             capacity_factor=None,
@@ -39,29 +39,29 @@ def _windows(hf: HfConfig) -> dict[str, Any]:
     layers = hf.num_layers()
     types = hf.listed("layer_types") or [_FULL if i % 2 else _WINDOW for i in range(layers)]
     if types == [_FULL] * layers:
-        return {"window": None}
+        return {"sliding_window": None}
     every = types.index(_FULL) + 1 if _FULL in types else None
     if types != [_FULL if every and (i + 1) % every == 0 else _WINDOW for i in range(layers)]:
         raise ConvertError(f"{hf.where}: layer_types is not built: every n-th must be {_FULL}, the others {_WINDOW}")
-    return {"window": hf.whole("sliding_window"), "full_every": every}
+    return {"sliding_window": hf.whole("sliding_window"), "full_every": every}
 
 
 def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
         "attention_bias": True,
-        "sliding_window": model.attention.window,
+        "sliding_window": model.attention.sliding_window,
         "layer_types": [_WINDOW if view.window else _FULL for view in model.views],
         "num_local_experts": model.moe.num_experts,
         "num_experts_per_tok": model.moe.top_k,
-        "intermediate_size": model.moe.hidden_dim,
+        "intermediate_size": model.moe.intermediate_size,
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }
 
 
 def _block(model: Model, kind: str) -> list[Tensor]:
-    both = 2 * model.moe.hidden_dim
+    both = 2 * model.moe.intermediate_size
     gate, up = (Part("hidden", both, (range(first, both, 2),)) for first in range(2))
     return [
         *attention_rows(model),

@@ -12,7 +12,7 @@ def _model(hf: HfConfig) -> Model:
     return Model(
         **shared_settings(hf),
         **grouped_heads(hf),
-        hidden_dim=hf.whole("intermediate_size"),
+        intermediate_size=hf.whole("intermediate_size"),
         attention=Attention(bias=hf.flag("attention_bias", False)),
         moe=MoE(num_experts=0),
     )
@@ -21,7 +21,7 @@ def _model(hf: HfConfig) -> Model:
 def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
-        "intermediate_size": model.hidden_dim,
+        "intermediate_size": model.intermediate_size,
         "attention_bias": model.attention.bias,
     }
 

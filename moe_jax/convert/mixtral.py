@@ -13,11 +13,11 @@ def _model(hf: HfConfig) -> Model:
     return Model(
         **shared_settings(hf),
         **grouped_heads(hf),
-        attention=Attention(window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
+        attention=Attention(sliding_window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
         moe=MoE(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             **chosen_experts(hf, normalized=True),
-            hidden_dim=hf.whole("intermediate_size"),
+            intermediate_size=hf.whole("intermediate_size"),
             capacity_factor=None,
         ),
     )
@@ -26,10 +26,10 @@ def _model(hf: HfConfig) -> Model:
 def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
-        "sliding_window": model.attention.window,
+        "sliding_window": model.attention.sliding_window,
         "num_local_experts": model.moe.num_experts,
         "num_experts_per_tok": model.moe.top_k,
-        "intermediate_size": model.moe.hidden_dim,
+        "intermediate_size": model.moe.intermediate_size,
     }
 
 

@@ -19,7 +19,7 @@ def _model(hf: HfConfig) -> Model:
         moe=MoE(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
-            hidden_dim=hf.whole("intermediate_size"),
+            intermediate_size=hf.whole("intermediate_size"),
             capacity_factor=None,
         ),
     )
@@ -28,7 +28,7 @@ def _model(hf: HfConfig) -> Model:
 def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "attention_bias": model.attention.bias,
-        "intermediate_size": model.moe.hidden_dim,
+        "intermediate_size": model.moe.intermediate_size,
         "num_experts": model.moe.num_experts,
         "num_experts_per_tok": model.moe.top_k,
         "norm_topk_prob": model.moe.divides_by_sum,

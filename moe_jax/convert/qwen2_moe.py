@@ -28,12 +28,12 @@ def _model(hf: HfConfig) -> Model:
     return Model(
         **shared_settings(hf),
         **grouped_heads(hf),
-        hidden_dim=hf.whole("intermediate_size"),
+        intermediate_size=hf.whole("intermediate_size"),
         attention=Attention(bias=hf.flag("qkv_bias", True), out_bias=False),
         moe=MoE(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
-            hidden_dim=width,
+            intermediate_size=width,
             num_shared_experts=shared // width,
             shared_gate=True,
             capacity_factor=None,
@@ -45,7 +45,7 @@ def _model(hf: HfConfig) -> Model:
 def _settings(model: Model) -> dict[str, Any]:
     own = {
         "qkv_bias": model.attention.bias,
-        "shared_expert_intermediate_size": model.moe.hidden_dim * model.moe.num_shared_experts,
+        "shared_expert_intermediate_size": model.moe.intermediate_size * model.moe.num_shared_experts,
     }
     return hf_settings(model) | qwen_moe_settings(model) | own
 

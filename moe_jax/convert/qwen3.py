@@ -9,13 +9,13 @@ from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
 
 def _model(hf: HfConfig) -> Model:
-    return Model(**qwen3_settings(hf), hidden_dim=hf.whole("intermediate_size"), moe=MoE(num_experts=0))
+    return Model(**qwen3_settings(hf), intermediate_size=hf.whole("intermediate_size"), moe=MoE(num_experts=0))
 
 
 def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
     """Arguments of a Model for what is not behind attention."""
     no_windows(hf)
-    hf.whole("head_dim")  # required: transformers' default is not d_model / heads
+    hf.whole("head_dim")  # required: transformers' default is not hidden_size / heads
     attention = Attention(bias=hf.flag("attention_bias", False))
     return {**shared_settings(hf), **grouped_heads(hf), "qk_norm": True, "attention": attention}
 
@@ -23,7 +23,7 @@ def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
 def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
-        "intermediate_size": model.hidden_dim,
+        "intermediate_size": model.intermediate_size,
         "attention_bias": model.attention.bias,
         "use_sliding_window": False,
     }

@@ -12,11 +12,11 @@ from moe_jax.convert.shared import hf_settings
 def _model(hf: HfConfig) -> Model:
     return Model(
         **qwen3_settings(hf),
-        hidden_dim=hf.whole("intermediate_size"),
+        intermediate_size=hf.whole("intermediate_size"),
         moe=MoE(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
-            hidden_dim=hf.whole("moe_intermediate_size"),
+            intermediate_size=hf.whole("moe_intermediate_size"),
             capacity_factor=None,
             **blocks_with_experts(hf),
         ),
@@ -32,14 +32,14 @@ def qwen_moe_settings(model: Model) -> dict[str, Any]:
     moe, dense = model.moe, [i for i, kind in enumerate(model.block_kinds) if kind == "dense"]
     return {
         "head_dim": model.head_width,
-        "intermediate_size": model.hidden_dim,
+        "intermediate_size": model.intermediate_size,
         "use_sliding_window": False,
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.hidden_dim,
+        "moe_intermediate_size": moe.intermediate_size,
         "norm_topk_prob": moe.divides_by_sum,
-        "decoder_sparse_step": 1 if moe.first_dense_blocks else moe.every,
-        "mlp_only_layers": dense if moe.first_dense_blocks else [],
+        "decoder_sparse_step": 1 if moe.first_k_dense_replace else moe.moe_layer_freq,
+        "mlp_only_layers": dense if moe.first_k_dense_replace else [],
     }
 
 

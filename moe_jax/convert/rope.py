@@ -40,7 +40,8 @@ def _text(value: float | RopeScaling) -> str:
         return f"{value:g}"
     plain = RopeScaling()
     own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed = {name: each for name, each in own.items() if each != getattr(plain, name)} or {"kind": value.kind}
+    changed = {name: each for name, each in own.items() if each != getattr(plain, name)}
+    changed = changed or {"rope_type": value.rope_type}
     return ", ".join(f"{name}={f'{each:g}' if isinstance(each, float) else each}" for name, each in changed.items())
 
 
@@ -62,14 +63,14 @@ def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScaling:
 
 
 def _linear(rope: HfConfig, hf: HfConfig) -> RopeScaling:
-    return RopeScaling(kind="linear", factor=rope.number("factor"))
+    return RopeScaling(rope_type="linear", factor=rope.number("factor"))
 
 
 def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     return RopeScaling(
-        kind="llama3",
+        rope_type="llama3",
         factor=rope.number("factor"),
-        original_length=_original_length(rope, hf),
+        original_max_position_embeddings=_original_length(rope, hf),
         slow_turns=rope.number("low_freq_factor"),
         fast_turns=rope.number("high_freq_factor"),
     )
@@ -85,9 +86,9 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     own = rope.number("mscale", 0.0)
     default = mscale(own) / mscale(all_dim) if own and all_dim else mscale(1.0)
     return RopeScaling(
-        kind="yarn",
+        rope_type="yarn",
         factor=factor,
-        original_length=_original_length(rope, hf),
+        original_max_position_embeddings=_original_length(rope, hf),
         slow_turns=rope.number("beta_slow", 1.0),
         fast_turns=rope.number("beta_fast", 32.0),
         truncate=rope.flag("truncate", True),
@@ -107,21 +108,21 @@ _KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 def hf_rope(model: Model) -> dict[str, Any]:
     """For a config.json."""
     scaling = model.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default" if scaling.kind == "none" else scaling.kind}
-    if scaling.kind != "none":
+    rope: dict[str, Any] = {"rope_type": "default" if scaling.rope_type == "none" else scaling.rope_type}
+    if scaling.rope_type != "none":
         rope["factor"] = scaling.factor
-    if scaling.kind in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind == "llama3":
+    if scaling.rope_type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if scaling.rope_type == "llama3":
         rope |= {"low_freq_factor": scaling.slow_turns, "high_freq_factor": scaling.fast_turns}
-    if scaling.kind == "yarn":
+    if scaling.rope_type == "yarn":
         rope |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.fast_turns, "truncate": scaling.truncate}
         rope["attention_factor"] = scaling.attention_factor
     if scaling.mscale_all_dim:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
-        if scaling.kind == "yarn":
+        if scaling.rope_type == "yarn":
             rope["mscale"] = scaling.mscale_all_dim
-    older = {"rope_scaling": rope} if scaling.kind != "none" else {}  # as before transformers 5
+    older = {"rope_scaling": rope} if scaling.rope_type != "none" else {}  # as before transformers 5
     return {
         "rope_theta": model.rope_theta,
         **older,

@@ -12,26 +12,26 @@ def shared_settings(hf: HfConfig) -> dict[str, Any]:
     hf.only("hidden_act", "silu")
     hf.only("quantization_config")
     hf.only("mlp_bias", False)
-    heads, d_model = hf.whole("num_attention_heads"), hf.whole("hidden_size")
+    heads, hidden_size = hf.whole("num_attention_heads"), hf.whole("hidden_size")
     return {
         "vocab_size": hf.whole("vocab_size"),
-        "d_model": d_model,
+        "hidden_size": hidden_size,
         "num_layers": hf.num_layers(),
-        "num_heads": heads,
-        "norm_eps": hf.number("rms_norm_eps"),
-        "tie_embeddings": hf.flag("tie_word_embeddings", False),
+        "num_attention_heads": heads,
+        "rms_norm_eps": hf.number("rms_norm_eps"),
+        "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
         **rope_settings(hf),
     }
 
 
 def grouped_heads(hf: HfConfig) -> dict[str, Any]:
     """Of grouped-query attention."""
-    heads, d_model = hf.whole("num_attention_heads"), hf.whole("hidden_size")
+    heads, hidden_size = hf.whole("num_attention_heads"), hf.whole("hidden_size")
     kv_heads = hf.whole("num_key_value_heads", default=heads)
-    width = hf.whole("head_dim", default=d_model // max(heads, 1))
+    width = hf.whole("head_dim", default=hidden_size // max(heads, 1))
     return {
-        "num_kv_heads": None if kv_heads == heads else kv_heads,
-        "head_dim": None if width * heads == d_model else width,
+        "num_key_value_heads": None if kv_heads == heads else kv_heads,
+        "head_dim": None if width * heads == hidden_size else width,
     }
 
 
@@ -39,12 +39,12 @@ def hf_settings(model: Model) -> dict[str, Any]:
     """The inverse of `shared_settings` and `grouped_heads`, for a config.json."""
     return {
         "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
+        "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
+        "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.kv_heads,
         "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
         **hf_rope(model),
     }

@@ -38,7 +38,7 @@ def is_imported(config: Config, run: Path) -> bool:
 def longest_sequence(config: Config, run: Path) -> int:
     """`max_position_embeddings` of a run: as its model was imported, or is scaled to; no less than it trains with."""
     scaling = config.model.rope_scaling
-    longest = 0 if scaling.kind == "none" else round(scaling.original_length * scaling.factor)
+    longest = 0 if scaling.rope_type == "none" else round(scaling.original_max_position_embeddings * scaling.factor)
     file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
     if file is not None:
         hf = HfConfig(read_json(file), str(file))
@@ -69,4 +69,4 @@ def check_same(folder: Path, here: Model, there: Model) -> None:
 
 def dense_twin(model: Model) -> Model:
     """The dense model whose MLP each expert begins as."""
-    return dataclasses.replace(model, hidden_dim=model.moe.hidden_dim, moe=MoE(num_experts=0))
+    return dataclasses.replace(model, intermediate_size=model.moe.intermediate_size, moe=MoE(num_experts=0))

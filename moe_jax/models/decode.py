@@ -23,7 +23,7 @@ Cache = list[Any]  # of each block
 # settings of gates that compare tokens with each other
 _ALONE: dict[str, dict[str, Any]] = {
     "batch_prioritised": {"gate": "softmax"},
-    "expert_choice": {"gate": "softmax", "normalize_weights": False},
+    "expert_choice": {"gate": "softmax", "norm_topk_prob": False},
 }
 
 
@@ -42,7 +42,7 @@ def sample(
     has its likeliest experts here: others that it would be compared with do not exist yet.
     """
     moe = dataclasses.replace(model.moe, **_ALONE.get(model.moe.gate, {}))
-    model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, order="sort"))
+    model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
     batch, length = prompt_BS.shape
     blocks = block_params(params, model)
     cache: Cache = [form_of(model).first_cache(model, batch, length, how.dtype) for _ in blocks]
@@ -77,7 +77,7 @@ def _next_logits(
         y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
         updated.append(of_block)
         x_B1D += y_B1D
-        h_BD = rms_norm(x_B1D, p["norm"], model.norm_eps)[:, 0]
+        h_BD = rms_norm(x_B1D, p["norm"], model.rms_norm_eps)[:, 0]
         x_B1D += _feed_forward(p, h_BD, model, how, seen.above(number))[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated
 

@@ -75,8 +75,10 @@ def product_name(config: Config, platform: str, tensor_ranks: int) -> str:
             f"use train.grouped_product=auto, or {' or '.join(products)}"
         )
     if config.model.moe.num_experts and config.model.moe.sends_sized_rows:
-        _check_width("model.d_model", config.model.d_model, 1, name, products[name])
-        _check_width("model.moe.hidden_dim", config.model.moe.hidden_dim, tensor_ranks, name, products[name])
+        _check_width("model.hidden_size", config.model.hidden_size, 1, name, products[name])
+        _check_width(
+            "model.moe.intermediate_size", config.model.moe.intermediate_size, tensor_ranks, name, products[name]
+        )
     return name
 
 

@@ -22,28 +22,28 @@ _Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 def unembed(params: Any, x_BnD: Float[Array, "B n D"], model: Model) -> Float[Array, "B n V"]:
     """Logits in float32."""
-    return wide_matmul(rms_norm(x_BnD, params["norm"], model.norm_eps), _matrix(params, model))
+    return wide_matmul(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), _matrix(params, model))
 
 
 def cross_entropy(
     params: Any, x_BnD: Float[Array, "B n D"], target_Bn: Int[Array, "B n"], model: Model, loss_chunk: int | None
 ) -> Float[Array, ""]:
     """Nats of all tokens, summed; `loss_chunk` is that of the config."""
-    h_TD = rms_norm(x_BnD, params["norm"], model.norm_eps).reshape(-1, model.d_model)
+    h_TD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps).reshape(-1, model.hidden_size)
     matrix = _matrix(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
     if chunk == target_Bn.size:
         with jax.named_scope(_SCOPE):
             return _at_once(h_TD, matrix, target_Bn.ravel())
     filling = -target_Bn.size % chunk
-    h_KcD = jnp.pad(h_TD, ((0, filling), (0, 0))).reshape(-1, chunk, model.d_model)
+    h_KcD = jnp.pad(h_TD, ((0, filling), (0, 0))).reshape(-1, chunk, model.hidden_size)
     target_Kc = jnp.pad(target_Bn.ravel(), (0, filling), constant_values=_NO_TOKEN).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
         return _by_chunks(h_KcD, matrix, target_Kc)
 
 
 def _matrix(params: Any, model: Model) -> Float[Array, "D V"]:
-    matrix: jax.Array = params["embedding"].T if model.tie_embeddings else params["head"]
+    matrix: jax.Array = params["embedding"].T if model.tie_word_embeddings else params["head"]
     return matrix
 
 

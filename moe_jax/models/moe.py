@@ -70,7 +70,7 @@ def route(
 
 
 def _prob_sum(decision: Decision, moe: MoE, sequences: int | None) -> Float[Array, " E"]:
-    if moe.load_balance != "sequence" or sequences is None:
+    if moe.load_balancing_type != "sequence" or sequences is None:
         return decision.prob_TE.sum(axis=0)
     assert isinstance(decision, Choice), "other gates are refused"
     prob_BE = decision.prob_TE.reshape(sequences, -1, moe.num_experts).sum(axis=1)
@@ -130,9 +130,9 @@ def combine(returned: jax.Array, ticket: Any, moe: MoE, ragged: bool = False) ->
 
 def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoE) -> Float[Array, "M E"]:
     """What the load-balance loss multiplies each summed probability with: `f` below."""
-    if moe.load_balance == "sequence":
+    if moe.load_balancing_type == "sequence":
         return jnp.ones(global_count_ME.shape)  # the sums have shares in them already
-    if moe.load_balance == "pooled":
+    if moe.load_balancing_type == "pooled":
         count_E = global_count_ME.astype(jnp.float32).sum(axis=0)  # of all blocks: more than 32 bits count
         return jnp.broadcast_to(count_E / count_E.sum() / len(global_count_ME), global_count_ME.shape)
     return global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)

@@ -56,40 +56,40 @@ class _Declare:
 
 def _output_matrix(model: Model, declare: _Declare) -> nnx.Param:
     """From values of heads to the model width."""
-    std = (model.num_heads * model.v_width * 2 * model.num_layers) ** -0.5
-    return declare.matrix(std, heads=model.num_heads, head=model.v_width, model=model.d_model)
+    std = (model.num_attention_heads * model.v_width * 2 * model.num_layers) ** -0.5
+    return declare.matrix(std, heads=model.num_attention_heads, head=model.v_width, model=model.hidden_size)
 
 
 class GroupedAttention(nnx.Module):
     """Projections of grouped-query attention."""
 
     def __init__(self, model: Model, declare: _Declare):
-        width, in_std = model.head_width, model.d_model**-0.5
-        self.norm = declare.scale(model=model.d_model)
-        self.query = declare.matrix(in_std, model=model.d_model, heads=model.num_heads, head=width)
-        self.key = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
-        self.value = declare.matrix(in_std, model=model.d_model, kv_heads=model.kv_heads, head=width)
+        width, in_std = model.head_width, model.hidden_size**-0.5
+        self.norm = declare.scale(model=model.hidden_size)
+        self.query = declare.matrix(in_std, model=model.hidden_size, heads=model.num_attention_heads, head=width)
+        self.key = declare.matrix(in_std, model=model.hidden_size, kv_heads=model.kv_heads, head=width)
+        self.value = declare.matrix(in_std, model=model.hidden_size, kv_heads=model.kv_heads, head=width)
         self.out = _output_matrix(model, declare)
-        queries, keys = {"heads": model.num_heads, "head": width}, {"kv_heads": model.kv_heads, "head": width}
+        queries, keys = {"heads": model.num_attention_heads, "head": width}, {"kv_heads": model.kv_heads, "head": width}
         if model.attention.bias:
             self.query_bias = declare.offset(**queries)
             self.key_bias = declare.offset(**keys)
             self.value_bias = declare.offset(**keys)
             if model.attention.out_bias:
-                self.out_bias = declare.offset(model=model.d_model)
+                self.out_bias = declare.offset(model=model.hidden_size)
         if model.qk_norm:
             of_all = model.qk_norm_over == "projection"
             self.query_norm = declare.scale(**(queries if of_all else {"head": width}))
             self.key_norm = declare.scale(**(keys if of_all else {"head": width}))
         if model.attention.sinks:
-            self.sink = declare.offset(heads=model.num_heads)
+            self.sink = declare.offset(heads=model.num_attention_heads)
 
 
 class LatentAttention(nnx.Module):
     """Projections to and from the latents of multi-head latent attention."""
 
     def __init__(self, model: Model, declare: _Declare):
-        d, heads, latent = model.d_model, model.num_heads, model.latent
+        d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
         rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
         assert rank is not None, "a model with latents"
         self.norm = declare.scale(model=d)
@@ -113,17 +113,17 @@ class MLP(nnx.Module):
     """Matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
 
     def __init__(self, model: Model, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
-        in_std, out_std = model.d_model**-0.5, (hidden * 2 * model.num_layers) ** -0.5
+        in_std, out_std = model.hidden_size**-0.5, (hidden * 2 * model.num_layers) ** -0.5
         gate = _GATES[model.activation]
         if gate is not None:
-            setattr(self, gate, declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden))
-        self.up = declare.matrix(in_std, **stack, model=model.d_model, hidden=hidden)
-        self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.d_model)
+            setattr(self, gate, declare.matrix(in_std, **stack, model=model.hidden_size, hidden=hidden))
+        self.up = declare.matrix(in_std, **stack, model=model.hidden_size, hidden=hidden)
+        self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.hidden_size)
         if bias:
             if gate is not None:
                 setattr(self, f"{gate}_bias", declare.offset(**stack, hidden=hidden))
             self.up_bias = declare.offset(**stack, hidden=hidden)
-            self.down_bias = declare.offset(**stack, model=model.d_model)
+            self.down_bias = declare.offset(**stack, model=model.hidden_size)
 
 
 class MoELayer(nnx.Module):
@@ -134,13 +134,13 @@ class MoELayer(nnx.Module):
         # "choices", not "experts": the router is whole on every device
         for name, (dims, first) in gate_parameters(model).items():
             setattr(self, name, _first_of_gate(declare, first, dims))
-        self.experts = MLP(model, moe.hidden_dim, declare, moe.bias, experts=moe.num_experts)
+        self.experts = MLP(model, moe.intermediate_size, declare, moe.bias, experts=moe.num_experts)
         if moe.num_shared_experts:
-            self.shared = MLP(model, moe.hidden_dim * moe.num_shared_experts, declare)
+            self.shared = MLP(model, moe.intermediate_size * moe.num_shared_experts, declare)
             if moe.shared_gate:
-                self.shared.token_gate = declare.matrix(model.d_model**-0.5, model=model.d_model, one=1)
+                self.shared.token_gate = declare.matrix(model.hidden_size**-0.5, model=model.hidden_size, one=1)
         if moe.dense_residual:
-            self.dense = MLP(model, model.hidden_dim, declare)
+            self.dense = MLP(model, model.intermediate_size, declare)
 
 
 def _first_of_gate(declare: _Declare, first: str | float, dims: dict[str, int]) -> nnx.Param:
@@ -156,26 +156,26 @@ class Block(nnx.Module):
 
     def __init__(self, kind: str, model: Model, declare: _Declare):
         self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
-        self.norm = declare.scale(model=model.d_model)
+        self.norm = declare.scale(model=model.hidden_size)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
         else:
-            self.mlp = MLP(model, model.hidden_dim, declare)
+            self.mlp = MLP(model, model.intermediate_size, declare)
 
 
 class Transformer(nnx.Module):
     """All parameters of the decoder."""
 
     def __init__(self, model: Model, rngs: nnx.Rngs):
-        declare, std = _Declare(rngs), model.d_model**-0.5
-        self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.d_model)
+        declare, std = _Declare(rngs), model.hidden_size**-0.5
+        self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.hidden_size)
         self.segments = nnx.List(
             nnx.List(Block(kind, model, _Declare(rngs, segment.repeats)) for kind in segment.kinds)
             for segment in segments(model)
         )
-        self.norm = declare.scale(model=model.d_model)
-        if not model.tie_embeddings:
-            self.head = declare.matrix(std, model=model.d_model, vocab=model.vocab_size)
+        self.norm = declare.scale(model=model.hidden_size)
+        if not model.tie_word_embeddings:
+            self.head = declare.matrix(std, model=model.hidden_size, vocab=model.vocab_size)
 
 
 def init_params(model: Model, seed: int) -> Params:

@@ -18,11 +18,11 @@ Pairs = NDArray[np.float64]  # of each pair that is rotated together
 def rotate(x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: Model) -> Float[Array, "B N H K"]:
     """Rotary position embedding (Su et al. 2021) on pairs (i, i + K/2), angles in float32."""
     half, scaling = x_BNHK.shape[-1] // 2, model.rope_scaling
-    if scaling.kind == "none":
+    if scaling.rope_type == "none":
         frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
         plain = model.rope_theta ** (-np.arange(half) / half)
-        frequency = jnp.asarray(_KINDS[scaling.kind](plain, model.rope_theta, scaling), jnp.float32)
+        frequency = jnp.asarray(_KINDS[scaling.rope_type](plain, model.rope_theta, scaling), jnp.float32)
     angle = position_BN[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling.attention_factor != 1:
@@ -45,7 +45,7 @@ def _linear(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
 
 def _llama3(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     """A ramp over the number of turns (Llama 3, 2024, in its published code)."""
-    turns = scaling.original_length * frequency / (2 * math.pi)
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     kept = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
     return _between(frequency, kept, scaling)
 
@@ -55,7 +55,7 @@ def _yarn(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     pairs = len(frequency)
 
     def pair_of(turns: float) -> float:
-        return pairs * math.log(scaling.original_length / (2 * math.pi * turns)) / math.log(theta)
+        return pairs * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns)) / math.log(theta)
 
     first, last = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
     if scaling.truncate:

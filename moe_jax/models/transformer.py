@@ -46,7 +46,7 @@ class Computation:
     platform: str  # of the devices: cpu, gpu or tpu
     exchange: str  # the all-to-all's algorithm, never auto
     ranks_per_node: int  # of those that experts are cut over
-    buffer_factor: float | None  # room for rows without capacity / even share; None: for the worst case
+    rank_capacity_factor: float | None  # room for rows without capacity / even share; None: for the worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
     attention: Way = dataclasses.field(default_factory=Way)
@@ -96,7 +96,7 @@ class Computation:
             platform=platform,
             exchange=exchange,
             ranks_per_node=per_node,
-            buffer_factor=config.exchange.buffer_factor,
+            rank_capacity_factor=config.exchange.rank_capacity_factor,
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
             attention=Way(kernel_of(config, platform, capability), config.exchange.context_form),
@@ -158,7 +158,7 @@ def attend_and_route(
     `slot_E`: where its experts lie (None: in their order).
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.attention)
-    h_BND = rms_norm(x_BND, params["norm"], model.norm_eps)
+    h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     sent, ticket, stats = moe_layer.route(
         params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat(), len(x_BND), slot_E
@@ -178,7 +178,7 @@ def rejoin(
 def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, way: Way) -> Float[Array, "B N D"]:
     """One block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, way)
-    return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.norm_eps))
+    return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps))
 
 
 def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
@@ -200,7 +200,7 @@ def block(
         return dense_block(params, x_BND, model, view, how.attention), None
     length, ranks = x_BND.shape[1], how.expert_ranks()
     room = whole_room(model.moe, x_BND.shape[0] * length)
-    room = room._replace(buffer=buffer_of(model.moe, how.buffer_factor, length, ranks))
+    room = room._replace(buffer=buffer_of(model.moe, how.rank_capacity_factor, length, ranks))
     x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room, seen=seen, slot_E=slot_E)
     return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
 

@@ -152,9 +152,9 @@ def _chosen(draft: Draft, base: Sections, way: Way) -> Config:
     schedule = dict(way.get("schedule", {}))
     stages = way.get("mesh", {}).get("pipeline", base.mesh.pipeline)
     if stages != 1 or schedule.get("pipeline", base.schedule.pipeline) == "coscheduled":  # sums behind the last tick
-        schedule |= {"grad_reduce": "end", "chunk_mb": None}
-    if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "chunked":
-        schedule["chunk_mb"] = None
+        schedule |= {"grad_reduce": "end", "bucket_cap_mb": None}
+    if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "bucketed":
+        schedule["bucket_cap_mb"] = None
     found = draft.choose(base, **{**way, "schedule": schedule})
     check_batch_split(found, found.mesh.data * found.mesh.expert)
     Stages.of(found)
@@ -180,7 +180,7 @@ def guesses() -> tuple[Settings, ...]:
 
 def plain() -> Settings:
     """Nothing scheduled."""
-    settings = {"weight_grad": "inline", "grad_reduce": "end", "chunk_mb": None}
+    settings = {"weight_grad": "inline", "grad_reduce": "end", "bucket_cap_mb": None}
     return {"policy": "vanilla", "microbatches": 1, "backward_microbatches": None, "expert_chunks": 1, **settings}
 
 
@@ -191,7 +191,13 @@ def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int
         "backward_microbatches": None if backward == degree else backward,
         "expert_chunks": chunks,
     }
-    return {"policy": policy, **degrees, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": CHUNKS_MB[1]}
+    return {
+        "policy": policy,
+        **degrees,
+        "weight_grad": "greedy",
+        "grad_reduce": "bucketed",
+        "bucket_cap_mb": CHUNKS_MB[1],
+    }
 
 
 def pipelines() -> Iterator[Settings]:

@@ -84,7 +84,7 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     if config.is_pipelined:
         return _pipelined(config, cluster)
     moe, blocks = config.model.moe, config.model.num_layers
-    bottom, period = (moe.first_dense_blocks, moe.every) if moe.num_experts else (0, 1)
+    bottom, period = (moe.first_k_dense_replace, moe.moe_layer_freq) if moe.num_experts else (0, 1)
     periods, rest = divmod(blocks - bottom, period)
     measured = _measured(config)
 

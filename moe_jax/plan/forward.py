@@ -93,8 +93,8 @@ def _allowed(step: Step, parts: int) -> list[Cut]:
         Cut.SEQUENCES: step.sequences,
         Cut.IRREGULAR: step.sequences,
         Cut.TOKENS: step.config.data.seq_len,
-        Cut.HEADS: step.config.model.num_heads / step.tensor,
-        Cut.FEATURES: step.config.model.d_model,
+        Cut.HEADS: step.config.model.num_attention_heads / step.tensor,
+        Cut.FEATURES: step.config.model.hidden_size,
     }
     return [Cut.SLOTS, *(cut for cut, size in sizes.items() if size % parts == 0)]
 
@@ -146,13 +146,13 @@ class _Costs:
 def _shares(model: Model, kind: str) -> Mapping[str, float]:
     """Of a block's parameters in matrix products, experts left out; other ops pass in their neighbours' time."""
     moe, matrices = model.moe, 3 if model.is_gated else 2
-    hidden = model.hidden_dim if kind == "dense" or moe.dense_residual else 0
-    hidden += moe.hidden_dim * moe.num_shared_experts if kind == "moe" else 0
-    output = model.d_model * model.num_heads * model.v_width
+    hidden = model.intermediate_size if kind == "dense" or moe.dense_residual else 0
+    hidden += moe.intermediate_size * moe.num_shared_experts if kind == "moe" else 0
+    output = model.hidden_size * model.num_attention_heads * model.v_width
     parameters = {
         "projections": attention_matrices(model) - output,
         "output": output,
-        "mlp": matrices * model.d_model * hidden,
+        "mlp": matrices * model.hidden_size * hidden,
         "gate": gate_matrices(model) + mixed_matrices(model) if kind == "moe" else 0,
     }
     return {name: count / sum(parameters.values()) for name, count in parameters.items()}

@@ -27,12 +27,12 @@ class GradientMemory(NamedTuple):
 def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int], count: int) -> GradientMemory:
     """Of a device with `count` parameters."""
     model, stage, in_parts = config.model, config.optimizer.zero, config.train.grad_accumulation > 1
-    own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.d_model
+    own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.hidden_size
     each_summed = stage == 2 and not (config.is_plain and compiler.sums_behind_parts)
     earlier = (own if each_summed else count) if in_parts else 0.0
     behind = stage == 0 or config.is_plain or config.schedule.grad_reduce == "end"  # the backward pass
     summed = float(count) if behind else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
-    backward = summed - (matrix if behind and not model.tie_embeddings else 0)  # the embedding's comes last
+    backward = summed - (matrix if behind and not model.tie_word_embeddings else 0)  # the embedding's comes last
     update = earlier + summed
     if stage:
         largest = max(matrix, _expert_matrices(config, mesh))

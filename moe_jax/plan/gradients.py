@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moe_jax.config import Config
 from moe_jax.plan.fabric import Fabric, Group, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
-from moe_jax.schedule.grad_chunks import cut
+from moe_jax.schedule.grad_buckets import cut
 
 ITEM_BYTES = 4
 
@@ -33,11 +33,11 @@ class Sum(NamedTuple):
         return fabric.ring(self.sent_bytes, self.group, "all_reduce" if self.parts == 1 else "reduce_scatter")
 
 
-def sums_of(config: Config, mesh: Mapping[str, int], chunk_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
+def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None) -> tuple[tuple[Sum, ...], ...]:
     """Of the embedding, each block, and the head; without a limit an owner's gradients of one group are one chunk."""
     parts = parts_of(config, mesh)
     held = (held_by(owned, config, mesh) for owned in owned_parameters(config.model))
-    return tuple(_of_owner(each, chunk_mb, parts) for each in held)
+    return tuple(_of_owner(each, bucket_cap_mb, parts) for each in held)
 
 
 def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
@@ -57,7 +57,7 @@ def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[Group, int]:
 
     Nearly every array has that dimension; few have one that more devices divide.
     """
-    width = config.model.d_model if config.optimizer.zero else 1
+    width = config.model.hidden_size if config.optimizer.zero else 1
     held = (([mesh[axis] for axis in ("data", *axes)], group_over(axes, mesh)) for axes in _axes_of_copies(config))
     return {group: _most_dividing(width, tuple(sizes)) for sizes, group in held}
 
@@ -83,11 +83,11 @@ def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, in
     return total
 
 
-def _of_owner(held: Counter[Group], chunk_mb: float | None, parts: Mapping[Group, int]) -> tuple[Sum, ...]:
+def _of_owner(held: Counter[Group], bucket_cap_mb: float | None, parts: Mapping[Group, int]) -> tuple[Sum, ...]:
     shared = {group: count for group, count in held.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]
     sizes = [count // each for count, each in zip(shared.values(), ranks, strict=True)]
-    chunks = cut(sizes, chunk_mb, [ITEM_BYTES * each for each in ranks])
+    chunks = cut(sizes, bucket_cap_mb, [ITEM_BYTES * each for each in ranks])
     return tuple(
         Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, ranks[group]) for group, start, stop in chunks
     )

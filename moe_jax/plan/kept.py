@@ -84,7 +84,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
         ring=ring,
         kernel=kernel_of(config, platform),
         microbatches=parts,
-        heads=model.num_heads / tensor,
+        heads=model.num_attention_heads / tensor,
         kv_heads=model.kv_heads / tensor,
         tensor=tensor,
         rows=_rows(config, platform, mesh, parts, int(sequences * length / tensor)),
@@ -110,8 +110,8 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     if moe.capacity_factor is None:
         own = config.data.seq_len // (tensor * mesh["context"])
         width = own * min(moe.top_k, held)
-        if config.exchange.buffer_factor is not None:
-            width = min(width, math.ceil(Fraction(str(config.exchange.buffer_factor)) * own * moe.top_k / ranks))
+        if config.exchange.rank_capacity_factor is not None:
+            width = min(width, math.ceil(Fraction(str(config.exchange.rank_capacity_factor)) * own * moe.top_k / ranks))
         received = tensor * ranks * width * (part // own)
         tiles = TILES[platform]
         least, most = tiles.get(config.train.grouped_product, next(iter(tiles.values())))
@@ -139,8 +139,8 @@ def _mlps(model: Model, kind: str) -> list[int]:
     """Hidden widths of a block's MLPs that every token meets."""
     moe = model.moe
     widths = {
-        "dense": [model.hidden_dim],
-        "moe": [moe.num_shared_experts * moe.hidden_dim, model.hidden_dim * moe.dense_residual],
+        "dense": [model.intermediate_size],
+        "moe": [moe.num_shared_experts * moe.intermediate_size, model.intermediate_size * moe.dense_residual],
     }
     return [width for width in widths[kind] if width]
 
@@ -148,7 +148,7 @@ def _mlps(model: Model, kind: str) -> list[int]:
 def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: bool) -> float:
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
-    stream, stream_32 = own * model.d_model * item, own * model.d_model * 4
+    stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
     keys = key * (1 if sizes.ring else sizes.keys / sizes.length)  # of other context ranks, too, if they are gathered
@@ -169,12 +169,12 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
         total += 6 * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
         total += of_activation * hidden_values + (stream if mlps else 0)
-        total += item * model.d_model * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
+        total += item * model.hidden_size * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
     elif mode == "least":
         total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
         total += item * (query + key) if model.qk_norm else 0
         total += matrices * hidden_values
-        total += item * model.d_model * (1 + len(mlps)) * whole
+        total += item * model.hidden_size * (1 + len(mlps)) * whole
     else:
         total = stream  # a block's input, or what its MLP adds to that: a product
         if mode == "dots":
@@ -184,15 +184,17 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and not scheduled):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
-    total += item * model.d_model * (rows.computed + rows.sent) + 4 * rows.sent  # received and returned rows, places
+    total += (
+        item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
+    )  # received and returned rows, places
     of_hidden = {"all": of_activation, "least": matrices}.get(mode, 0)
-    total += of_hidden * rows.computed * moe.hidden_dim / sizes.tensor * item
+    total += of_hidden * rows.computed * moe.intermediate_size / sizes.tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if moe.shared_gate and mode == "all":
-        total += item * model.d_model * sizes.tokens  # what is gated
+        total += item * model.hidden_size * sizes.tokens  # what is gated
     if rows.ragged:
-        total += stream + (rows.computed * model.d_model if mode == "all" else 0)  # to send again; a mask
+        total += stream + (rows.computed * model.hidden_size if mode == "all" else 0)  # to send again; a mask
     return total
 
 
@@ -204,7 +206,7 @@ def _latent_bytes(sizes: Sizes, model: Model, mode: Mode) -> float:
     latent, item, own = model.latent, sizes.item, sizes.own_tokens
     if latent.kv_lora_rank is None or mode == "full":
         return 0.0
-    of_queries, gathers = latent.q_lora_rank or model.d_model, sizes.tokens > own
+    of_queries, gathers = latent.q_lora_rank or model.hidden_size, sizes.tokens > own
     normed = own * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
     rotated = latent.qk_rope_head_dim  # the same key in all heads
     if mode == "dots":
@@ -212,7 +214,7 @@ def _latent_bytes(sizes: Sizes, model: Model, mode: Mode) -> float:
     total = normed * ((12 if mode == "all" else 0) + item)
     if gathers:
         whole = sizes.tokens - (own if mode == "all" else 0)
-        total += item * (sizes.tokens * (of_queries + latent.kv_lora_rank + rotated) - whole * model.d_model)
+        total += item * (sizes.tokens * (of_queries + latent.kv_lora_rank + rotated) - whole * model.hidden_size)
     else:
         total += item * own * of_queries
     if sizes.ring:
@@ -245,10 +247,10 @@ def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
     """
     moe, counts, computed = model.moe, _WAITING[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
-    hidden = (sizes.tokens * sum(mlps) + computed * moe.hidden_dim) / sizes.tensor
-    rows = model.d_model * (sizes.own_tokens * len(mlps) + computed)
+    hidden = (sizes.tokens * sum(mlps) + computed * moe.intermediate_size) / sizes.tensor
+    rows = model.hidden_size * (sizes.own_tokens * len(mlps) + computed)
     pairs = 0 if sizes.ring else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
-    waiting = 4 * counts.float32 * sizes.own_tokens * model.d_model + sizes.item * (numbers + counts.pairs * pairs)
+    waiting = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
     room = 4 * pairs if mode == "least" else kept_bytes(sizes, model, kind, mode, scheduled=True)
     return max(0.0, waiting - room)

@@ -40,7 +40,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         return pipelined_memory(config, platform, mesh)
     model, sizes = config.model, sizes_of(config, platform, mesh)
     count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
-    matrix = model.vocab_size * model.d_model
+    matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
     kept = _kept(config, sizes, mode, in_products)

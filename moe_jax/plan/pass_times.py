@@ -69,7 +69,7 @@ class PassTimes:
 
         head = of("F", "head") + of("B", "head") + (of("W", "head") if shape.split_weight_grad else 0.0)
         model = self._step.config.model
-        added_s = self._step.adding_s(model.d_model * model.vocab_size)
+        added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
         return Ends(of("F", "embed"), head + added_s, of("B", "embed") + added_s)
 
     def timeline(self, group: Sequence[Held]) -> Timeline:

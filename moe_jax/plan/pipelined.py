@@ -48,7 +48,7 @@ class PipelinedStep:
     def send_s(self) -> float:
         """Of activations, or gradients, of one part from stage to stage; the slowest pair of neighbours counts."""
         config = self.step.config
-        num_bytes = self.step.tokens * config.model.d_model * ITEM_BYTES[config.train.compute_dtype]
+        num_bytes = self.step.tokens * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
         return self.step.fabric.send(num_bytes, self._neighbours)
 
     @property

@@ -27,8 +27,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     held, stages = on_stage(config), Stages.of(config)
     count = held.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
-    stream = sizes.item * sizes.own_tokens * model.d_model
-    no_mlp = dataclasses.replace(model, hidden_dim=0)
+    stream = sizes.item * sizes.own_tokens * model.hidden_size
+    no_mlp = dataclasses.replace(model, intermediate_size=0)
     slot = stream + _largest(
         stages,
         kept_bytes(sizes, no_mlp, "dense", mode, scheduled=True),
@@ -54,7 +54,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         "head": {
             "activations": activations,
             "gradients": 4 * count,
-            "head": head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.d_model,
+            "head": head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size,
         },
         "backward": {"activations": activations, "gradients": 4 * count, "working": working},
     }

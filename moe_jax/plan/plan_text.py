@@ -140,7 +140,7 @@ def _schedule(candidate: Candidate) -> str:
         words.append(settings.pipeline + (f" × {settings.virtual_stages}" if settings.virtual_stages > 1 else ""))
         head = settings.head_blocks
         words += [f"head as {head} block{'s' if head > 1 else ''}"] if head else []
-    words += [f"chunks {settings.chunk_mb:g} MB"] if settings.chunk_mb else []
+    words += [f"chunks {settings.bucket_cap_mb:g} MB"] if settings.bucket_cap_mb else []
     words += [f"remat {settings.remat}"] if settings.remat != "none" else []
     words += [f"batch in {parts}"] if parts > 1 else []
     words += [f"ZeRO {zero}"] if (zero := candidate.config.optimizer.zero) else []

@@ -43,18 +43,18 @@ class _Count(NamedTuple):
 
 def count_parameters(model: Model) -> Parameters:
     """Count every parameter of a model."""
-    moe, d, blocks = model.moe, model.d_model, model.num_layers
+    moe, d, blocks = model.moe, model.hidden_size, model.num_layers
     num_moe = model.block_kinds.count("moe")
-    attention, expert = _attention(model), _mlp(model, moe.hidden_dim, moe.bias)
+    attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
     num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
-    dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
+    dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     mlps = num_moe * shared.total + num_dense * dense.total
     head, gate = d * model.vocab_size, _gate(model)
     chosen = num_moe * moe.top_k
     matrix_active = blocks * attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
     vectors = 2 * d * blocks + d + blocks * (attention.total - attention.matrices)
     vectors += chosen * (expert.total - expert.matrices) + num_moe * (gate.total - gate.matrices)
-    active = matrix_active + vectors + (0 if model.tie_embeddings else head)
+    active = matrix_active + vectors + (0 if model.tie_word_embeddings else head)
     return Parameters(
         total=active + (num_moe * moe.num_experts - chosen) * expert.total,
         active=active,
@@ -77,16 +77,16 @@ class Owned(NamedTuple):
 
 def owned_parameters(model: Model) -> tuple[Owned, ...]:
     """Of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
-    d, table, of_kind = model.d_model, model.d_model * model.vocab_size, owned_by_kind(model)
-    head = Owned(d + (0 if model.tie_embeddings else table))
+    d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
+    head = Owned(d + (0 if model.tie_word_embeddings else table))
     return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
 
 
 def owned_by_kind(model: Model) -> dict[str, Owned]:
     """Of a block, `dense` or `moe`."""
-    moe, d = model.moe, model.d_model
-    attention, expert = _attention(model), _mlp(model, moe.hidden_dim, moe.bias)
-    dense, shared = _mlp(model, model.hidden_dim), _mlp(model, moe.hidden_dim * moe.num_shared_experts)
+    moe, d = model.moe, model.hidden_size
+    attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
+    dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
     always, cut = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.cut
     return {
@@ -108,7 +108,7 @@ def attention_matrices(model: Model) -> int:
 
 def _attention(model: Model) -> _Count:
     """Of one block."""
-    d, heads, latent = model.d_model, model.num_heads, model.latent
+    d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
     sinks = heads if model.attention.sinks else 0
     if latent.kv_lora_rank is not None:
         rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
@@ -135,13 +135,13 @@ def gate_matrices(model: Model) -> int:
 def mixed_matrices(model: Model) -> int:
     """Products with activations for each token where a gate mixes tokens into slots, and slots into tokens."""
     moe = model.moe
-    return 2 * model.d_model * moe.num_experts * moe.slots_per_expert if moe.gate == "softmoe" else 0
+    return 2 * model.hidden_size * moe.num_experts * moe.slots_per_expert if moe.gate == "softmoe" else 0
 
 
 def _gate(model: Model) -> _Count:
     """Of one block with experts."""
     sizes = [tuple(dims.values()) for dims, _ in gate_parameters(model).values()]
-    of_shared = model.d_model if model.moe.shared_gate else 0
+    of_shared = model.hidden_size if model.moe.shared_gate else 0
     return _Count(
         0,
         whole_matrices=of_shared + sum(math.prod(size) for size in sizes if len(size) > 1),
@@ -152,7 +152,7 @@ def _gate(model: Model) -> _Count:
 def _mlp(model: Model, hidden: int, bias: bool = False) -> _Count:
     """Of one MLP or expert."""
     inner = 2 if model.is_gated else 1
-    return _Count((inner + 1) * model.d_model * hidden, *((inner * hidden, 0, model.d_model) if bias else ()))
+    return _Count((inner + 1) * model.hidden_size * hidden, *((inner * hidden, 0, model.hidden_size) if bias else ()))
 
 
 def train_flops_per_token(model: Model, seq_len: int) -> float:
@@ -162,7 +162,7 @@ def train_flops_per_token(model: Model, seq_len: int) -> float:
     without one: forward 2·H·(K+V) for each in a block, backward twice that.
     """
     seen = sum(_mean_seen(view.window, seq_len) for view in model.views)
-    attention = 6 * model.num_heads * (model.qk_width + model.v_width) * seen
+    attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * seen
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
     return float(6 * count_parameters(model).matrix_active + attention + mixes)
 

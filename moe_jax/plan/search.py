@@ -131,8 +131,8 @@ class Search:
             best = self._best_of(best, ({"schedule": {"head_blocks": count}} for count in HEAD_BLOCKS))
         if (saved := self._best_of(best, self._savings_near(best.config))) is not best:
             best = self._best_of(saved, ({"schedule": each} for each in schedules()))
-        if best.config.schedule.grad_reduce == "chunked":
-            best = self._best_of(best, ({"schedule": {"chunk_mb": chunk}} for chunk in CHUNKS_MB))
+        if best.config.schedule.grad_reduce == "bucketed":
+            best = self._best_of(best, ({"schedule": {"bucket_cap_mb": chunk}} for chunk in CHUNKS_MB))
         if best.config.mesh.tensor > 1:
             forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
             best = self._best_of(best, ({"exchange": form} for form in forms))

@@ -21,7 +21,7 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         weight_grad=settings.weight_grad,
         grad_reduce=settings.grad_reduce,
         reductions=tuple(reductions),
-        tied=model.tie_embeddings,
+        tied=model.tie_word_embeddings,
         # all tensor ranks have the vectors behind their parts of an expert
         local_experts=copies == 1 and not (model.moe.bias and mesh["tensor"] > 1),
     )

@@ -33,7 +33,7 @@ from moe_jax.plan.work import (
 )
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
-from moe_jax.schedule.grad_chunks import exchanges_first
+from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finished_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Shape
@@ -64,7 +64,7 @@ class Step:
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
         settings = self.config.schedule
-        limit = settings.chunk_mb if settings.grad_reduce == "chunked" else None
+        limit = settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None
         return sums_of(self.config, self.mesh, limit)
 
     @cached_property
@@ -148,7 +148,7 @@ class Step:
         """Of own queries and keys, for each head, that pass through memory."""
         if kernel_of(self.config, self.device.platform) == "cudnn":
             return 0.0
-        return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_heads
+        return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_attention_heads
 
     def squares_s(self) -> float:
         """Seconds of attention's products of activations and what lies between them, forward, in one block."""
@@ -187,8 +187,8 @@ class Step:
         model, tokens = self.config.model, self.tokens
         work, owned = work_of(self.config, tokens, self.device.platform), owned_parameters(model)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
-        passes = self._item * tokens * model.d_model
-        hidden = expert_rows(model, tokens) * (model.d_model + 2 * model.moe.hidden_dim)
+        passes = self._item * tokens * model.hidden_size
+        hidden = expert_rows(model, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
         found = {
             kind: self._task(
                 work["attend" if kind == "moe" else "dense"],
@@ -234,7 +234,9 @@ class Step:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
         group, seconds = Group(self.tensor, 1), 0.0
         for width in gathered_widths(model, kind):
-            gathered, summed = ((self.tensor - 1) * self.tokens * each * self._item for each in (width, model.d_model))
+            gathered, summed = (
+                (self.tensor - 1) * self.tokens * each * self._item for each in (width, model.hidden_size)
+            )
             seconds += self.fabric.ring(gathered, group) + self.fabric.ring(summed, group, "reduce_scatter")
         return seconds
 
@@ -311,10 +313,10 @@ def gathered_widths(model: Model, kind: str) -> list[int]:
     """
     moe, latent = model.moe, model.latent
     has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
-    for_attention = model.d_model
+    for_attention = model.hidden_size
     if latent.kv_lora_rank is not None:
-        for_attention = (latent.q_lora_rank or model.d_model) + latent.kv_lora_rank + latent.qk_rope_head_dim
-    return [for_attention, *([model.d_model] if has_mlp else [])]
+        for_attention = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return [for_attention, *([model.hidden_size] if has_mlp else [])]
 
 
 def passed_on(model: Model, tensor: int) -> float:

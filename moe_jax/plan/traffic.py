@@ -28,7 +28,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
 
     def crossing(kind: str) -> int:
         """Numbers of a token that tensor ranks gather and sum in a block, forward."""
-        return sum(width + model.d_model for width in gathered_widths(model, kind))
+        return sum(width + model.hidden_size for width in gathered_widths(model, kind))
 
     def of_blocks(kinds: list[str]) -> dict[str, float]:
         with_experts = kinds.count("moe")
@@ -44,7 +44,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
         for stage in range(stages.stages)
     ]
     found = max(of_stages, key=lambda sent: sum(sent.values()))
-    found["pipeline"] = 2 * stages.chunks * step.tokens * model.d_model * item if stages.stages > 1 else 0.0
+    found["pipeline"] = 2 * stages.chunks * step.tokens * model.hidden_size * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
     summed = parts if config.optimizer.zero == 2 else 1  # else parts of a batch are added before
     found["gradients"] = summed * sum(each.sent_bytes for each in sums_on_stage(config, step.mesh))

@@ -1,6 +1,6 @@
 """What runs found fastest while they trained: a JSON file of one entry for each thing that was tuned.
 
-[{"of": {"model": {…}, "mesh": {…}, …}, "settings": {"chunk_mb": 2.1}, "step_s": 0.31}, …]
+[{"of": {"model": {…}, "mesh": {…}, …}, "settings": {"bucket_cap_mb": 2.1}, "step_s": 0.31}, …]
 """
 
 import json

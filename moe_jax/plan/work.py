@@ -23,17 +23,17 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, Work]:
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
-    scores = 2 * tokens * computed_keys(config, platform) * model.num_heads * (model.qk_width + model.v_width)
+    scores = 2 * tokens * computed_keys(config, platform) * model.num_attention_heads * (model.qk_width + model.v_width)
     mixes = 2 * tokens * mixed_matrices(model)
-    dense = 2 * tokens * matrices * model.d_model * model.hidden_dim
-    shared = 2 * tokens * matrices * model.d_model * moe.hidden_dim * moe.num_shared_experts
+    dense = 2 * tokens * matrices * model.hidden_size * model.intermediate_size
+    shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts
     shared += dense if moe.dense_residual else 0
     return {
         "embed": Work(0.0),
         "attend": Work(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
         "dense": Work(attention + dense, scores),
-        "expert": Work(2 * expert_rows(model, tokens) * matrices * model.d_model * moe.hidden_dim),
-        "head": Work(2 * tokens * model.d_model * model.vocab_size),
+        "expert": Work(2 * expert_rows(model, tokens) * matrices * model.hidden_size * moe.intermediate_size),
+        "head": Work(2 * tokens * model.hidden_size * model.vocab_size),
     }
 
 
@@ -64,7 +64,7 @@ def ring_tile(length: int, context: int) -> int:
 
 def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
     """Rows that a device holds for all ranks, its own included, padding too: of one dispatch, or one combine."""
-    return _sent_rows(config, tokens, ranks) * config.model.d_model * ITEM_BYTES[config.train.compute_dtype]
+    return _sent_rows(config, tokens, ranks) * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
 
 
 def expert_rows(model: Model, tokens: float) -> float:
@@ -77,7 +77,7 @@ def expert_rows(model: Model, tokens: float) -> float:
 
 
 def _sent_rows(config: Config, tokens: float, ranks: int) -> float:
-    moe, factor = config.model.moe, config.exchange.buffer_factor
+    moe, factor = config.model.moe, config.exchange.rank_capacity_factor
     if not moe.sends_sized_rows or moe.num_experts == 0:
         return expert_rows(config.model, tokens)
     worst = ranks * min(moe.top_k, moe.num_experts // ranks)

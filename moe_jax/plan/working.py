@@ -21,8 +21,8 @@ def working_bytes(
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     if sizes.ring:
         squares += _ring_bytes(sizes, model)
-    hidden = rows.computed * model.moe.hidden_dim / sizes.tensor
-    flowing = 4 * item * (rows.sent * model.d_model + hidden)
+    hidden = rows.computed * model.moe.intermediate_size / sizes.tensor
+    flowing = 4 * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
         blocks = period_of(config) if config.is_plain else 1
         of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=True) for kind in set(model.block_kinds)}
@@ -30,13 +30,13 @@ def working_bytes(
         again = sum(of_kind[kind] for kind in kinds)
         again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are made anew
         # experts go backward with all that was computed again in memory, attention when their part is gone
-        of_rows = item * (model.d_model * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
+        of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
         total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
         total = total / sizes.microbatches + item * in_block * blocks
     else:
         total = max(squares, flowing) / sizes.microbatches
     if rows.ragged:
-        total += item * model.d_model * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
+        total += item * model.hidden_size * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
     if not config.is_plain:
         total += _gradients_under_way(config, mesh)
         total += (4 + item) * in_block if compiler.scheduled_gradients else 0
@@ -77,13 +77,13 @@ def _expert_parameters(config: Config, mesh: Mapping[str, int]) -> float:
 
 def period_of(config: Config) -> int:
     """Blocks that a plain step computes again at once."""
-    return max(config.model.moe.every, 1) if config.model.moe.num_experts else 1
+    return max(config.model.moe.moe_layer_freq, 1) if config.model.moe.num_experts else 1
 
 
 def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> float:
     """Logits, and what is made of them."""
     model = config.model
-    matrix = model.vocab_size * model.d_model
+    matrix = model.vocab_size * model.hidden_size
     chunk = logit_chunk(config, sizes.own_tokens)
     if chunk is not None:
         return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
@@ -93,5 +93,5 @@ def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> 
         logits += sizes.item * values / sizes.microbatches
     head = logits + sizes.item * matrix
     if compiler.head_again and mode in ("dots", "full"):
-        head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.d_model
+        head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.hidden_size
     return head

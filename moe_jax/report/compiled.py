@@ -68,7 +68,7 @@ _UNMOVED = [
     "schedule.expert_chunks=1",
     "schedule.weight_grad=inline",
     "schedule.grad_reduce=end",
-    "schedule.chunk_mb=null",
+    "schedule.bucket_cap_mb=null",
 ]
 _BASELINES = {
     "vanilla": ["schedule.microbatches=1", "schedule.backward_microbatches=null", *_UNMOVED],

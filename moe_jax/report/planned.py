@@ -83,7 +83,7 @@ def compile_plans(draft: Draft, cluster: Cluster, tell: Callable[[str], None]) -
         memory_factor = max(memory_factor, checked.memory_factor)
     raise CompileError(
         f"--compile {target.name}: none of {_MOST} plans fits: "
-        "use a larger cluster, or a smaller train.batch_size or exchange.buffer_factor"
+        "use a larger cluster, or a smaller train.batch_size or exchange.rank_capacity_factor"
     )
 
 

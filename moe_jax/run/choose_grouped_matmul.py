@@ -83,8 +83,8 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> Shape:
         rows=int(sizes.rows.sent * received),
         filled=max(int(sizes.own_tokens * model.moe.top_k * received) // groups, 1),
         groups=groups,
-        width=model.d_model,
-        hidden=model.moe.hidden_dim // mesh.shape[Axis.TENSOR],
+        width=model.hidden_size,
+        hidden=model.moe.intermediate_size // mesh.shape[Axis.TENSOR],
         dtype=config.train.compute_dtype,
     )
 

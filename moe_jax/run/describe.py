@@ -73,11 +73,11 @@ def blocks_text(config: Config) -> str:
 def router_text(config: Config) -> dict[str, str]:
     """What trains the router, where the loss does not."""
     moe = config.model.moe
-    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.normalize_top_1 or moe.gate == "gpt_oss"):
+    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.norm_top1_prob or moe.gate == "gpt_oss"):
         return {}
     return {
         "router": "each token's one expert has weight 1, so the loss gives the router no gradient: only "
-        "model.moe.load_balance_weight and model.moe.router_z_weight train it"
+        "model.moe.aux_loss_coeff and model.moe.z_loss_coeff train it"
     }
 
 

@@ -132,7 +132,7 @@ def _wrong_outputs(
         found.append(wrong.ravel())
         below += wrong.size
         moe_below += segment.kinds.count("moe") * segment.repeats
-    x_TD = x_bND.reshape(-1, model.d_model)
+    x_TD = x_bND.reshape(-1, model.hidden_size)
     chunk = tokens_of_chunk(len(x_TD), model.vocab_size, how.loss_chunk)
     wrong_T = jax.lax.map(lambda x_D: _is_wrong(unembed(params, x_D[None, None], model)), x_TD, batch_size=chunk)
     return jnp.concatenate([*found, wrong_T.any()[None]])

@@ -19,11 +19,11 @@ from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
-from moe_jax.schedule.grad_chunks import Chunk
+from moe_jax.schedule.grad_buckets import Chunk
 from moe_jax.step.compile import config_at
 from moe_jax.step.scheduled.build import reductions_of
 
-_SECTIONS = {"chunk_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
+_SECTIONS = {"bucket_cap_mb": "schedule", "microbatches": "schedule", "algorithm": "exchange"}
 _CHUNKS = [2 ** (-i / 3) for i in range(19)]  # of the largest chunk: to a 64th, up to three for each halving
 _MICROBATCHES = (1, 2, 4, 8)
 _ITEM_BYTES = 4
@@ -175,7 +175,7 @@ def _largest_mb(config: Config, mesh: Mesh) -> float:
     ]
     largest = max(sizes[1:-1]) or max(sizes)
     if not largest:
-        raise ConfigError("tune.over has chunk_mb, and no gradients are summed over one device: leave it out")
+        raise ConfigError("tune.over has bucket_cap_mb, and no gradients are summed over one device: leave it out")
     return largest * _ITEM_BYTES / 1e6
 
 
@@ -186,8 +186,8 @@ def _chunk_sizes(config: Config, mesh: Mesh) -> list[float]:
     return list({_cuts(config, mesh, size): size for size in sizes}.values())
 
 
-def _cuts(config: Config, mesh: Mesh, chunk_mb: float) -> tuple[tuple[Chunk, ...], ...]:
-    return tuple(owner.chunks for owner in reductions_of(config, mesh, chunk_mb))
+def _cuts(config: Config, mesh: Mesh, bucket_cap_mb: float) -> tuple[tuple[Chunk, ...], ...]:
+    return tuple(owner.chunks for owner in reductions_of(config, mesh, bucket_cap_mb))
 
 
 def _algorithms(config: Config, mesh: Mesh) -> list[str]:
@@ -199,12 +199,12 @@ def _algorithms(config: Config, mesh: Mesh) -> list[str]:
 
 
 _OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {
-    "chunk_mb": _chunk_sizes,
+    "bucket_cap_mb": _chunk_sizes,
     "microbatches": lambda config, mesh: _MICROBATCHES,
     "algorithm": _algorithms,
 }
 _OWN: dict[str, Callable[[Config, Mesh], Any]] = {
-    "chunk_mb": lambda config, mesh: config.schedule.chunk_mb or _chunk_sizes(config, mesh)[0],
+    "bucket_cap_mb": lambda config, mesh: config.schedule.bucket_cap_mb or _chunk_sizes(config, mesh)[0],
     "microbatches": lambda config, mesh: config.schedule.microbatches,
     "algorithm": lambda config, mesh: Computation.of(config, mesh).exchange,
 }

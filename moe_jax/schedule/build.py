@@ -6,7 +6,7 @@ from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.grad_chunks import by_readiness, fill_gaps
+from moe_jax.schedule.grad_buckets import by_readiness, fill_gaps
 from moe_jax.schedule.play import interleave, play
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
@@ -38,7 +38,7 @@ def make_shape(
 
 
 def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: StreamOf = three_streams) -> Schedule:
-    """Order a step. `seconds` decides only where weight gradients and chunked reductions go.
+    """Order a step. `seconds` decides only where weight gradients and bucketed reductions go.
 
     Raises ScheduleError.
     """
@@ -67,7 +67,7 @@ def _merge(compute: list[Action], orders: Orders, shape: Shape, seconds: Seconds
     """One order of issue of all tasks, reductions placed."""
     needs = task_graph(shape)
     issued = interleave(compute, [*_exchanges(orders), by_readiness(compute, shape, needs)], needs)
-    if shape.grad_reduce != "chunked":
+    if shape.grad_reduce != "bucketed":
         return issued
     filled = fill_gaps(issued, needs, seconds, stream_of)
     lanes = [[task for task in filled if stream_of(task) == stream] for stream in _LANES]

@@ -8,7 +8,7 @@ from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, st
 
 KINDS = ("dense", "moe")
 WEIGHT_GRADS = ("inline", "greedy")
-GRAD_REDUCES = ("end", "block", "chunked")
+GRAD_REDUCES = ("end", "block", "bucketed")
 _PER_MICROBATCH = ("embed", "attend", "head")
 _WITH_WEIGHTS = ("attend", "expert", "head")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, all_reductions, task_graph
-from moe_jax.schedule.grad_chunks import fill_gaps
+from moe_jax.schedule.grad_buckets import fill_gaps
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Shape
 

@@ -49,7 +49,7 @@ def local_objective(
     counts_ME = None if stats is None else sum_over_batch(stats.count_E)
     moe = model.moe
     parts = parts_of(nats, stats, counts_ME, global_tokens, moe)
-    auxiliary = moe.load_balance_weight * parts.load_balance_loss + moe.router_z_weight * parts.router_z_loss
+    auxiliary = moe.aux_loss_coeff * parts.load_balance_loss + moe.z_loss_coeff * parts.router_z_loss
     return nats + auxiliary, parts
 
 

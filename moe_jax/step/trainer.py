@@ -253,7 +253,7 @@ def _metrics(total: Parts, norm: jax.Array, rate: jax.Array, config: Config) -> 
     if not total.count_ME.size:
         return metrics | {"loss": total.cross_entropy}
     moe = config.model.moe
-    auxiliary = moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
+    auxiliary = moe.aux_loss_coeff * total.load_balance_loss + moe.z_loss_coeff * total.router_z_loss
     pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
     pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # those of all blocks are more than 32 bits count
     return metrics | {

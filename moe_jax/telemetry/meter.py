@@ -139,9 +139,10 @@ class Meter:
         if self._drops_are_known or (fraction := float(metrics["dropped_fraction"])) == 0:
             return
         self._drops_are_known = True
-        factor = self._config.exchange.buffer_factor
+        factor = self._config.exchange.rank_capacity_factor
         self._log.warn(
-            f"step {step} dropped {fraction:.2g} of all rows, as exchange.buffer_factor={factor} leaves some expert "
+            f"step {step} dropped {fraction:.2g} of all rows, as exchange.rank_capacity_factor={factor} leaves some "
+            "expert "
             "rank no room for them: use a larger one, or null for the worst case "
             "(this is said once; dropped_fraction goes on counting)"
         )

@@ -38,7 +38,7 @@ def traced(module: str) -> bytes:
 
 INPUTS: dict[str, str | bytes] = {
     "tiny.yaml": """
-model: {d_model: 16, num_layers: 1, num_heads: 2, moe: {num_experts: 4, top_k: 2, hidden_dim: 16}}
+model: {hidden_size: 16, num_layers: 1, num_attention_heads: 2, moe: {num_experts: 4, top_k: 2, intermediate_size: 16}}
 data: {path: text.txt, seq_len: 16}
 train: {steps: 4, batch_size: 8, compute_dtype: float32}
 checkpoint: {every: 2}

@@ -104,7 +104,7 @@ REFUSED = [
         "heads that do not divide",
         change(num_key_value_heads=3),
         IN,
-        "model.num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4",
+        "model.num_key_value_heads=3 does not divide model.num_attention_heads=4: use 1, 2 or 4",
     ),
     (
         "an index that leads away",
@@ -216,20 +216,20 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
         (
             "deepseek_v3",
             {"n_group": 3},
-            "model.moe.num_experts=8 is not divisible by model.moe.num_groups=3: use 1, 2, 4 or 8 groups",
+            "model.moe.num_experts=8 is not divisible by model.moe.n_group=3: use 1, 2, 4 or 8 groups",
         ),
-        ("deepseek_v3", {"topk_group": 5}, "model.moe.top_groups=5 must be 1..model.moe.num_groups=4"),
+        ("deepseek_v3", {"topk_group": 5}, "model.moe.topk_group=5 must be 1..model.moe.n_group=4"),
         (
             "deepseek_v3",
             {"topk_group": 1},
-            "model.moe.top_k=3 experts are not in model.moe.top_groups=1 of 2 experts each: use "
-            "model.moe.top_groups=2 or more, or model.moe.top_k=2 or less",
+            "model.moe.top_k=3 experts are not in model.moe.topk_group=1 of 2 experts each: use "
+            "model.moe.topk_group=2 or more, or model.moe.top_k=2 or less",
         ),
         (
             "deepseek_v3",
             {"n_group": 8, "topk_group": 4},
-            "model.moe.num_groups=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: use "
-            "model.moe.num_groups=4 or less, or model.moe.gate=deepseek_v2",
+            "model.moe.n_group=8 leaves one expert in each group, and gate deepseek_v3 scores a group by two: use "
+            "model.moe.n_group=4 or less, or model.moe.gate=deepseek_v2",
         ),
         ("deepseek_v2", {"n_group": None}, "hf/config.json has no n_group: use the file that came with the model"),
         (

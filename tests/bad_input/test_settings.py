@@ -70,7 +70,8 @@ CONFIG = [
         "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.context_form, "
         "exchange.tensor_chunks, exchange.tensor_form, mesh.context, mesh.data, mesh.expert, "
         "mesh.experts_over_context, mesh.pipeline, mesh.tensor, optimizer.zero, schedule.backward_microbatches, "
-        "schedule.chunk_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.head_blocks, schedule.microbatches, "
+        "schedule.bucket_cap_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.head_blocks, "
+        "schedule.microbatches, "
         "schedule.pipeline, "
         "schedule.policy, schedule.remat, schedule.virtual_stages, "
         "schedule.weight_grad, train.grad_accumulation)",
@@ -98,8 +99,9 @@ CONFIG = [
     ("more choices than experts", "model.moe.top_k=5", "model.moe.top_k=5 must be 1..model.moe.num_experts=4"),
     (
         "heads that do not divide the width",
-        "model.num_heads=3",
-        "model.d_model=16 is not divisible by model.num_heads=3: use 1, 2, 4, 8 or 16 heads, or set model.head_dim",
+        "model.num_attention_heads=3",
+        "model.hidden_size=16 is not divisible by model.num_attention_heads=3: use 1, 2, 4, 8 or 16 heads, or set "
+        "model.head_dim",
     ),
 ]
 
@@ -122,8 +124,8 @@ SCHEDULE = [
     ),
     (
         "an unknown place for reductions",
-        "schedule.grad_reduce=chunk",
-        "schedule.grad_reduce=chunk must be end or block or chunked: did you mean chunked?",
+        "schedule.grad_reduce=bucket",
+        "schedule.grad_reduce=bucket must be end or block or bucketed: did you mean bucketed?",
     ),
     ("no microbatch", "schedule.microbatches=0", "schedule.microbatches=0 must be at least 1"),
     (
@@ -168,19 +170,19 @@ SCHEDULE = [
     ),
     (
         "chunks of a reduction that is whole",
-        "schedule.grad_reduce=block schedule.chunk_mb=1",
-        "schedule.chunk_mb=1.0 cuts nothing with schedule.grad_reduce=block: "
-        "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null",
+        "schedule.grad_reduce=block schedule.bucket_cap_mb=1",
+        "schedule.bucket_cap_mb=1.0 cuts nothing with schedule.grad_reduce=block: "
+        "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null",
     ),
     (
         "chunks of nothing",
-        "schedule.grad_reduce=chunked schedule.chunk_mb=0",
-        "schedule.chunk_mb=0.0 must be above 0 (or null)",
+        "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=0",
+        "schedule.bucket_cap_mb=0.0 must be above 0 (or null)",
     ),
     (
         "chunks of no size",
-        "schedule.grad_reduce=chunked schedule.chunk_mb=.nan",
-        "schedule.chunk_mb=nan must be a finite number",
+        "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=.nan",
+        "schedule.bucket_cap_mb=nan must be a finite number",
     ),
     (
         "an unknown all-to-all",
@@ -207,10 +209,14 @@ SCHEDULE = [
     ("no rank on a node", "exchange.ranks_per_node=0", "exchange.ranks_per_node=0 must be at least 1 (or null)"),
     (
         "a buffer below an even share",
-        "model.moe.capacity_factor=null exchange.buffer_factor=0.5",
-        "exchange.buffer_factor=0.5 must be at least 1 (or null)",
+        "model.moe.capacity_factor=null exchange.rank_capacity_factor=0.5",
+        "exchange.rank_capacity_factor=0.5 must be at least 1 (or null)",
     ),
-    ("an endless buffer", "exchange.buffer_factor=.inf", "exchange.buffer_factor=inf must be a finite number"),
+    (
+        "an endless buffer",
+        "exchange.rank_capacity_factor=.inf",
+        "exchange.rank_capacity_factor=inf must be a finite number",
+    ),
     (
         "an irregular exchange of a whole batch",
         "exchange.algorithm=ragged",
@@ -220,7 +226,7 @@ SCHEDULE = [
     (
         "an irregular exchange without slots",
         "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null",
-        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+        "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
         "set them, or exchange.algorithm=auto",
     ),
     (
@@ -279,8 +285,8 @@ PARTS = [
     ),
     (
         "no order",
-        "model.moe.order=moe_jax.models.orders.slots:order",
-        "model.moe.order=moe_jax.models.orders.slots:order is of type function: "
+        "model.moe.dispatcher=moe_jax.models.orders.slots:order",
+        "model.moe.dispatcher=moe_jax.models.orders.slots:order is of type function: "
         "name a moe_jax.models.orders.protocol.Order",
     ),
     (
@@ -344,7 +350,7 @@ MESH = [
     (
         "tensor ranks that do not divide the heads",
         "mesh.tensor=8",
-        "model.num_heads=2 is not divisible by mesh.tensor=8: use 8, or mesh.tensor=1 or 2",
+        "model.num_attention_heads=2 is not divisible by mesh.tensor=8: use 8, or mesh.tensor=1 or 2",
     ),
     (
         "a batch that does not divide",

@@ -41,19 +41,19 @@ def test_families_have_defaults_of_their_own(name):
     assert (model.rope_theta, model.kv_heads) == (theta, kv_heads)
     assert without(name, *left_out, num_key_value_heads=None).kv_heads == HEADS, "null is not left out"
     scaled = without(name, *left_out, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    assert (scaled.rope_scaling.original_length, scaled.rope_theta) == (longest, theta)
+    assert (scaled.rope_scaling.original_max_position_embeddings, scaled.rope_theta) == (longest, theta)
 
 
 def test_gpt_oss_is_scaled_unless_it_says_otherwise():
     yarn = without("gpt_oss", "rope_parameters").rope_scaling
-    assert (yarn.kind, yarn.factor, yarn.original_length, yarn.truncate) == ("yarn", 32, 4096, False)
+    assert (yarn.kind, yarn.factor, yarn.original_max_position_embeddings, yarn.truncate) == ("yarn", 32, 4096, False)
     assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScaling()
 
 
 def test_deepseek_v3_has_groups_and_latents_by_default():
     model = without("deepseek_v3", "n_group", "topk_group", "first_k_dense_replace", "q_lora_rank", "n_shared_experts")
     moe = model.moe
-    assert (moe.num_groups, moe.top_groups, moe.first_dense_blocks, moe.num_shared_experts) == (8, 4, 3, 1)
+    assert (moe.n_group, moe.topk_group, moe.first_k_dense_replace, moe.num_shared_experts) == (8, 4, 3, 1)
     assert model.latent.q_lora_rank == 1536
     assert without("deepseek_v3", q_lora_rank=None).latent.q_lora_rank is None
 
@@ -69,6 +69,6 @@ def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path
     for folder in (GOLDEN / "olmoe", tmp_path):
         assert [longest(16, folder), longest(100, folder)] == [64, 100]
     assert longest(100) == 100
-    scaling = RopeScaling(kind="llama3", factor=8, original_length=32)
+    scaling = RopeScaling(rope_type="llama3", factor=8, original_max_position_embeddings=32)
     assert [longest(100, rope_scaling=scaling), longest(999, rope_scaling=scaling)] == [256, 999]
     assert longest(16, GOLDEN / "llama", rope_scaling=dataclasses.replace(scaling, factor=2)) == 64, "as it was given"

@@ -38,7 +38,7 @@ def test_what_is_imported_is_exported(layers, dense, step, places):
     model = QWEN3.model(HfConfig(values, "config.json"))
     assert list(model.block_kinds) == kinds_there(given, layers)
     Config(model=model)
-    assert (model.moe.first_dense_blocks, model.moe.every) == places
+    assert (model.moe.first_k_dense_replace, model.moe.moe_layer_freq) == places
     settings = family_that_holds(model).settings(model)
     assert list(model.block_kinds) == kinds_there(settings, layers)
     back = QWEN3.model(HfConfig(settings, "config.json"))
@@ -52,7 +52,7 @@ def test_models_of_this_project_are_exported_wherever_their_experts_are():
     for layers in range(1, 6):
         for first in range(layers):
             for every in range(1, layers - first + 1):
-                moe = dataclasses.replace(golden.moe, first_dense_blocks=first, every=every)
+                moe = dataclasses.replace(golden.moe, first_k_dense_replace=first, moe_layer_freq=every)
                 model = dataclasses.replace(golden, num_layers=layers, moe=moe)
                 assert list(model.block_kinds) == kinds_there(QWEN3.settings(model), layers)
                 assert family_that_holds(model, "qwen3_moe") is QWEN3

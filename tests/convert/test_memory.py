@@ -19,11 +19,11 @@ from tests.convert.golden import read
 
 MODEL = Model(
     vocab_size=8192,
-    d_model=256,
+    hidden_size=256,
     num_layers=2,
-    moe=MoE(num_experts=8, hidden_dim=512, capacity_factor=None),
+    moe=MoE(num_experts=8, intermediate_size=512, capacity_factor=None),
 )
-LARGEST = 2 * MODEL.vocab_size * MODEL.d_model  # bytes of the embedding, in bfloat16
+LARGEST = 2 * MODEL.vocab_size * MODEL.hidden_size  # bytes of the embedding, in bfloat16
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -51,9 +51,13 @@ def _fuse(folder: Path) -> None:
         tensors = {name.replace("block_sparse_moe", "mlp"): weights[name][:] for name in weights.names()}
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(MODEL.num_layers):
-        prefix, experts, hidden = f"model.layers.{layer}.mlp.experts.", MODEL.moe.num_experts, MODEL.moe.hidden_dim
-        kept[f"{prefix}gate_up_proj"] = np.full((experts, 2 * hidden, MODEL.d_model), 0.5, jnp.bfloat16)
-        kept[f"{prefix}down_proj"] = np.full((experts, MODEL.d_model, hidden), 0.5, jnp.bfloat16)
+        prefix, experts, hidden = (
+            f"model.layers.{layer}.mlp.experts.",
+            MODEL.moe.num_experts,
+            MODEL.moe.intermediate_size,
+        )
+        kept[f"{prefix}gate_up_proj"] = np.full((experts, 2 * hidden, MODEL.hidden_size), 0.5, jnp.bfloat16)
+        kept[f"{prefix}down_proj"] = np.full((experts, MODEL.hidden_size, hidden), 0.5, jnp.bfloat16)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     index = {name: f"{number}.safetensors" for number, name in enumerate(kept)}

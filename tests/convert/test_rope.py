@@ -31,7 +31,7 @@ def test_scaling_that_was_added_to_a_file_of_transformers_5_counts(tmp_path):
 
 def test_rope_scaling_is_looked_at_first():
     yarn = settings(rope_scaling=YARN)
-    assert yarn[1].kind == "yarn"
+    assert yarn[1].rope_type == "yarn"
     assert settings(rope_scaling=YARN, rope_parameters=DEFAULT) == yarn
     assert settings(rope_scaling=YARN, rope_parameters=YARN) == yarn
     assert settings(rope_scaling=YARN, rope_parameters=YARN | {"rope_theta": 5e5}, rope_theta=5e5) == (5e5, yarn[1])
@@ -50,14 +50,16 @@ def test_rope_scaling_is_looked_at_first():
         (
             YARN,
             YARN | {"factor": 2.0},
-            "rope_scaling makes model.rope_scaling=kind=yarn, factor=4, original_length=16, "
-            "attention_factor=1.13863, and rope_parameters makes it kind=yarn, factor=2, original_length=16, "
+            "rope_scaling makes model.rope_scaling=rope_type=yarn, factor=4, original_max_position_embeddings=16, "
+            "attention_factor=1.13863, and rope_parameters makes it rope_type=yarn, factor=2, "
+            "original_max_position_embeddings=16, "
             "attention_factor=1.06931",
         ),
         (
             {"type": "default"},
             {"rope_type": "linear", "factor": 2.0},
-            "rope_scaling makes model.rope_scaling=kind=none, and rope_parameters makes it kind=linear, factor=2",
+            "rope_scaling makes model.rope_scaling=rope_type=none, and rope_parameters makes it rope_type=linear, "
+            "factor=2",
         ),
     ],
 )
@@ -74,10 +76,10 @@ def test_a_rotation_of_each_kind_of_block_is_refused():
 
 
 def test_the_original_length_of_the_file_counts_first():
-    assert settings(rope_scaling=YARN, original_max_position_embeddings=32)[1].original_length == 32
-    assert settings(rope_scaling=YARN)[1].original_length == 16
+    assert settings(rope_scaling=YARN, original_max_position_embeddings=32)[1].original_max_position_embeddings == 32
+    assert settings(rope_scaling=YARN)[1].original_max_position_embeddings == 16
     del (without := dict(YARN))["original_max_position_embeddings"]
-    assert settings(rope_scaling=without)[1].original_length == 64
+    assert settings(rope_scaling=without)[1].original_max_position_embeddings == 64
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

@@ -39,17 +39,17 @@ def test_a_model_trained_with_scores_as_weights_is_no_mixtral():
     plain = dataclasses.replace(SWITCH, qk_norm=False)
     with pytest.raises(ConvertError, match=r"nearest are those of qwen3_moe, which have no model.qk_norm=False: "):
         family_that_holds(plain)
-    with pytest.raises(ConvertError, match=r"which have no model.moe.normalize_top_1=False: "):
+    with pytest.raises(ConvertError, match=r"which have no model.moe.norm_top1_prob=False: "):
         family_that_holds(plain, "mixtral")
-    one = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, normalize_top_1=True))
+    one = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, norm_top1_prob=True))
     assert family_that_holds(one).model_type == "mixtral"
-    assert differences(plain, one) == {"model.moe.normalize_top_1": (False, True)}
+    assert differences(plain, one) == {"model.moe.norm_top1_prob": (False, True)}
 
 
 def test_settings_that_a_gate_does_not_read_are_no_difference():
     """A softmax over one logit is 1 whatever they say."""
     moe = MoE(top_k=1, gate="gpt_oss", bias=True, capacity_factor=None)
     model = Model(activation="clipped_swiglu", attention=Attention(bias=True, sinks=True), moe=moe)
-    for settings in ({"normalize_top_1": True}, {"normalize_weights": False}):
+    for settings in ({"norm_top1_prob": True}, {"norm_topk_prob": False}):
         own = dataclasses.replace(model, moe=dataclasses.replace(moe, **settings))
         assert family_that_holds(own).model_type == "gpt_oss"

@@ -33,7 +33,7 @@ CASES = {
     "nothing else": [],
     "seed": ["train.seed=1"],
     "rate and batch": ["optimizer.learning_rate=3e-2", "train.batch_size=32"],
-    "weight": ["model.moe.load_balance_weight=0.5"],
+    "weight": ["model.moe.aux_loss_coeff=0.5"],
     "devices": ["mesh.cpu_devices=4"],
     "auto": ["mesh.data=auto"],
     "folder": ["log.dir=elsewhere"],

@@ -16,15 +16,15 @@ from moe_jax.models.attention import kernels
 
 BFLOAT16 = Train(compute_dtype="bfloat16")
 WIDE = Latent(kv_lora_rank=512)  # 192 features of keys, 128 of values
-CONFIG = Config(model=Model(num_heads=2), train=BFLOAT16)
-LATENT = dataclasses.replace(CONFIG, model=Model(num_heads=2, latent=WIDE))
+CONFIG = Config(model=Model(num_attention_heads=2), train=BFLOAT16)
+LATENT = dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, latent=WIDE))
 AMPERE, HOPPER = (8, 0), (9, 0)
 OTHERS = {
     "float32": dataclasses.replace(CONFIG, train=Train(compute_dtype="float32")),
     "sinks": dataclasses.replace(CONFIG, model=Model(attention=Attention(sinks=True))),
     "context": dataclasses.replace(CONFIG, mesh=Mesh(data=1, context=2)),
-    "odd": dataclasses.replace(CONFIG, model=Model(num_heads=2, head_dim=36)),
-    "wide": dataclasses.replace(CONFIG, model=Model(num_heads=2, head_dim=264)),
+    "odd": dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, head_dim=36)),
+    "wide": dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, head_dim=264)),
     "wide values": dataclasses.replace(CONFIG, model=Model(latent=Latent(kv_lora_rank=8, v_head_dim=256))),
 }
 

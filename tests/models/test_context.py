@@ -18,14 +18,25 @@ from moe_jax.parallel.mesh import Axis, make_mesh
 from tests.small import first_params
 
 LENGTH = 48
-SHAPE = {"vocab_size": 8, "d_model": 8, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 8}
+SHAPE = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "num_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+}
 LATENTS = Latent(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
 VARIANTS = {
     "grouped": {},
-    "window": {"attention": Attention(window=7), "qk_norm": True},
-    "sinks": {"attention": Attention(window=20, sinks=True, bias=True, nope_every=1)},
-    "latent": {"latent": LATENTS, "num_kv_heads": None},
-    "latent sinks": {"latent": LATENTS, "num_kv_heads": None, "attention": Attention(window=3, sinks=True)},
+    "window": {"attention": Attention(sliding_window=7), "qk_norm": True},
+    "sinks": {"attention": Attention(sliding_window=20, sinks=True, bias=True, nope_every=1)},
+    "latent": {"latent": LATENTS, "num_key_value_heads": None},
+    "latent sinks": {
+        "latent": LATENTS,
+        "num_key_value_heads": None,
+        "attention": Attention(sliding_window=3, sinks=True),
+    },
 }
 
 
@@ -38,7 +49,7 @@ def pieces(context: int) -> np.ndarray:
 def attended(model: Model, context: int, form: str):
     """What attention adds, its gradients by parameters and inputs, all as of one device."""
     params = jax.tree.map(lambda leaf: leaf[0], first_params(model)["segments"][0][0]["attention"])
-    x, weight = np.random.default_rng(0).standard_normal((2, 2, LENGTH, model.d_model), np.float32)
+    x, weight = np.random.default_rng(0).standard_normal((2, 2, LENGTH, model.hidden_size), np.float32)
     order = pieces(context)
 
     def body(params, x, weight):

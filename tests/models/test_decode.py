@@ -18,17 +18,17 @@ from tests.small import first_params
 
 MODEL = Model(
     vocab_size=32,
-    d_model=16,
+    hidden_size=16,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    hidden_dim=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
     qk_norm=True,
     moe=MoE(
         num_experts=4,
         top_k=2,
-        hidden_dim=12,
-        first_dense_blocks=1,
+        intermediate_size=12,
+        first_k_dense_replace=1,
         capacity_factor=None,
         num_shared_experts=1,
         dense_residual=True,
@@ -41,7 +41,7 @@ HOW = Computation(
     platform="cpu",
     exchange="flat",
     ranks_per_node=1,
-    buffer_factor=None,
+    rank_capacity_factor=None,
 )
 
 
@@ -57,29 +57,30 @@ def logits_of(params, token_BN, model=MODEL):
 
 LATENT = dataclasses.replace(
     MODEL,
-    num_kv_heads=None,
+    num_key_value_heads=None,
     qk_norm=False,
     latent=Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
 )
 MODELS = {
     "grouped": MODEL,
     "windows-and-no-rope": dataclasses.replace(
-        MODEL, qk_norm_over="projection", attention=Attention(window=3, full_every=3, nope_every=2)
+        MODEL, qk_norm_over="projection", attention=Attention(sliding_window=3, full_every=3, nope_every=2)
     ),
     "sinks-and-biases": dataclasses.replace(
         MODEL,
         qk_norm=False,
-        attention=Attention(bias=True, sinks=True, window=4),
+        attention=Attention(bias=True, sinks=True, sliding_window=4),
         activation="clipped_swiglu",
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
     "latents": dataclasses.replace(
-        LATENT, rope_scaling=RopeScaling(kind="yarn", factor=4, original_length=8, mscale_all_dim=1)
+        LATENT,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4, original_max_position_embeddings=8, mscale_all_dim=1),
     ),
     "latents-sinks-window": dataclasses.replace(
         LATENT,
         latent=dataclasses.replace(LATENT.latent, q_lora_rank=None),
-        attention=Attention(sinks=True, window=4, nope_every=2),
+        attention=Attention(sinks=True, sliding_window=4, nope_every=2),
     ),
 }
 

@@ -33,14 +33,16 @@ ALONE = [name for name, facts in TABLE.items() if facts.splits]
 
 
 def moe_of(gate: str, **more) -> MoE:
-    own = {"num_groups": 4, "top_groups": 2} if gate in GROUPED else {}
+    own = {"n_group": 4, "topk_group": 2} if gate in GROUPED else {}
     own |= {"slots_per_expert": 2} if gate == "softmoe" else {}
-    return MoE(**({"num_experts": 8, "top_k": 2, "routed_scale": 1.5, "gate": gate} | own | more))
+    return MoE(**({"num_experts": 8, "top_k": 2, "routed_scaling_factor": 1.5, "gate": gate} | own | more))
 
 
 def params_of(moe: MoE) -> dict[str, jax.Array]:
     rng = np.random.default_rng(1)
-    shapes = {name: tuple(dims.values()) for name, (dims, _) in gate_parameters(Model(d_model=WIDTH, moe=moe)).items()}
+    shapes = {
+        name: tuple(dims.values()) for name, (dims, _) in gate_parameters(Model(hidden_size=WIDTH, moe=moe)).items()
+    }
     return {name: jnp.asarray(0.5 + 0.6 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
@@ -114,7 +116,7 @@ def test_the_documentation_has_every_gate_and_what_it_reached():
     ("gate", "normalize"), [*((gate, True) for gate in GATES), ("sigmoid", False), ("deepseek_v2", False)]
 )
 def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
-    moe = moe_of(gate, normalize_weights=normalize)
+    moe = moe_of(gate, norm_topk_prob=normalize)
     params, x_TD, seen = params_of(moe), features(), seen_of()
     for found, expected in zip(by_gate(params, x_TD, seen, moe), by_reference(params, x_TD, seen, moe), strict=True):
         if expected is not None:
@@ -127,11 +129,11 @@ def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
 def test_one_expert_has_its_score_as_weight_or_1(gate):
     """With 1 the router learns nothing from what the experts make; the default is the score."""
     moe, params, x_TD = moe_of(gate, top_k=1), params_of(moe_of(gate)), features()
-    one = dataclasses.replace(moe, normalize_top_1=True)
+    one = dataclasses.replace(moe, norm_top1_prob=True)
     plain, whole = (gate_of(each)(params, x_TD, seen_of(), each)[0] for each in (moe, one))
     np.testing.assert_array_equal(plain.expert_Tk, whole.expert_Tk)
     np.testing.assert_allclose(whole.weight_Tk, 1.5, rtol=1e-6)
-    assert plain.weight_Tk.min() < 1.2, "scores below 1, times routed_scale"
+    assert plain.weight_Tk.min() < 1.2, "scores below 1, times routed_scaling_factor"
     expected = gate_references.GATES[gate](params, x_TD, one, draws_of(seen_of()))[0]
     np.testing.assert_allclose(expected.sum(axis=1), 1.5, rtol=1e-6)
 
@@ -204,7 +206,7 @@ def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
 
 @pytest.mark.parametrize("gate", BIASED)
 def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
-    moe = moe_of(gate, normalize_weights=False, routed_scale=1.5, bias_update_rate=0.0)
+    moe = moe_of(gate, norm_topk_prob=False, routed_scaling_factor=1.5, bias_update_rate=0.0)
     params, x_TD = params_of(moe), features()
     params["score_bias"] = jnp.zeros(8).at[5].set(100.0)
     choice, logit_TE = gate_of(moe)(params, x_TD, None, moe)

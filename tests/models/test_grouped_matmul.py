@@ -123,8 +123,8 @@ def test_each_tile_knows_its_group():
 
 
 def config_with(name: str, hidden: int = 64) -> Config:
-    moe = MoE(num_experts=4, top_k=2, hidden_dim=hidden, capacity_factor=None)
-    return Config(model=Model(d_model=64, num_heads=4, moe=moe), train=Train(grouped_product=name))
+    moe = MoE(num_experts=4, top_k=2, intermediate_size=hidden, capacity_factor=None)
+    return Config(model=Model(hidden_size=64, num_attention_heads=4, moe=moe), train=Train(grouped_product=name))
 
 
 def test_auto_is_the_first_of_a_platform_and_a_name_is_itself():
@@ -151,7 +151,9 @@ def test_a_product_of_other_devices_is_refused(platform, name):
 def test_widths_that_the_kernel_cannot_cut_are_refused_where_it_would_be_used():
     config = config_with("pallas", hidden=96)
     assert product_name(config, "gpu", tensor_ranks=2) == "pallas"
-    with pytest.raises(ConfigError, match=r"model.moe.hidden_dim=96 / mesh.tensor=4 is none: use another width, or"):
+    with pytest.raises(
+        ConfigError, match=r"model.moe.intermediate_size=96 / mesh.tensor=4 is none: use another width, or"
+    ):
         product_name(config, "gpu", tensor_ranks=4)
     capacity = dataclasses.replace(config.model.moe, capacity_factor=1.0)
     slots = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=capacity))

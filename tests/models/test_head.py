@@ -13,20 +13,20 @@ from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.models.head import cross_entropy
 from tests import references
 
-MODEL = Model(vocab_size=40, d_model=16, num_layers=1, num_heads=2, moe=MoE(num_experts=0))
+MODEL = Model(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoE(num_experts=0))
 
 
 def example(model, sequences=3, length=8):
     rng = np.random.default_rng(0)
-    name, shape = ("embedding", (40, 16)) if model.tie_embeddings else ("head", (16, 40))
+    name, shape = ("embedding", (40, 16)) if model.tie_word_embeddings else ("head", (16, 40))
     params = {"norm": rng.random(16, np.float32), name: rng.standard_normal(shape, np.float32)}
     x_BnD = rng.standard_normal((sequences, length, 16), np.float32)
     return params, x_BnD, rng.integers(0, 40, (sequences, length))
 
 
 def twin(params, x_BnD, target_Bn, model):
-    head = params["embedding"].T if model.tie_embeddings else params["head"]
-    log_share = jax.nn.log_softmax(references.norm(x_BnD, params["norm"], model.norm_eps) @ head)
+    head = params["embedding"].T if model.tie_word_embeddings else params["head"]
+    log_share = jax.nn.log_softmax(references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head)
     return -sum(log_share[i, j, target_Bn[i, j]] for i, j in np.ndindex(target_Bn.shape)) / target_Bn.size
 
 
@@ -41,7 +41,7 @@ def loss_of(model, loss_chunk):
 @pytest.mark.parametrize(("loss_chunk", "length", "size"), [(None, 8, 24), (7, 8, 6), (12, 13, 10)])
 def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk, length, size):
     """None: all 24 tokens at once; 7: four chunks of 6; 12, of 39 tokens: four of 10, one token of them filling."""
-    model = dataclasses.replace(MODEL, tie_embeddings=tied)
+    model = dataclasses.replace(MODEL, tie_word_embeddings=tied)
     params, x_BnD, target_Bn = example(model, length=length)
     assert tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) == size
     expected = jax.value_and_grad(twin, argnums=(0, 1))(params, x_BnD, target_Bn, model)

@@ -25,7 +25,7 @@ TRIPLE = Hooks(after_layer=lambda y_TD: 3 * y_TD)
 
 def test_an_order_and_hooks_from_elsewhere():
     parts = {"order": f"{__name__}:DROPLESS", "hooks": f"{__name__}:TRIPLE"}
-    own, others = (small_config(2, 2, capacity_factor=None, **moe) for moe in ({"routed_scale": 3.0}, parts))
+    own, others = (small_config(2, 2, capacity_factor=None, **moe) for moe in ({"routed_scaling_factor": 3.0}, parts))
     expected, result = (sharded_gradients(c, first_params(c.model), tokens_of(c)) for c in (own, others))
     np.testing.assert_allclose(result.loss, expected.loss, rtol=2e-6)
     chex.assert_trees_all_close(result.grads, expected.grads, rtol=1e-4, atol=2e-6)

@@ -14,13 +14,17 @@ from moe_jax.parallel.sharding import partitions, shardings
 PATTERNS = [
     (4, MoE()),
     (4, MoE(num_experts=0)),
-    (7, MoE(first_dense_blocks=1, every=2)),
-    (8, MoE(first_dense_blocks=1, every=3)),
+    (7, MoE(first_k_dense_replace=1, moe_layer_freq=2)),
+    (8, MoE(first_k_dense_replace=1, moe_layer_freq=3)),
     (1, MoE()),
 ]
 
 
-VIEWS = [Attention(), Attention(window=4, full_every=2), Attention(window=4, full_every=3, nope_every=4)]
+VIEWS = [
+    Attention(),
+    Attention(sliding_window=4, full_every=2),
+    Attention(sliding_window=4, full_every=3, nope_every=4),
+]
 
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
@@ -47,7 +51,7 @@ def test_every_array_has_a_name_for_each_dimension(num_layers, moe):
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_mesh():
-    model = Model(d_model=16, hidden_dim=24, num_layers=2, moe=MoE(hidden_dim=12))
+    model = Model(hidden_size=16, intermediate_size=24, num_layers=2, moe=MoE(intermediate_size=12))
 
     def first(seed: int, expert: int):
         placed = shardings(make_mesh(Mesh(data=8 // expert, expert=expert)), partitions(param_dims(model), Axis.EXPERT))

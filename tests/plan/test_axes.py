@@ -26,7 +26,7 @@ def named(ops: Sequence[Op], first: str, last: str) -> list[Op]:
 
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid", "package.module:gate"])
-@pytest.mark.parametrize("rest", [{}, {"capacity_factor": None}, {"order": "einsum"}, {"num_shared_experts": 1}])
+@pytest.mark.parametrize("rest", [{}, {"capacity_factor": None}, {"dispatcher": "einsum"}, {"num_shared_experts": 1}])
 def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, rest: dict) -> None:
     ops = ops_of(("dense", "moe", "moe"), gate=gate, **rest)
     found = find_cut(ops, BATCH)
@@ -85,8 +85,10 @@ def test_what_is_found_satisfies_every_op() -> None:
 def test_planning_tries_only_what_a_gate_lets_be_cut() -> None:
     """The constraints agree with what a config may say."""
     for moe in ({}, SCORE):
-        experts = MoE(num_experts=16, hidden_dim=512, **moe)
-        model = Model(vocab_size=512, d_model=256, num_layers=2, num_heads=8, hidden_dim=512, moe=experts)
+        experts = MoE(num_experts=16, intermediate_size=512, **moe)
+        model = Model(
+            vocab_size=512, hidden_size=256, num_layers=2, num_attention_heads=8, intermediate_size=512, moe=experts
+        )
         mesh = Mesh(data=1, expert=16)
         config = Config(model=model, mesh=mesh, data=Data(seq_len=256), train=Train(batch_size=64))
         ways = choices(open_draft(config), config, ({"schedule": each} for each in schedules()))

@@ -33,7 +33,7 @@ def test_tensor_ranks_gather_what_was_exchanged_and_replicated_rows_travel_from_
     config = Config()
     moe = config.model.moe
     assert moe.capacity_factor is not None
-    own = 2**20 * moe.top_k * moe.capacity_factor * config.model.d_model * 2
+    own = 2**20 * moe.top_k * moe.capacity_factor * config.model.hidden_size * 2
     rates = rates_of(config, "gpu", 8, 2, 64)
     gather_s, exchange_s = own * rates.gather.beta_s, own * 7 / 8 * rates.exchange.beta_s
     assert dispatch_s("o1", 2) == pytest.approx(exchange_s + gather_s, rel=1e-3)

@@ -27,12 +27,25 @@ ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "profiling" / "results").glob("memory_*.json"))
 SCHEDULED = {"policy": "unified", "weight_grad": "greedy"}
 # sizes of which no two are equal, so that no value passes for another
-MODEL = {"vocab_size": 64, "d_model": 104, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 30}
+MODEL = {
+    "vocab_size": 64,
+    "hidden_size": 104,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 30,
+}
 
 
 def config_of(mesh: tuple[int, ...] = (2, 4, 1), schedule: Any = None, **settings: Any) -> Config:
-    model = MODEL | {"hidden_dim": 92} | settings.pop("model", {})
-    moe = {"num_experts": 8, "top_k": 2, "hidden_dim": 68, "every": 1, "capacity_factor": 1.25} | settings
+    model = MODEL | {"intermediate_size": 92} | settings.pop("model", {})
+    moe = {
+        "num_experts": 8,
+        "top_k": 2,
+        "intermediate_size": 68,
+        "moe_layer_freq": 1,
+        "capacity_factor": 1.25,
+    } | settings
     data, expert, tensor, context = (*mesh, 1)[:4]
     sizes = {"tensor": tensor, "context": context, "batch_size": 2 * data * expert, "seq_len": 48}
     config = small_config(data, expert, **sizes, model=model, schedule=schedule, **moe)
@@ -60,9 +73,9 @@ def stacked_bytes(jaxpr: Any) -> int:
 
 
 _BESIDE = {"mesh": (2, 2, 2), "num_shared_experts": 1, "dense_residual": True}
-_MIXED = {"every": 2, "num_shared_experts": 1, "model": {"num_layers": 6, "qk_norm": True}}
+_MIXED = {"moe_layer_freq": 2, "num_shared_experts": 1, "model": {"num_layers": 6, "qk_norm": True}}
 _LATENT = {
-    "num_kv_heads": None,
+    "num_key_value_heads": None,
     "head_dim": None,
     "latent": Latent(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18),
 }
@@ -127,7 +140,7 @@ def test_the_state_is_exact(mesh: tuple[int, ...], shared: bool) -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("moe", [{"gate": "deepseek_v3"}, {"gate": "sigmoid", "bias_update_rate": 0.01}])
 def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero: Literal[0, 1]) -> None:
-    config = dataclasses.replace(config_of(every=2, **moe), optimizer=Optimizer(zero=zero))
+    config = dataclasses.replace(config_of(moe_layer_freq=2, **moe), optimizer=Optimizer(zero=zero))
     state = make_trainer(config, make_mesh(config.mesh)).state_shapes["optimizer"]
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert step_memory(config, "cpu").optimizer == sum(4 * math.prod(shape) for shape in arrays)

@@ -84,7 +84,7 @@ def test_counts_are_the_published_ones(name: str) -> None:
     counts = count_parameters(model)
     assert_is(counts.total + published.elsewhere, published.total, f"total, {published.source}")
     if published.active is not None:
-        unseen = 0 if published.input_embedding_active else model.d_model * model.vocab_size
+        unseen = 0 if published.input_embedding_active else model.hidden_size * model.vocab_size
         assert_is(counts.active - unseen, published.active, f"active, {published.source}")
 
 

@@ -60,7 +60,7 @@ def test_o1_exchanges_a_part_of_what_all_ranks_would():
 def test_the_planner_takes_the_form_that_is_fastest(length, cut):
     """Chunks of what is large, none where they would add little but start-ups."""
     cluster = find_cluster("h100x16")
-    model = ["model.d_model=1024", "model.num_layers=2", "model.num_heads=8"]
+    model = ["model.hidden_size=1024", "model.num_layers=2", "model.num_attention_heads=8"]
     settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=64", f"data.seq_len={length}"]
     draft = load_draft(None, [*model, *settings, "exchange.tensor_form=auto", "exchange.tensor_chunks=auto"])
     best = plan(draft, cluster).best

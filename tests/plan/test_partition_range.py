@@ -69,8 +69,10 @@ def test_a_pipeline_of_two_streams_by_hand() -> None:
 
 
 def config_of(sequences: int = 8, layers: int = 3, **moe) -> Config:
-    experts = MoE(**({"num_experts": 16, "top_k": 2, "hidden_dim": 1024, "num_shared_experts": 1} | moe))
-    model = Model(vocab_size=4096, d_model=1024, num_layers=layers, num_heads=8, hidden_dim=4096, moe=experts)
+    experts = MoE(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024, "num_shared_experts": 1} | moe))
+    model = Model(
+        vocab_size=4096, hidden_size=1024, num_layers=layers, num_attention_heads=8, intermediate_size=4096, moe=experts
+    )
     train = Train(batch_size=16 * sequences)
     return Config(model=model, mesh=Mesh(data=1, expert=16), data=Data(seq_len=512), train=train)
 
@@ -86,7 +88,9 @@ def ranges_of(config: Config) -> Forward:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_ops_take_as_long_as_the_tasks_that_they_are_part_of(every: int) -> None:
-    config = replaced(config_of(layers=4, every=every), train={"attention_kernel": "xla"})  # or attention is too short
+    config = replaced(
+        config_of(layers=4, moe_layer_freq=every), train={"attention_kernel": "xla"}
+    )  # or attention is too short
     found = ranges_of(config)
     assert found.uncut_s == pytest.approx(found.scheduled_s), "a plain forward pass"
     between = [len(list(run)) for cut, run in itertools.groupby(found.groups, lambda g: g.part[0].exchange) if not cut]
@@ -109,7 +113,7 @@ def test_a_range_of_all_groups_is_what_the_simulator_makes_of_microbatches(parts
 def test_ranges_are_never_slower_than_chunks_of_slots() -> None:
     """A pipeline inside each MoE layer is one of the partitions."""
     for factor in (1.0, 4.0):
-        config = config_of(hidden_dim=int(1024 * factor))
+        config = config_of(intermediate_size=int(1024 * factor))
         best = ranges_of(config).best.seconds
         for degree in (2, 4, 8):
             cut = replaced(config, schedule={"policy": "expert_pipeline", "microbatches": degree})
@@ -127,8 +131,8 @@ def test_ranges_reach_in_front_of_the_gate_only_where_it_allows() -> None:
 
 def test_the_planner_tries_as_many_parts_as_ranges_have() -> None:
     """Three sequences make no two or four microbatches; and what is tried besides never loses what was best."""
-    config = replaced(config_of(sequences=3, layers=1, hidden_dim=8192), data={"seq_len": 2048})
-    config = replaced(config, model={"num_heads": 1})  # no tensor ranks
+    config = replaced(config_of(sequences=3, layers=1, intermediate_size=8192), data={"seq_len": 2048})
+    config = replaced(config, model={"num_attention_heads": 1})  # no tensor ranks
     draft = open_draft(config)
     plans = plan(draft, H100S)
     assert plans.best.config.schedule.microbatches == 3

@@ -46,10 +46,10 @@ def config_of(
     pipeline: str = "1f1b", chunks: int = 1, stages: int = 4, parts: int = 8, layers: int = 16, vocab: int = 8, **rest
 ) -> Config:
     """Of one sequence in each part, on 8 devices."""
-    moe = MoE(num_experts=8, top_k=2, hidden_dim=1024)
+    moe = MoE(num_experts=8, top_k=2, intermediate_size=1024)
     expert = 8 // stages
     return Config(
-        model=Model(vocab_size=vocab, d_model=1024, num_layers=layers, num_heads=8, moe=moe),
+        model=Model(vocab_size=vocab, hidden_size=1024, num_layers=layers, num_attention_heads=8, moe=moe),
         mesh=Mesh(data=1, expert=expert, pipeline=stages),
         schedule=Schedule(pipeline=pipeline, virtual_stages=chunks, **rest),
         data=Data(seq_len=1024),
@@ -64,7 +64,7 @@ def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> 
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_kernel="xla"))
     step = Step(config, H100S)
     ticks, whole = PipelinedStep(config, H100S, Measured({})).seconds, step.seconds
-    held = parameters_per_device(config.model, 8, 1) - config.model.d_model
+    held = parameters_per_device(config.model, 8, 1) - config.model.hidden_size
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
     assert ticks["exchange"] == pytest.approx(whole["exchange"])
@@ -161,7 +161,7 @@ def test_activations_of_one_forward_one_backward_do_not_grow_with_the_parts() ->
 @pytest.mark.parametrize("layers", [4, 5])
 def test_the_state_of_a_stage_is_exact(layers: int) -> None:
     """Stages that have fewer blocks have rows for as many as the longest."""
-    moe = {"every": 1, "gate": "deepseek_v3"}  # whose biases have no moments
+    moe = {"moe_layer_freq": 1, "gate": "deepseek_v3"}  # whose biases have no moments
     config = small_config(2, 2, pipeline=2, grad_accumulation=2, model={"num_layers": layers}, **moe)
     state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
@@ -184,7 +184,14 @@ def test_what_a_compiler_allocated_is_predicted(target: str, platform: str, high
 
 def large(**mesh: int) -> Draft:
     """13 billion parameters of which no device can hold all."""
-    model = Model(vocab_size=1024, d_model=4096, num_layers=48, num_heads=32, hidden_dim=16384, moe=MoE(num_experts=0))
+    model = Model(
+        vocab_size=1024,
+        hidden_size=4096,
+        num_layers=48,
+        num_attention_heads=32,
+        intermediate_size=16384,
+        moe=MoE(num_experts=0),
+    )
     config = Config(model=model, data=Data(seq_len=512), train=Train(batch_size=64), mesh=Mesh(**mesh))
     opened = {"schedule.pipeline", "schedule.virtual_stages", "train.grad_accumulation", "mesh.data", "mesh.pipeline"}
     return Draft(**sections_of(config), open=frozenset(opened - {f"mesh.{axis}" for axis in mesh}))
@@ -211,7 +218,7 @@ def test_a_planned_pipeline_is_the_fastest_of_those_that_fit() -> None:
 
 
 SMALL = [
-    *("model.d_model=64", "model.num_layers=4", "model.num_heads=4", "model.moe.num_experts=8"),
+    *("model.hidden_size=64", "model.num_layers=4", "model.num_attention_heads=4", "model.moe.num_experts=8"),
     *("data.seq_len=64", "train.batch_size=64", "mesh.data=auto", "mesh.expert=2"),
 ]
 

@@ -12,7 +12,7 @@ from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.plan.clusters import find_cluster
 
 CONFIG = """
-model: {d_model: 64, num_layers: 6, num_heads: 4, moe: {num_experts: 8, top_k: 2, hidden_dim: 64}}
+model: {hidden_size: 64, num_layers: 6, num_attention_heads: 4, moe: {num_experts: 8, top_k: 2, intermediate_size: 64}}
 data: {seq_len: 128}
 train: {batch_size: 32}
 """

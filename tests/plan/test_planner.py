@@ -25,8 +25,10 @@ H100S = find_cluster("h100x16")
 
 
 def config_of(layers: int = 3, batch_size: int = 64, **moe) -> Config:
-    experts = MoE(**({"num_experts": 16, "top_k": 2, "hidden_dim": 1024} | moe))
-    model = Model(vocab_size=4096, d_model=1024, num_layers=layers, num_heads=8, hidden_dim=4096, moe=experts)
+    experts = MoE(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024} | moe))
+    model = Model(
+        vocab_size=4096, hidden_size=1024, num_layers=layers, num_attention_heads=8, intermediate_size=4096, moe=experts
+    )
     return Config(model=model, data=Data(seq_len=512), train=Train(batch_size=batch_size))
 
 
@@ -83,13 +85,13 @@ def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
 
 def test_what_fits_nowhere_is_told_in_one_line_with_a_cluster_where_it_would() -> None:
     with pytest.raises(PlanError, match=r"^nothing trains on h100x8 \(.*needs .* of 85\.0 GB.*\): .*h100x\d+") as error:
-        plan(draft_of(layers=96, hidden_dim=16384), find_cluster("h100x8"))
+        plan(draft_of(layers=96, intermediate_size=16384), find_cluster("h100x8"))
     assert "\n" not in str(error.value)
 
 
 def test_what_fits_nowhere_is_told_with_a_cluster_of_whole_nodes() -> None:
     with pytest.raises(PlanError, match=r"h100x\d+ has enough memory"):
-        plan(draft_of(layers=96, hidden_dim=16384, batch_size=112), find_cluster("h100x7"))
+        plan(draft_of(layers=96, intermediate_size=16384, batch_size=112), find_cluster("h100x7"))
 
 
 def test_what_would_fit_with_more_settings_open_is_told() -> None:
@@ -115,7 +117,9 @@ def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
     config = dataclasses.replace(
         config_of(layers=12),
         mesh=Mesh(data=1, expert=16),
-        schedule=Schedule(policy="unified", microbatches=2, weight_grad="greedy", grad_reduce="chunked", chunk_mb=32),
+        schedule=Schedule(
+            policy="unified", microbatches=2, weight_grad="greedy", grad_reduce="bucketed", bucket_cap_mb=32
+        ),
     )
     few = estimate(config, H100S)
     with pytest.MonkeyPatch.context() as patch:
@@ -130,9 +134,9 @@ def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: s
     """The fourth of these takes less than others: a step came out shorter than what it computes."""
     mesh = ["mesh.data=1", "mesh.expert=64", "mesh.tensor=4", "mesh.context=2"]
     batch = ["train.batch_size=512", "train.grad_accumulation=8", "optimizer.zero=1"]
-    scheduled = [f"schedule.policy={policy}", "schedule.weight_grad=greedy", "schedule.grad_reduce=chunked"]
-    for degree, chunk_mb in itertools.product((1, 4), (8, 32)):
-        cut = [f"schedule.microbatches={degree}", f"schedule.chunk_mb={chunk_mb}"]
+    scheduled = [f"schedule.policy={policy}", "schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
+    for degree, bucket_cap_mb in itertools.product((1, 4), (8, 32)):
+        cut = [f"schedule.microbatches={degree}", f"schedule.bucket_cap_mb={bucket_cap_mb}"]
         settings = [*mesh, *batch, *scheduled, *cut, "exchange.tensor_form=o2"]
         found = estimate(load_config("configs/models/arctic.yaml", settings), find_cluster("v5p-512"))
         assert found.step_s >= found.busy.compute
@@ -141,7 +145,7 @@ def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: s
 
 def test_each_stage_of_zero_is_smaller_and_sends_what_it_says() -> None:
     """Sums go around once, and parameters behind them; stage 2 sums each of four parts."""
-    parts = ["train.grad_accumulation=4", "schedule.policy=unified", "schedule.grad_reduce=chunked"]
+    parts = ["train.grad_accumulation=4", "schedule.policy=unified", "schedule.grad_reduce=bucketed"]
     settings = ["mesh.data=2", "mesh.expert=8", "train.batch_size=64", *parts]
     memory, sent = {}, {}
     for stage in (0, 1, 2):
@@ -164,7 +168,7 @@ def test_faster_links_and_more_devices_make_no_step_slower() -> None:
 
 
 SMALL = [
-    *("model.d_model=64", "model.num_layers=2", "model.num_heads=4", "model.moe.num_experts=8"),
+    *("model.hidden_size=64", "model.num_layers=2", "model.num_attention_heads=4", "model.moe.num_experts=8"),
     *("data.seq_len=64", "train.batch_size=64"),
 ]
 
@@ -174,8 +178,8 @@ SMALL = [
     [
         ("schedule.policy=auto schedule.microbatches=4", {"policy": ("unified", "expert_pipeline"), "microbatches": 4}),
         ("schedule.policy=unified schedule.microbatches=auto schedule.backward_microbatches=2", {"policy": "unified"}),
-        ("schedule.policy=unified schedule.grad_reduce=auto schedule.chunk_mb=20", {"grad_reduce": "chunked"}),
-        ("schedule.policy=auto schedule.microbatches=auto schedule.chunk_mb=auto", {"grad_reduce": "end"}),
+        ("schedule.policy=unified schedule.grad_reduce=auto schedule.bucket_cap_mb=20", {"grad_reduce": "bucketed"}),
+        ("schedule.policy=auto schedule.microbatches=auto schedule.bucket_cap_mb=auto", {"grad_reduce": "end"}),
         ("schedule.policy=vanilla schedule.microbatches=auto schedule.weight_grad=auto", {"microbatches": 1}),
         ("schedule.remat=auto schedule.policy=expert_pipeline", {"remat": "none", "policy": "expert_pipeline"}),
         (
@@ -260,15 +264,15 @@ def test_ranks_are_chosen_that_cut_sequences() -> None:
         plan(load_draft(None, [*few, "mesh.pipeline=2", "mesh.context=4"]), find_cluster("h100x8"))
 
 
-def placed(context: int, expert: int, hidden_dim: int, cluster: Cluster, seq_len: int = 1024) -> Candidate:
+def placed(context: int, expert: int, intermediate_size: int, cluster: Cluster, seq_len: int = 1024) -> Candidate:
     """The plan for experts of this width, where only the axes that cut them are open."""
     mesh = [f"mesh.context={context}", f"mesh.expert={expert}", "mesh.data=auto", "mesh.experts_over_context=auto"]
-    experts = ["model.moe.num_experts=16", f"model.moe.hidden_dim={hidden_dim}"]
+    experts = ["model.moe.num_experts=16", f"model.moe.intermediate_size={intermediate_size}"]
     return plan(load_draft(None, [*SMALL, *experts, *mesh, f"data.seq_len={seq_len}"]), cluster).best
 
 
 @pytest.mark.parametrize(
-    ("sizes", "hidden_dim", "shared", "rule"),
+    ("sizes", "intermediate_size", "shared", "rule"),
     [
         ((2, 8), 16384, True, ", as MoNTA's rule has it: fast links join 8 devices"),
         ((4, 1), 16384, True, ", as MoNTA's rule has it: context=4 is at least expert=1"),
@@ -277,9 +281,11 @@ def placed(context: int, expert: int, hidden_dim: int, cluster: Cluster, seq_len
     ],
     ids=["between nodes", "more context ranks", "against the rule", "narrow experts"],
 )
-def test_experts_are_where_a_step_is_fastest(sizes: tuple[int, int], hidden_dim: int, shared: bool, rule: str) -> None:
+def test_experts_are_where_a_step_is_fastest(
+    sizes: tuple[int, int], intermediate_size: int, shared: bool, rule: str
+) -> None:
     """Over context ranks, too, there are fewer gradients to sum, and more ranks to exchange rows with."""
-    best = placed(*sizes, hidden_dim, H100S)
+    best = placed(*sizes, intermediate_size, H100S)
     config = best.config
     assert config.mesh.experts_over_context == shared
     mesh = dataclasses.replace(config.mesh, experts_over_context=not shared)

@@ -14,20 +14,20 @@ from tests.small import small_config, tokens_of
 MODELS = [
     Model(),
     Model(moe=MoE(num_experts=0)),
-    Model(tie_embeddings=True, qk_norm=True, activation="gelu"),
+    Model(tie_word_embeddings=True, qk_norm=True, activation="gelu"),
     Model(
-        num_kv_heads=2,
+        num_key_value_heads=2,
         head_dim=32,
         num_layers=5,
-        moe=MoE(first_dense_blocks=1, every=2, num_shared_experts=2, dense_residual=True),
+        moe=MoE(first_k_dense_replace=1, moe_layer_freq=2, num_shared_experts=2, dense_residual=True),
     ),
     Model(latent=Latent(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
     Model(latent=Latent(kv_lora_rank=24)),
-    Model(qk_norm=True, qk_norm_over="projection", num_kv_heads=2, attention=Attention(bias=True, sinks=True)),
+    Model(qk_norm=True, qk_norm_over="projection", num_key_value_heads=2, attention=Attention(bias=True, sinks=True)),
     Model(attention=Attention(bias=True, out_bias=False), moe=MoE(num_shared_experts=1, shared_gate=True)),
     Model(activation="clipped_swiglu", moe=MoE(bias=True)),
     Model(moe=MoE(bias=True)),
-    Model(activation="gelu", moe=MoE(bias=True, every=2)),
+    Model(activation="gelu", moe=MoE(bias=True, moe_layer_freq=2)),
     *(Model(moe=MoE(gate=gate)) for gate in GATES),
     *(Model(moe=MoE(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
     Model(moe=MoE(gate="xmoe", router_rank=5)),
@@ -44,7 +44,7 @@ def test_counts_equal_the_declared_parameters(model):
 
 
 ALL_BIASES = {"qk_norm": True, "qk_norm_over": "projection", "attention": Attention(bias=True, sinks=True)}
-LATENTS = {"num_kv_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)}
+LATENTS = {"num_key_value_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)}
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, 
 def test_flops_of_a_dense_step_equal_what_xla_counts():
     """XLA multiplies whole attention squares where the model needs half, and counts element-wise work too."""
     config = small_config(
-        1, 1, num_experts=0, model={"d_model": 64, "hidden_dim": 256, "vocab_size": 256, "num_layers": 1}
+        1, 1, num_experts=0, model={"hidden_size": 64, "intermediate_size": 256, "vocab_size": 256, "num_layers": 1}
     )
     trainer = make_trainer(config, make_mesh(Mesh(), jax.devices()[:1]))
     compiled = trainer.step.lower(trainer.init(), tokens_of(config)).compile()
     n = config.data.seq_len
     tokens = config.train.batch_size * n
-    square = tokens * 6 * config.model.d_model * n
+    square = tokens * 6 * config.model.hidden_size * n
     expected = tokens * train_flops_per_token(config.model, n) + square
     assert 1.0 <= compiled.cost_analysis()["flops"] / expected <= 1.15

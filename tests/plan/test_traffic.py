@@ -18,8 +18,14 @@ from moe_jax.plan.traffic import traffic
 from moe_jax.step.trainer import make_trainer
 
 SMALL = [
-    *("model.d_model=64", "model.num_layers=2", "model.num_heads=4", "model.vocab_size=32", "model.hidden_dim=96"),
-    *("model.moe.num_experts=8", "model.moe.hidden_dim=48", "data.seq_len=64", "train.batch_size=16"),
+    *(
+        "model.hidden_size=64",
+        "model.num_layers=2",
+        "model.num_attention_heads=4",
+        "model.vocab_size=32",
+        "model.intermediate_size=96",
+    ),
+    *("model.moe.num_experts=8", "model.moe.intermediate_size=48", "data.seq_len=64", "train.batch_size=16"),
     *("train.compute_dtype=float32", "schedule.policy=unified", "exchange.algorithm=flat"),
 ]
 LATENT = "model.latent.kv_lora_rank=24 model.latent.q_lora_rank=40 model.latent.qk_rope_head_dim=8 " + (
@@ -73,7 +79,7 @@ def traced(config: Config) -> Counter[str]:
         "mesh.data=2 mesh.expert=4",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
-        "mesh.data=2 mesh.expert=2 mesh.tensor=2 model.moe.every=2",
+        "mesh.data=2 mesh.expert=2 mesh.tensor=2 model.moe.moe_layer_freq=2",
         "mesh.data=4 mesh.expert=1 mesh.tensor=2 model.moe.num_shared_experts=1",
         f"mesh.data=2 mesh.expert=2 mesh.tensor=2 {LATENT}",
         f"mesh.data=2 mesh.expert=2 mesh.tensor=2 {LATENT} model.latent.q_lora_rank=null",

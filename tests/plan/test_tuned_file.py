@@ -8,17 +8,17 @@ import pytest
 from moe_jax.errors import ConfigError
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
 
-HERE = {"model": {"d_model": 16, "schedule": ((10, 1.5),)}, "mesh": {"data": 2}}  # tuples are lists in a file
-THERE = {"model": {"d_model": 16}, "mesh": {"data": 4}}
+HERE = {"model": {"hidden_size": 16, "schedule": ((10, 1.5),)}, "mesh": {"data": 2}}  # tuples are lists in a file
+THERE = {"model": {"hidden_size": 16}, "mesh": {"data": 4}}
 
 
 def test_what_was_found_is_found_again_for_the_same_alone(tmp_path: Path) -> None:
     file = tmp_path / "shared" / "tuned.json"
     assert read_tuned(file, HERE) is None
-    for of, chunk_mb in ((HERE, 1.0), (THERE, 2.0), (HERE, 3.0)):
-        write_tuned(file, of, Tuned({"chunk_mb": chunk_mb, "algorithm": "ring"}, 0.25))
-    assert read_tuned(file, HERE) == Tuned({"chunk_mb": 3.0, "algorithm": "ring"}, 0.25)
-    assert read_tuned(file, THERE) == Tuned({"chunk_mb": 2.0, "algorithm": "ring"}, 0.25)
+    for of, bucket_cap_mb in ((HERE, 1.0), (THERE, 2.0), (HERE, 3.0)):
+        write_tuned(file, of, Tuned({"bucket_cap_mb": bucket_cap_mb, "algorithm": "ring"}, 0.25))
+    assert read_tuned(file, HERE) == Tuned({"bucket_cap_mb": 3.0, "algorithm": "ring"}, 0.25)
+    assert read_tuned(file, THERE) == Tuned({"bucket_cap_mb": 2.0, "algorithm": "ring"}, 0.25)
     assert read_tuned(file, {"model": {}}) is None
 
 

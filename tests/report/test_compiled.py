@@ -33,13 +33,19 @@ from tests.small import tokens_of
 
 MEASURE = Path(__file__).parent.parent / "measure"
 SMALL = [
-    *("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "model.vocab_size=32", "data.seq_len=8"),
-    *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.hidden_dim=8", "train.batch_size=16"),
+    *(
+        "model.hidden_size=16",
+        "model.num_attention_heads=2",
+        "model.num_layers=1",
+        "model.vocab_size=32",
+        "data.seq_len=8",
+    ),
+    *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.intermediate_size=8", "train.batch_size=16"),
 ]
 
 PLAIN = [
     *("schedule.policy=vanilla", "schedule.microbatches=1", "schedule.weight_grad=inline"),
-    *("schedule.grad_reduce=end", "schedule.chunk_mb=null"),
+    *("schedule.grad_reduce=end", "schedule.bucket_cap_mb=null"),
 ]
 
 
@@ -100,7 +106,7 @@ def test_variants_are_policies_with_settings_of_their_own() -> None:
             "schedule.expert_chunks=1",
             "schedule.weight_grad=inline",
             "schedule.grad_reduce=end",
-            "schedule.chunk_mb=null",
+            "schedule.bucket_cap_mb=null",
         ],
         "unified+exchange.algorithm=ring": [
             "schedule.microbatches=4",

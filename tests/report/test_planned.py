@@ -23,8 +23,10 @@ Compile = Callable[[Target, Job], tuple[str, Outcome]]
 
 
 def draft() -> Draft:
-    moe = MoE(num_experts=8, top_k=2, hidden_dim=4096)
-    model = Model(vocab_size=4096, d_model=1024, num_layers=8, num_heads=8, hidden_dim=4096, moe=moe)
+    moe = MoE(num_experts=8, top_k=2, intermediate_size=4096)
+    model = Model(
+        vocab_size=4096, hidden_size=1024, num_layers=8, num_attention_heads=8, intermediate_size=4096, moe=moe
+    )
     config = Config(model=model, mesh=Mesh(expert=8), data=Data(seq_len=512), train=Train(batch_size=256))
     return Draft(**sections_of(config), open=frozenset({"schedule.remat", "train.grad_accumulation"}))
 

@@ -14,9 +14,9 @@ from moe_jax.telemetry.run_log import read_metrics
 
 SMALL = {
     "model": {
-        "d_model": 16,
+        "hidden_size": 16,
         "num_layers": 1,
-        "moe": {"num_experts": 8, "hidden_dim": 12, "capacity_factor": 1.0},
+        "moe": {"num_experts": 8, "intermediate_size": 12, "capacity_factor": 1.0},
     },
     "mesh": {"cpu_devices": 8, "data": 1, "expert": 8},
     "data": {"seq_len": 16},

@@ -49,7 +49,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(name: str = "auto", **changes: object) -> Config:
-    sizes = {"data": 2, "expert": 4, "capacity_factor": None, "hidden_dim": 16}
+    sizes = {"data": 2, "expert": 4, "capacity_factor": None, "intermediate_size": 16}
     config = small_config(**{**sizes, **changes})  # type: ignore[arg-type]
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
 

@@ -16,14 +16,14 @@ def test_a_pipeline_says_what_is_kept_and_idle_and_hints_at_more_microbatches() 
 
 
 def test_blocks_are_told_for_each_stage() -> None:
-    config = small_config(1, 1, pipeline=2, every=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
+    config = small_config(1, 1, pipeline=2, moe_layer_freq=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
     assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
     assert blocks_text(small_config(1, 1)) == "dense moe"
 
 
 def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
     for settings, silent in (
-        ({"top_k": 1, "normalize_top_1": True}, False),
+        ({"top_k": 1, "norm_top1_prob": True}, False),
         ({"top_k": 1, "gate": "gpt_oss"}, False),
         ({"top_k": 1}, True),
         ({"top_k": 2, "gate": "gpt_oss"}, True),

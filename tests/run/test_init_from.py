@@ -203,7 +203,7 @@ def test_an_imported_model_is_sampled_with_its_tokenizer(with_tokenizer, tmp_pat
 def test_an_upcycled_model_begins_as_the_dense_one():
     """All its experts are alike, and the weights of those that a token chose sum to 1."""
     dense = model_of("llama")
-    moe = MoE(num_experts=4, top_k=2, hidden_dim=dense.hidden_dim, capacity_factor=None)
+    moe = MoE(num_experts=4, top_k=2, intermediate_size=dense.intermediate_size, capacity_factor=None)
     model = dataclasses.replace(dense, moe=moe)
     settings = Train(init_from=str(GOLDEN / "llama"), upcycle=True)
     params = params_of(Config(model=model, mesh=Mesh(data=1, expert=2), train=settings))

@@ -68,7 +68,13 @@ def test_collectives_in_the_background_train_the_same(expected, tmp_path):
 
 
 def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
-    tensor = ["mesh.data=1", "mesh.expert=1", "mesh.tensor=8", "model.num_heads=8", "model.moe.hidden_dim=16"]
+    tensor = [
+        "mesh.data=1",
+        "mesh.expert=1",
+        "mesh.tensor=8",
+        "model.num_attention_heads=8",
+        "model.moe.intermediate_size=16",
+    ]
     tensor += ["exchange.tensor_form=o1", "train.steps=4"]
     (tmp_path / "one").mkdir()
     train(config_in(tmp_path / "one", *SETTINGS, *tensor))

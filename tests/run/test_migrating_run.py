@@ -23,7 +23,7 @@ from moe_jax.step.expert_placement import params_in_order
 from tests.run.test_resume import SMALL
 from tests.run.whole_runs import compiled_once, config_of
 
-MOE = {"num_experts": 16, "hidden_dim": 12, "capacity_factor": None, "gate": "tests.step.skewed:choose"}
+MOE = {"num_experts": 16, "intermediate_size": 12, "capacity_factor": None, "gate": "tests.step.skewed:choose"}
 TINY = SMALL | {
     "model": SMALL["model"] | {"moe": MOE},
     "mesh": {"cpu_devices": 8, "data": 2, "expert": 4},

@@ -32,7 +32,7 @@ def test_settings_data_and_replicas_of_two_processes_are_compared(tmp_path: Path
         "seed": f"2 train.seed is 0 on process 0 and 1 on process 1{SETTINGS}",
         "rate and batch": "2 optimizer.learning_rate is 0.003 on process 0 and 0.03 on process 1; "
         f"train.batch_size is 16 on process 0 and 32 on process 1{SETTINGS}",
-        "weight": f"2 model.moe.load_balance_weight is 0.01 on process 0 and 0.5 on process 1{SETTINGS}",
+        "weight": f"2 model.moe.aux_loss_coeff is 0.01 on process 0 and 0.5 on process 1{SETTINGS}",
         "devices": f"2 mesh.cpu_devices is null on process 0 and 4 on process 1{SETTINGS}",
         "auto": f"2 mesh.data is -1 on process 0 and auto on process 1{SETTINGS}",
         "folder": f"2 log.dir is runs/shakespeare_cpu on process 0 and elsewhere on process 1{SETTINGS}",

@@ -25,7 +25,7 @@ from tests.run.test_migrating_run import MOE, ON, TINY, records
 from tests.run.whole_runs import compiled_once, config_of
 
 SMALL = TINY | {
-    "model": TINY["model"] | {"moe": MOE | {"gate": "tests.step.skewed:choose_first_too", "every": 2}},
+    "model": TINY["model"] | {"moe": MOE | {"gate": "tests.step.skewed:choose_first_too", "moe_layer_freq": 2}},
     "train": TINY["train"] | {"steps": 6},
     "checkpoint": {"every": 4},
 }

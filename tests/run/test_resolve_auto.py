@@ -13,9 +13,15 @@ from moe_jax.run.resolve_auto import Chosen
 from moe_jax.run.setup import open_run
 
 SETTINGS = [
-    *("model.d_model=16", "model.num_heads=2", "model.num_layers=1", "data.seq_len=16", "train.batch_size=16"),
-    *("model.moe.num_experts=8", "model.moe.hidden_dim=16", "mesh.data=auto", "mesh.expert=auto"),
-    *("schedule.policy=auto", "schedule.microbatches=auto", "schedule.grad_reduce=auto", "schedule.chunk_mb=auto"),
+    *(
+        "model.hidden_size=16",
+        "model.num_attention_heads=2",
+        "model.num_layers=1",
+        "data.seq_len=16",
+        "train.batch_size=16",
+    ),
+    *("model.moe.num_experts=8", "model.moe.intermediate_size=16", "mesh.data=auto", "mesh.expert=auto"),
+    *("schedule.policy=auto", "schedule.microbatches=auto", "schedule.grad_reduce=auto", "schedule.bucket_cap_mb=auto"),
 ]
 
 
@@ -27,7 +33,7 @@ SETTINGS = [
         ("exchange.reduction=background", True),
         ("exchange.algorithm=tests.somewhere:exchange", True),
         ("tune.over=[algorithm]", True),
-        ("tune.over=[chunk_mb]", False),
+        ("tune.over=[bucket_cap_mb]", False),
     ],
 )
 def test_what_may_wait_in_threads_of_the_host_is_known_before_anything_is_chosen(override: str, waits: bool) -> None:
@@ -48,7 +54,7 @@ def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
     found = choose.choose(draft_in(tmp_path))
     assert found == choose.choose(draft_in(tmp_path)), "every process finds the same"
     assert found.config.mesh.data * found.config.mesh.expert == 8
-    assert f"mesh.expert={found.config.mesh.expert} schedule.chunk_mb=" in found.facts["auto"]
+    assert f"mesh.expert={found.config.mesh.expert} schedule.bucket_cap_mb=" in found.facts["auto"]
     assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
     assert found.config.schedule.microbatches == 1, "simulated devices share the cores: nothing can be hidden"
     assert open_run(found.config).first_step == 0

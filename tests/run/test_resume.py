@@ -29,13 +29,13 @@ from tests.run.whole_runs import compiled_once
 # which would depend on the number of devices that a batch is cut over.
 SMALL = {
     "model": {
-        "d_model": 16,
+        "hidden_size": 16,
         "num_layers": 2,
-        "hidden_dim": 24,
-        "moe": {"num_experts": 8, "hidden_dim": 12, "every": 2, "capacity_factor": None},
+        "intermediate_size": 24,
+        "moe": {"num_experts": 8, "intermediate_size": 12, "moe_layer_freq": 2, "capacity_factor": None},
     },
     "mesh": {"cpu_devices": 8, "data": 1, "expert": 8},
-    "exchange": {"buffer_factor": None},
+    "exchange": {"rank_capacity_factor": None},
     "data": {"seq_len": 16},
     "optimizer": {"schedule": "constant", "warmup_steps": 80},
     "train": {"steps": 100, "batch_size": 8, "compute_dtype": "float32", "eval_every": 50, "eval_batches": 2},

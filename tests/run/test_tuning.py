@@ -19,10 +19,15 @@ from moe_jax.telemetry.run_log import RunLog
 from tests.run.test_resume import config_in, losses_of, started, wait_until
 from tests.run.whole_runs import compiled_once
 
-CHUNKED = ["schedule.policy=unified", "schedule.grad_reduce=chunked", "checkpoint.every=0", "train.eval_every=0"]
-CHUNKED += ["model.num_layers=1", "model.moe.every=1", "model.moe.capacity_factor=1.25", "model.vocab_size=256"]
-EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "schedule.chunk_mb=0.001"]
-TUNED = ["tune.over=[chunk_mb]", "tune.samples=2", "tune.iterations=4", "tune.band=1e9", "train.steps=100000"]
+CHUNKED = ["schedule.policy=unified", "schedule.grad_reduce=bucketed", "checkpoint.every=0", "train.eval_every=0"]
+CHUNKED += [
+    "model.num_layers=1",
+    "model.moe.moe_layer_freq=1",
+    "model.moe.capacity_factor=1.25",
+    "model.vocab_size=256",
+]
+EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "schedule.bucket_cap_mb=0.001"]
+TUNED = ["tune.over=[bucket_cap_mb]", "tune.samples=2", "tune.iterations=4", "tune.band=1e9", "train.steps=100000"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,23 +68,24 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     assert tried[0]["tried_chunk_mb"] == 0.001 != tried[1]["tried_chunk_mb"]
     assert chosen["chosen_step_s"] == min(record["tried_step_s"] for record in tried)
     said = capsys.readouterr().out
-    assert "choices, beginning with schedule.chunk_mb=0.001\n" in said
+    assert "choices, beginning with schedule.bucket_cap_mb=0.001\n" in said
     assert said.count("per step (sample ") == 2
-    assert said.count(f"compiling schedule.chunk_mb={tried[1]['tried_chunk_mb']} while training goes on\n") == 1
+    assert said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_chunk_mb']} while training goes on\n") == 1
     assert "search not finished" not in said
-    assert f"going on with schedule.chunk_mb={chosen['chosen_chunk_mb']}, " in said
+    assert f"going on with schedule.bucket_cap_mb={chosen['chosen_chunk_mb']}, " in said
 
     losses = losses_of(tuned)
     assert tried[0]["step"] < tried[1]["step"] <= max(losses)
     train(config_in(plain, *EIGHT, f"train.steps={max(losses)}"))
     assert losses == losses_of(plain), "whatever the chunks, bit for bit"
 
-    assert load_config(tuned).schedule.chunk_mb == chosen["chosen_chunk_mb"]
+    assert load_config(tuned).schedule.bucket_cap_mb == chosen["chosen_chunk_mb"]
     resumed = open_run(config)
     assert resumed.first_step == max(losses)
-    assert resumed.config.schedule.chunk_mb == chosen["chosen_chunk_mb"]
+    assert resumed.config.schedule.bucket_cap_mb == chosen["chosen_chunk_mb"]
     assert describe(resumed)["tuning"].startswith(
-        f"20 choices, beginning with schedule.chunk_mb={chosen['chosen_chunk_mb']}, found before ({tuned}/tuned.json): "
+        f"20 choices, beginning with schedule.bucket_cap_mb={chosen['chosen_chunk_mb']}, found before "
+        f"({tuned}/tuned.json): "
     )
 
 
@@ -126,7 +132,7 @@ def test_two_processes_change_their_step_together(tmp_path):
     tuned, plain = tmp_path / "tuned", tmp_path / "plain"
     for folder in (tuned, plain):
         folder.mkdir()
-    two = [*CHUNKED, "mesh.cpu_devices=2", "mesh.data=1", "mesh.expert=2", "schedule.chunk_mb=0.002"]
+    two = [*CHUNKED, "mesh.cpu_devices=2", "mesh.data=1", "mesh.expert=2", "schedule.bucket_cap_mb=0.002"]
     two += ["exchange.algorithm=background", "exchange.reduction=background"]
     launch = ["moe_jax.launch", "--processes", "2", "--grace=60"]
     with started(tuned, *launch, *two, *TUNED) as process:

@@ -15,7 +15,7 @@ from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.step.scheduled.build import reductions_of
 from tests.small import small_config
 
-CHUNKED = {"policy": "unified", "microbatches": 2, "grad_reduce": "chunked"}
+CHUNKED = {"policy": "unified", "microbatches": 2, "grad_reduce": "bucketed"}
 
 
 def config_of(
@@ -37,7 +37,7 @@ def test_nothing_is_tuned_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_chunks_reach_from_a_64th_of_the_largest_sum_of_a_block_to_all_of_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "chunk_mb")
+    config = config_of(tmp_path, "bucket_cap_mb")
     mesh, choices = make_mesh(config.mesh), found(config)
     sizes = [float(size) for (size,) in choices.values]
     cuts = {tuple(owner.chunks for owner in reductions_of(config, mesh, size)) for size in sizes}
@@ -51,9 +51,9 @@ def test_chunks_reach_from_a_64th_of_the_largest_sum_of_a_block_to_all_of_it(tmp
 
 
 def test_a_size_of_the_users_own_is_a_choice_and_the_first_one(tmp_path: Path) -> None:
-    choices = found(config_of(tmp_path, "chunk_mb", schedule=CHUNKED | {"chunk_mb": 0.00123}))
-    assert len(choices.values) == 1 + len(found(config_of(tmp_path, "chunk_mb")).values)
-    assert choices.config.schedule.chunk_mb == 0.00123
+    choices = found(config_of(tmp_path, "bucket_cap_mb", schedule=CHUNKED | {"bucket_cap_mb": 0.00123}))
+    assert len(choices.values) == 1 + len(found(config_of(tmp_path, "bucket_cap_mb")).values)
+    assert choices.config.schedule.bucket_cap_mb == 0.00123
 
 
 def test_microbatches_have_to_divide_the_sequences_of_a_device(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_algorithms_are_those_that_differ_here(tmp_path: Path) -> None:
 
 
 def test_settings_are_combined(tmp_path: Path) -> None:
-    choices = found(config_of(tmp_path, "chunk_mb", "microbatches", "algorithm"))
-    assert len(choices.values) == len(found(config_of(tmp_path, "chunk_mb")).values) * 2 * 3
+    choices = found(config_of(tmp_path, "bucket_cap_mb", "microbatches", "algorithm"))
+    assert len(choices.values) == len(found(config_of(tmp_path, "bucket_cap_mb")).values) * 2 * 3
     assert choices.config_of(choices.first) == choices.config
     other = choices.config_of(choices.values.index((choices.values[0][0], 1, "ring")))
     assert (other.schedule.microbatches, other.exchange.algorithm) == (1, "ring")
@@ -82,7 +82,7 @@ def test_settings_are_combined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "mesh", "message"),
     [
-        ("chunk_mb", {"data": 1, "expert": 1}, "no gradients are summed over one device"),
+        ("bucket_cap_mb", {"data": 1, "expert": 1}, "no gradients are summed over one device"),
         ("algorithm", {"data": 8, "expert": 1}, r"tune.over=\[algorithm\] leaves nothing to choose here"),
         ("microbatches", {"batch_size": 8, "schedule": {"policy": "unified"}}, r"\[microbatches\] leaves nothing"),
     ],
@@ -95,7 +95,7 @@ def test_what_leaves_no_choice_is_refused(over: str, mesh: dict, message: str, t
 
 
 def test_what_was_found_is_where_the_next_run_begins_if_it_is_the_same(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "chunk_mb", "algorithm")
+    config = config_of(tmp_path, "bucket_cap_mb", "algorithm")
     first = found(config)
     first.write(3, 0.25)
     again = found(config)
@@ -111,7 +111,7 @@ def test_what_was_found_is_where_the_next_run_begins_if_it_is_the_same(tmp_path:
 def test_a_cache_that_could_not_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = f"{tmp_path}/file/tuned.json"
-    config = dataclasses.replace(config_of(tmp_path), tune=Tune(over=("chunk_mb",), cache=cache))
+    config = dataclasses.replace(config_of(tmp_path), tune=Tune(over=("bucket_cap_mb",), cache=cache))
     message = f"tune.cache={cache} cannot be written ({tmp_path}/file: Not a directory): name another file"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         found(config)
@@ -120,8 +120,8 @@ def test_a_cache_that_could_not_be_written_is_refused_before_the_search(tmp_path
 @pytest.mark.parametrize(
     ("over", "settings", "problem"),
     [
-        ("chunk_mb", {"chunk_mb": "x"}, "has .*, which are no settings"),
-        ("chunk_mb", {"chunk_mb": None}, "is no list of settings with step times"),
+        ("bucket_cap_mb", {"bucket_cap_mb": "x"}, "has .*, which are no settings"),
+        ("bucket_cap_mb", {"bucket_cap_mb": None}, "is no list of settings with step times"),
         ("algorithm", {"algorithm": "carrier_pigeon"}, "has .*, which do not work here"),
         ("microbatches", {"microbatches": 5}, "has .*, which do not work here"),
     ],

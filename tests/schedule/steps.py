@@ -78,7 +78,7 @@ def schedules(seed: int) -> list[Schedule]:
     made = []
     for policy, degree in POLICIES:
         for weight_grad in ("inline", "greedy"):
-            for grad_reduce in ("end", "block", "chunked"):
+            for grad_reduce in ("end", "block", "bucketed"):
                 kinds = rng.choice(MIXED)
                 shape = make_shape(
                     policy,

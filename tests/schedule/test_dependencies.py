@@ -105,7 +105,7 @@ def _refused(schedule, actions, *words):
         ({"forward": Parts(4, 4), "backward": Parts(3, 3)}, "use a divisor"),
         ({"reductions": (1, 1)}, "3 counts"),
         ({"weight_grad": "lazy"}, "inline or greedy"),
-        ({"grad_reduce": "never"}, "end or block or chunked"),
+        ({"grad_reduce": "never"}, "end or block or bucketed"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(fields, words):

@@ -42,7 +42,7 @@ def test_every_task_runs_once_and_behind_what_it_needs(name, policy, degree):
 @pytest.mark.parametrize("name", DEEP)
 def test_a_turn_is_done_before_the_next_but_for_its_reductions(name):
     """What a loop cannot overlap must not look overlapped in the list: it is timed and held against the program."""
-    schedule, _ = looped(name, 1, "unified", 2, weight_grad="greedy", grad_reduce="chunked")
+    schedule, _ = looped(name, 1, "unified", 2, weight_grad="greedy", grad_reduce="bucketed")
     turns = DEEP[name][1]
     for direction, order in (("F", 1), ("BW", -1)):
         tasks = [task for task in schedule.actions if task.direction in direction and turns.turn_of(task) >= 0]
@@ -52,7 +52,7 @@ def test_a_turn_is_done_before_the_next_but_for_its_reductions(name):
 
 
 def test_reductions_lie_between_the_tasks_of_the_turn_below():
-    schedule, parts = looped("pairs", 3, "unified", 2, weight_grad="greedy", grad_reduce="chunked")
+    schedule, parts = looped("pairs", 3, "unified", 2, weight_grad="greedy", grad_reduce="bucketed")
     turns = parts.turns
     place = {task: i for i, task in enumerate(schedule.actions)}
     for turn in range(1, turns.count):
@@ -65,7 +65,7 @@ def test_reductions_lie_between_the_tasks_of_the_turn_below():
 def test_what_is_issued_per_turn_does_not_grow_with_depth():
     sizes = []
     for blocks in (6, 12, 48):
-        shape = make_shape("unified", ("moe",) * blocks, 2, weight_grad="greedy", grad_reduce="chunked")
+        shape = make_shape("unified", ("moe",) * blocks, 2, weight_grad="greedy", grad_reduce="bucketed")
         _, parts = make_looped("unified", shape, Turns(0, 2, blocks // 2), random_costs(0, shape).of(shape))
         sizes.append([len(part) for part in parts[1:]])
     assert sizes[0] == sizes[1] == sizes[2]

@@ -54,11 +54,11 @@ def test_weight_gradients_at_the_end_run_oldest_first():
 def test_greedy_never_lengthens_the_step(kinds, policy, degree):
     """Chunks are placed by simulated times, where one chunk in the wrong gap may cost its own time."""
     for seed in range(4):
-        for grad_reduce, chunks in (("end", 1), ("block", 1), ("chunked", 8)):
+        for grad_reduce, chunks in (("end", 1), ("block", 1), ("bucketed", 8)):
             inline = random_step(seed, policy, degree, kinds, "inline", grad_reduce, chunks)
             greedy = random_step(seed, policy, degree, kinds, "greedy", grad_reduce, chunks)
             one_chunk = max(t.end_s - t.start_s for t in greedy.tasks if t.action.direction == "G")
-            slack = one_chunk if grad_reduce == "chunked" else 1e-9
+            slack = one_chunk if grad_reduce == "bucketed" else 1e-9
             assert greedy.makespan_s <= inline.makespan_s + slack
             assert sum(greedy.busy_s.values()) == pytest.approx(sum(inline.busy_s.values()))
 

@@ -59,7 +59,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
             grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan, when=when)
         total, moe = sum_over_batch(parts), config.model.moe
         loss = total.cross_entropy
-        loss += moe.load_balance_weight * total.load_balance_loss + moe.router_z_weight * total.router_z_loss
+        loss += moe.aux_loss_coeff * total.load_balance_loss + moe.z_loss_coeff * total.router_z_loss
         return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
 
     everywhere = PartitionSpec()
@@ -101,8 +101,8 @@ def assert_is_reference(config: Config, result: Result, step: int | None = None)
     mesh, moe = f"mesh {config.mesh.sizes}", config.model.moe
     sources, batch_size, seq_len = config.mesh.data * config.mesh.expert, config.train.batch_size, config.data.seq_len
     buffer = None
-    if moe.sends_sized_rows and config.exchange.buffer_factor is not None:
-        buffer = config.exchange.buffer_factor, config.mesh.expert_ranks(config.mesh.sizes)
+    if moe.sends_sized_rows and config.exchange.rank_capacity_factor is not None:
+        buffer = config.exchange.rank_capacity_factor, config.mesh.expert_ranks(config.mesh.sizes)
     loss, parts, grads = reference_gradients(
         *(config.model, sources, batch_size, seq_len, buffer, config.mesh.tensor, config.mesh.context),
         None if step is None else (config.train.seed, step),

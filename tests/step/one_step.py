@@ -28,9 +28,10 @@ from tests.step.test_replicas import placed, with_copies
 STEP = 5  # of which gates draw
 RATE, EPS = 1e-3, 1e-3  # of gradients of 1e-2 or so: an update hardly depends on their last digits
 SMALL = (
-    "model.vocab_size=32 model.d_model=16 model.num_heads=4 model.num_kv_heads=2 model.hidden_dim=24 "
-    "model.moe.num_experts=8 model.moe.top_k=2 model.moe.hidden_dim=12 model.moe.num_shared_experts=0 "
-    "model.moe.load_balance_weight=0.5 model.moe.router_z_weight=0.1 "
+    "model.vocab_size=32 model.hidden_size=16 model.num_attention_heads=4 model.num_key_value_heads=2 "
+    "model.intermediate_size=24 "
+    "model.moe.num_experts=8 model.moe.top_k=2 model.moe.intermediate_size=12 model.moe.num_shared_experts=0 "
+    "model.moe.aux_loss_coeff=0.5 model.moe.z_loss_coeff=0.1 "
     "data.seq_len=8 train.batch_size=64 mesh.cpu_devices=8 train.compute_dtype=float32 "
     f"optimizer.learning_rate={RATE} optimizer.schedule=constant optimizer.warmup_steps=0 optimizer.beta1=0.0 "
     f"optimizer.eps={EPS} optimizer.clip_norm=null optimizer.weight_decay=0.0"
@@ -148,8 +149,8 @@ def reference(config: Config) -> Step:
 def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], Any]:
     """Not under jit: numpy decides which pairs are kept."""
     model, buffer, sizes = config.model, None, config.mesh.sizes
-    if model.moe.sends_sized_rows and config.exchange.buffer_factor is not None:
-        buffer = config.exchange.buffer_factor, config.mesh.expert_ranks(sizes)
+    if model.moe.sends_sized_rows and config.exchange.rank_capacity_factor is not None:
+        buffer = config.exchange.rank_capacity_factor, config.mesh.expert_ranks(sizes)
     (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),

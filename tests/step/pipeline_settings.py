@@ -32,7 +32,11 @@ FACTORS: dict[str, dict[str, str]] = {
     "weight_grad": {"inline": "", "greedy": "schedule.weight_grad=greedy"},
     "remat": {"keep": "", "dots": "schedule.remat=dots", "full": "schedule.remat=full"},
     "exchange": {"flat": "exchange.algorithm=flat", "background": "exchange.algorithm=background"},
-    "blocks": {"even": "", "dense_below": "model.moe.first_dense_blocks=1", "tied": "model.tie_embeddings=true"},
+    "blocks": {
+        "even": "",
+        "dense_below": "model.moe.first_k_dense_replace=1",
+        "tied": "model.tie_word_embeddings=true",
+    },
     "parts": {"few_parts": "", "more_parts": ""},
     "gate": {
         "softmax": "",
@@ -44,7 +48,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "fixed": "",
         "moved": "migration.enabled=true migration.payback_steps=null",
         "copied": "migration.enabled=true migration.payback_steps=null migration.replicas=1 "
-        "model.moe.capacity_factor=null exchange.buffer_factor=null",
+        "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
@@ -59,7 +63,7 @@ def of_several(case: Case) -> str:
     parts = few if case["parts"] == "few_parts" else 2 * few if chunks > 1 else few + 1
     name = "interleaved" if chunks > 1 and case["order"] == "1f1b" else None
     return (
-        f"model.num_layers={stages * chunks + (case['blocks'] != 'even')} model.moe.every=1 "
+        f"model.num_layers={stages * chunks + (case['blocks'] != 'even')} model.moe.moe_layer_freq=1 "
         f"train.grad_accumulation={parts}{f' schedule.pipeline={name}' if name else ''}"
     )
 

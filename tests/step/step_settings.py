@@ -24,8 +24,8 @@ FACTORS: dict[str, dict[str, str]] = {
     "when": {
         "end": "",
         "block": "schedule.grad_reduce=block",
-        "matrices": "schedule.grad_reduce=chunked",
-        "chunks": "schedule.grad_reduce=chunked schedule.chunk_mb=0.002",
+        "matrices": "schedule.grad_reduce=bucketed",
+        "chunks": "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=0.002",
     },
     "sums": {
         "all_reduce": "",
@@ -60,25 +60,25 @@ FACTORS: dict[str, dict[str, str]] = {
         "gpt_oss": "model.moe.gate=gpt_oss",
         "noisy": "model.moe.gate=noisy model.moe.top_k=3",
         "xmoe": "model.moe.gate=xmoe model.moe.router_rank=5",
-        "v3": "model.moe.gate=deepseek_v3 model.moe.num_groups=4 model.moe.top_groups=2 model.moe.top_k=3 "
-        "model.moe.routed_scale=2.0",
+        "v3": "model.moe.gate=deepseek_v3 model.moe.n_group=4 model.moe.topk_group=2 model.moe.top_k=3 "
+        "model.moe.routed_scaling_factor=2.0",
         "hash": "model.moe.gate=hash",
         "by_score": "model.moe.gate=batch_prioritised",
         "expert_choice": "model.moe.gate=expert_choice",
         "softmoe": "model.moe.gate=softmoe model.moe.slots_per_expert=2",
     },
-    "order": {"sort": "", "einsum": "model.moe.order=einsum"},
+    "order": {"sort": "", "einsum": "model.moe.dispatcher=einsum"},
     "room": {
         "slots": "model.moe.capacity_factor=1.0",
         "few": "model.moe.capacity_factor=0.7",
-        "dropless": "model.moe.capacity_factor=null exchange.buffer_factor=null",
-        "buffer": "model.moe.capacity_factor=null exchange.buffer_factor=1.5",
+        "dropless": "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
+        "buffer": "model.moe.capacity_factor=null exchange.rank_capacity_factor=1.5",
     },
     "attention": {
         "grouped": "",
-        "latent": "model.num_kv_heads=null model.latent.kv_lora_rank=6 model.latent.q_lora_rank=5 "
+        "latent": "model.num_key_value_heads=null model.latent.kv_lora_rank=6 model.latent.q_lora_rank=5 "
         "model.latent.qk_nope_head_dim=4 model.latent.qk_rope_head_dim=2 model.latent.v_head_dim=3",
-        "sinks": "model.attention.sinks=true model.attention.window=3 model.attention.full_every=2 "
+        "sinks": "model.attention.sinks=true model.attention.sliding_window=3 model.attention.full_every=2 "
         "model.attention.bias=true",
         "normed": "model.qk_norm=true model.attention.nope_every=2",
     },
@@ -93,17 +93,21 @@ FACTORS: dict[str, dict[str, str]] = {
         "copied": "migration.enabled=true migration.payback_steps=null migration.replicas=1",
     },
     "blocks": {
-        "one": "model.num_layers=1 model.moe.every=1",
-        "dense_below": "model.num_layers=2 model.moe.every=2",
-        "loop": "model.num_layers=4 model.moe.every=1",
+        "one": "model.num_layers=1 model.moe.moe_layer_freq=1",
+        "dense_below": "model.num_layers=2 model.moe.moe_layer_freq=2",
+        "loop": "model.num_layers=4 model.moe.moe_layer_freq=1",
     },
     "parts": {"one_part": "", "two_parts": "train.grad_accumulation=2"},
     "mlps": {
         "swiglu": "",
-        "gelu": "model.activation=gelu model.tie_embeddings=true model.moe.num_shared_experts=1",
+        "gelu": "model.activation=gelu model.tie_word_embeddings=true model.moe.num_shared_experts=1",
         "clipped": "model.activation=clipped_swiglu model.moe.bias=true model.moe.dense_residual=true",
     },
-    "balance": {"batch": "", "pooled": "model.moe.load_balance=pooled", "sequence": "model.moe.load_balance=sequence"},
+    "balance": {
+        "batch": "",
+        "pooled": "model.moe.load_balancing_type=pooled",
+        "sequence": "model.moe.load_balancing_type=sequence",
+    },
 }
 
 NODES = ("hier_1d", "hier_2d", "halo")

@@ -13,24 +13,29 @@ LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head
 FORMS: dict[str, dict] = {
     "latents-sinks-window": {
         "latent": dataclasses.replace(LATENT, q_lora_rank=None),
-        "num_kv_heads": None,
-        "attention": Attention(sinks=True, window=4, nope_every=2),
+        "num_key_value_heads": None,
+        "attention": Attention(sinks=True, sliding_window=4, nope_every=2),
     },
     "windows-and-no-rope-and-norm-over-projections": {
-        "attention": Attention(window=3, full_every=2, nope_every=3),
+        "attention": Attention(sliding_window=3, full_every=2, nope_every=3),
         "num_layers": 3,
         "qk_norm": True,
         "qk_norm_over": "projection",
     },
     "scaled-rotary-latents": {
-        "latent": dataclasses.replace(LATENT, norm_eps=1e-3),
-        "num_kv_heads": None,
+        "latent": dataclasses.replace(LATENT, rms_norm_eps=1e-3),
+        "num_key_value_heads": None,
         "rope_scaling": RopeScaling(
-            kind="yarn", factor=4, original_length=64, attention_factor=1.2, mscale_all_dim=0.7, truncate=False
+            rope_type="yarn",
+            factor=4,
+            original_max_position_embeddings=64,
+            attention_factor=1.2,
+            mscale_all_dim=0.7,
+            truncate=False,
         ),
     },
     "sinks-and-biases": {
-        "attention": Attention(bias=True, sinks=True, window=5, out_bias=False),
+        "attention": Attention(bias=True, sinks=True, sliding_window=5, out_bias=False),
         "activation": "clipped_swiglu",
     },
 }
@@ -48,7 +53,7 @@ MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts":
 )
 def test_loss_and_gradients_equal_the_reference(form, schedule):
     """With heads cut over tensor ranks, and all else that a mesh cuts."""
-    model = {"num_heads": 4, "num_kv_heads": 2} | FORMS[form]
+    model = {"num_attention_heads": 4, "num_key_value_heads": 2} | FORMS[form]
     moe = {"num_experts": 4, "batch_size": 4} | MOE.get(form, {})
     config = small_config(1, 2, tensor=2, model=model, schedule=SCHEDULES.get(schedule), **moe)
     assert_equals_reference(config)

@@ -31,7 +31,13 @@ from tests.step.gradients import mesh_of
 ROOT = Path(__file__).parents[2]
 H200 = find_target("h200:1x1x8")
 SMALL = [
-    *("mesh.cpu_devices=2", "mesh.expert=2", "model.d_model=16", "model.num_heads=2", "model.num_layers=1"),
+    *(
+        "mesh.cpu_devices=2",
+        "mesh.expert=2",
+        "model.hidden_size=16",
+        "model.num_attention_heads=2",
+        "model.num_layers=1",
+    ),
     *("data.seq_len=8", "train.batch_size=8", "schedule.policy=unified", "schedule.microbatches=2"),
     # whose step has one argument more, and another capacity than the model from its first step on
     *("train.spike_factor=3", "train.skip_spikes=true", "model.moe.capacity_schedule=[[1,2.0]]"),

@@ -101,7 +101,7 @@ def test_a_later_program_is_compiled_once_begun_or_asked_for() -> None:
 
 def test_what_stops_a_later_program_is_told_to_whoever_waits() -> None:
     def lower() -> Lowered:
-        raise ConfigError("model.d_model=0")
+        raise ConfigError("model.hidden_size=0")
 
-    with ThreadPoolExecutor(max_workers=1) as pool, pytest.raises(ConfigError, match="d_model=0"):
+    with ThreadPoolExecutor(max_workers=1) as pool, pytest.raises(ConfigError, match="hidden_size=0"):
         Later(pool, lower).result(timeout=60)

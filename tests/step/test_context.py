@@ -10,7 +10,13 @@ from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of
 
-UNIFIED = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+UNIFIED = {
+    "policy": "unified",
+    "microbatches": 2,
+    "weight_grad": "greedy",
+    "grad_reduce": "bucketed",
+    "bucket_cap_mb": 0.002,
+}
 
 
 def context_config(context: int, expert: int = 1, data: int = 1, **settings):
@@ -22,7 +28,7 @@ def context_config(context: int, expert: int = 1, data: int = 1, **settings):
     ("context", "settings"),
     [
         (8, {"capacity_factor": 0.8, "gate": "batch_prioritised", "schedule": {"remat": "full"}}),
-        (8, {"schedule": UNIFIED | {"grad_reduce": "block", "chunk_mb": None}}),
+        (8, {"schedule": UNIFIED | {"grad_reduce": "block", "bucket_cap_mb": None}}),
         (2, {"exchange": {"context_form": "all_gather"}, "num_experts": 0}),
         (2, {"exchange": {"context_form": "all_gather"}, "schedule": UNIFIED, "tensor": 2}),
     ],
@@ -50,9 +56,9 @@ def test_memory_is_that_of_a_ranks_own_tokens():
 
 @pytest.mark.parametrize(("tensor", "data", "shared"), [(2, 1, False), (2, 1, True), (1, 2, True)])
 def test_sums_of_gradients_are_planned_as_they_are_made(tensor, data, shared):
-    config = context_config(2, 2, data, tensor=tensor, schedule=UNIFIED, every=1, experts_over_context=shared)
+    config = context_config(2, 2, data, tensor=tensor, schedule=UNIFIED, moe_layer_freq=1, experts_over_context=shared)
     made = [reduction.sent_bytes(config.mesh.sizes) for reduction in make_plan(config, mesh_of(config)).reductions]
-    planned = sums_of(config, config.mesh.sizes, config.schedule.chunk_mb)
+    planned = sums_of(config, config.mesh.sizes, config.schedule.bucket_cap_mb)
     assert [sum(each.sent_bytes for each in owner) for owner in planned] == list(map(sum, made))
 
 
@@ -60,7 +66,7 @@ def test_one_rank_compiles_to_the_program_without_context_ranks():
     """Whatever the form: it is about several."""
 
     def program(**exchange) -> str:
-        config = context_config(1, 2, exchange=exchange, model={"num_layers": 1}, every=1)
+        config = context_config(1, 2, exchange=exchange, model={"num_layers": 1}, moe_layer_freq=1)
         trainer = make_trainer(config, mesh_of(config))
         return trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text()
 

@@ -13,5 +13,5 @@ def test_shared_experts_and_dense_blocks_are_not_rounded_and_experts_are():
         return sharded_gradients(config, first_params(config.model), tokens_of(config))
 
     assert 0.01 < distance(gradients(expert_matmuls="fp8").grads, gradients().grads) < 0.1
-    alone = {"routed_scale": 1e-30}
+    alone = {"routed_scaling_factor": 1e-30}
     np.testing.assert_allclose(gradients(expert_matmuls="fp8", **alone).loss, gradients(**alone).loss, rtol=1e-7)

@@ -24,8 +24,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "unified": {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},
 }
 OWN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_groups": 4, "top_groups": 2, "normalize_weights": False, "routed_scale": 2.0},
-    "deepseek_v3": {"num_groups": 4, "top_groups": 2, "top_k": 3, "routed_scale": 2.0},
+    "deepseek_v2": {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.0},
+    "deepseek_v3": {"n_group": 4, "topk_group": 2, "top_k": 3, "routed_scaling_factor": 2.0},
     "softmoe": {"slots_per_expert": 2},
     "xmoe": {"router_rank": 5, "bias": True},
     "noisy": {"top_k": 3},
@@ -40,7 +40,7 @@ def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **mor
     if schedule == "unified" and not GATES[gate].splits:
         cut = cut | {"microbatches": 1, "expert_chunks": 2}
     settings = (
-        {"batch_size": 16, "seq_len": 6, "every": 1, "capacity_factor": 1.0, "model": {"num_layers": 1}}
+        {"batch_size": 16, "seq_len": 6, "moe_layer_freq": 1, "capacity_factor": 1.0, "model": {"num_layers": 1}}
         | OWN.get(gate, {})
         | more
     )
@@ -53,7 +53,7 @@ def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own():
 
 def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does():
     """From the trainer's first state, and in the step behind another one."""
-    small = {"grad_accumulation": 4, "batch_size": 16, "seq_len": 6, "every": 1, "gate": "random"}
+    small = {"grad_accumulation": 4, "batch_size": 16, "seq_len": 6, "moe_layer_freq": 1, "gate": "random"}
     small |= {"model": {"num_layers": 4}}
     schedule = {"pipeline": "coscheduled", "virtual_stages": 2, "remat": "full"}
     config, plain = small_config(1, 2, pipeline=2, schedule=schedule, **small), small_config(1, 2, **small)
@@ -62,7 +62,9 @@ def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does():
 
 
 def test_sampling_sees_places_and_blocks_as_evaluation_does():
-    config = small_config(1, 1, gate="random", capacity_factor=None, exchange={"buffer_factor": None}, batch_size=1)
+    config = small_config(
+        1, 1, gate="random", capacity_factor=None, exchange={"rank_capacity_factor": None}, batch_size=1
+    )
     params = jax.tree.map(lambda x: 3 * x, first_params(config.model))
     how = Computation.of(config, one_device_mesh())
     text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]

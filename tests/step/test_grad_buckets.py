@@ -34,10 +34,10 @@ def is_shape(leaf: object) -> bool:
     return isinstance(leaf, tuple)
 
 
-def reduction_of(mesh: dict[str, int], chunk_mb: float | None) -> Reduction:
+def reduction_of(mesh: dict[str, int], bucket_cap_mb: float | None) -> Reduction:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape)
     sizes = {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh
-    return Reduction.of(shapes, SPECS, no_cuts(SPECS), sizes, chunk_mb)
+    return Reduction.of(shapes, SPECS, no_cuts(SPECS), sizes, bucket_cap_mb)
 
 
 def gradients() -> dict:
@@ -46,25 +46,25 @@ def gradients() -> dict:
 
 
 every_mesh = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-every_limit = pytest.mark.parametrize("chunk_mb", [None, 0.5, 1.234, 50.0])
+every_limit = pytest.mark.parametrize("bucket_cap_mb", [None, 0.5, 1.234, 50.0])
 
 
 @every_mesh
 @every_limit
-def test_chunks_cover_every_vector_once_and_in_order(mesh, chunk_mb):
-    reduction = reduction_of(mesh, chunk_mb)
+def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
+    reduction = reduction_of(mesh, bucket_cap_mb)
     vectors = reduction.flatten(gradients())
     chunks = [reduction.take(vectors, number) for number in range(len(reduction.chunks))]
     np.testing.assert_array_equal(np.concatenate(chunks), np.concatenate(vectors))
-    if chunk_mb is not None:
-        assert max(chunk.nbytes for chunk in chunks) <= chunk_mb * 1e6
+    if bucket_cap_mb is not None:
+        assert max(chunk.nbytes for chunk in chunks) <= bucket_cap_mb * 1e6
 
 
 @every_mesh
 @every_limit
-def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, chunk_mb):
+def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, bucket_cap_mb):
     """Sums that are 3 times the gradient: they come back in place, and what nobody shares stays as it is."""
-    reduction, grads = reduction_of(mesh, chunk_mb), gradients()
+    reduction, grads = reduction_of(mesh, bucket_cap_mb), gradients()
     vectors = reduction.flatten(grads)
     sums = [3 * reduction.take(vectors, number) for number in range(len(reduction.chunks))]
     restored = reduction.restore(grads, sums)

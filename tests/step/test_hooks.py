@@ -19,7 +19,15 @@ UNIFIED = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "gra
 def step(schedule, exchange="flat", **moe) -> Result:
     model = {"num_layers": 1}
     config = small_config(
-        2, 4, schedule=schedule, exchange={"algorithm": exchange}, batch_size=16, seq_len=6, every=1, model=model, **moe
+        2,
+        4,
+        schedule=schedule,
+        exchange={"algorithm": exchange},
+        batch_size=16,
+        seq_len=6,
+        moe_layer_freq=1,
+        model=model,
+        **moe,
     )
     return sharded_gradients(config, first_params(config.model), tokens_of(config))
 
@@ -67,7 +75,7 @@ def test_each_exchange_calls_its_own_hooks_in_plain_and_scheduled_steps(schedule
 @pytest.mark.parametrize("schedule", [{}, UNIFIED], ids=["plain", "unified"])
 def test_the_layers_hooks_have_gradients(schedule, monkeypatch):
     monkeypatch.setitem(HOOKS, "bf16", Hooks(after_layer=lambda y_TD: 3 * y_TD))
-    expected, hooked = step(schedule, routed_scale=3.0), step(schedule, hooks="bf16")
+    expected, hooked = step(schedule, routed_scaling_factor=3.0), step(schedule, hooks="bf16")
     np.testing.assert_allclose(hooked.loss, expected.loss, rtol=2e-6)
     assert distance(hooked.grads, expected.grads) < 1e-5
 

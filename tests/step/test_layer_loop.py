@@ -16,13 +16,13 @@ from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
 
-GREEDY = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+GREEDY = {"weight_grad": "greedy", "grad_reduce": "bucketed", "bucket_cap_mb": 0.002}
 CASES = {
     "dense blocks between, below and left over": (
         (1, 4),
         8,
         {"policy": "unified", "microbatches": 2, "backward_microbatches": 1, "grad_reduce": "block", "remat": "dots"},
-        {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 1},
+        {"first_k_dense_replace": 1, "moe_layer_freq": 2, "num_shared_experts": 1},
     ),
     "periods left over, sums at the end": (
         (2, 2),
@@ -41,7 +41,7 @@ def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeyp
     """`least`: with what other platforms keep for the backward pass."""
     monkeypatch.setattr(Facts, "keeps_least", least)
     mesh, layers, schedule, moe = CASES[name]
-    moe = {"every": 1} | moe
+    moe = {"moe_layer_freq": 1} | moe
     model = {"num_layers": layers} | moe.pop("model", {})
     config = small_config(*mesh, schedule=schedule, model=model, batch_size=16, seq_len=6, **moe)
     assert make_plan(config, mesh_of(config)).looped
@@ -60,7 +60,7 @@ def test_the_program_does_not_grow_with_depth():
     lines = []
     for layers in (8, 16):
         schedule = {"policy": "unified", "microbatches": 2, "unroll": 2, **GREEDY}
-        config = small_config(1, 2, schedule=schedule, model={"num_layers": layers}, every=1)
+        config = small_config(1, 2, schedule=schedule, model={"num_layers": layers}, moe_layer_freq=1)
         trainer = make_trainer(config, mesh_of(config))
         lines.append(trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text().count("\n"))
     assert lines[1] < 1.02 * lines[0]

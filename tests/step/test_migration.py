@@ -20,11 +20,11 @@ from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
 from tests.step.test_tensor_axis import UNIFIED
 
-LOOPED = {"model": {"num_layers": 4}, "every": 1}
-CHUNKED = {**UNIFIED, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
-DROPLESS = {"capacity_factor": None, "exchange": {"buffer_factor": None}}
+LOOPED = {"model": {"num_layers": 4}, "moe_layer_freq": 1}
+CHUNKED = {**UNIFIED, "weight_grad": "greedy", "grad_reduce": "bucketed", "bucket_cap_mb": 0.002}
+DROPLESS = {"capacity_factor": None, "exchange": {"rank_capacity_factor": None}}
 CASES = {
-    "dropless, accumulated": small_config(2, 4, every=1, grad_accumulation=2, batch_size=16, **DROPLESS),
+    "dropless, accumulated": small_config(2, 4, moe_layer_freq=1, grad_accumulation=2, batch_size=16, **DROPLESS),
     "loops of blocks": small_config(2, 4, schedule=CHUNKED, batch_size=16, gate="noisy", **LOOPED),
     "pipeline stages": small_config(1, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED, **DROPLESS),
 }
@@ -83,7 +83,7 @@ MOVED = {
     ),
     "stages": migrating(small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
     "8 ranks over context": migrating(
-        small_config(1, 4, context=2, experts_over_context=True, seq_len=8, num_experts=16, every=1)
+        small_config(1, 4, context=2, experts_over_context=True, seq_len=8, num_experts=16, moe_layer_freq=1)
     ),
 }
 

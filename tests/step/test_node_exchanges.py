@@ -20,7 +20,7 @@ def test_the_step_computes_what_the_reference_computes(name):
         exchange={"algorithm": name, "ranks_per_node": 2},
         batch_size=16,
         seq_len=6,
-        every=1,
+        moe_layer_freq=1,
         model={"num_layers": 1},
     )
     assert_equals_reference(config)

@@ -31,11 +31,11 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "coscheduled_split-chunks": {"pipeline": "coscheduled_split", "virtual_stages": 2},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "even": {"every": 1, "model": {"num_layers": 4}},
+    "even": {"moe_layer_freq": 1, "model": {"num_layers": 4}},
     # the lowest block is like no other: stages of two blocks and of one
-    "dense below": {"every": 1, "first_dense_blocks": 1, "model": {"num_layers": 3}},
+    "dense below": {"moe_layer_freq": 1, "first_k_dense_replace": 1, "model": {"num_layers": 3}},
     # four chunks of one and two blocks
-    "tied": {"every": 1, "model": {"num_layers": 5, "tie_embeddings": True}},
+    "tied": {"moe_layer_freq": 1, "model": {"num_layers": 5, "tie_word_embeddings": True}},
 }
 
 
@@ -58,7 +58,7 @@ def stored_params(config: Config) -> Any:
     ],
 )
 def test_stages_are_as_long_as_each_other_with_the_head(blocks, stages, head, sizes):
-    model = small_config(1, 1, model={"num_layers": blocks}, every=1).model
+    model = small_config(1, 1, model={"num_layers": blocks}, moe_layer_freq=1).model
     assert list(map(len, Stages(model, stages, 1, head).groups)) == sizes
 
 
@@ -104,7 +104,7 @@ def test_checkpoints_of_other_rows_are_refused(tmp_path):
 
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"mesh\.pipeline=4 needs as many .* has 2 .*use mesh\.pipeline=2 or less"):
-        Stages.of(small_config(1, 1, pipeline=4, every=1))
+        Stages.of(small_config(1, 1, pipeline=4, moe_layer_freq=1))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

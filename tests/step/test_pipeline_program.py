@@ -26,7 +26,7 @@ def products_by_depth(program: Program, computation: str, depth: int = 0) -> Ite
 def test_passes_run_only_in_the_ticks_that_have_them(name: str, remat: str) -> None:
     """Each product is in the loop of a pass inside the loop over ticks, from where compilers would like to hoist it."""
     schedule = PIPELINES[name] | {"remat": remat}
-    config = small_config(1, 2, pipeline=2, grad_accumulation=2, seq_len=6, every=1, schedule=schedule)
+    config = small_config(1, 2, pipeline=2, grad_accumulation=2, seq_len=6, moe_layer_freq=1, schedule=schedule)
     trainer = make_trainer(config, mesh_of(config))
     shapes, tokens = trainer.state_shapes, tokens_of(config)
     for lowered in (trainer.step.lower(shapes, tokens), trainer.evaluate.lower(shapes["params"], tokens)):

@@ -19,13 +19,13 @@ from moe_jax.step.scheduled.build import make_plan, reductions_of
 from tests.small import small_config
 from tests.step.gradients import mesh_of
 
-GREEDY = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "chunked"}
+GREEDY = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "bucketed"}
 
 
 def timed(path: Path, seconds: float) -> Config:
     """A config with a file in which the experts' weight gradients take so long."""
     write_times(path, {"expert": {1: {"F": 0.1, "B": 0.1, "W": seconds}}}, 0.0)
-    config = small_config(1, 2, schedule=GREEDY, batch_size=16, every=1)
+    config = small_config(1, 2, schedule=GREEDY, batch_size=16, moe_layer_freq=1)
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, task_times=str(path)))
 
 
@@ -80,7 +80,9 @@ def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: P
 )
 def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, int], zero: int) -> None:
     data, expert, tensor = sizes
-    config = small_config(data, expert, tensor=tensor, num_shared_experts=1, model={"num_kv_heads": 4, "num_heads": 4})
+    config = small_config(
+        data, expert, tensor=tensor, num_shared_experts=1, model={"num_key_value_heads": 4, "num_attention_heads": 4}
+    )
     config, mesh = dataclasses.replace(config, optimizer=Optimizer(zero=zero)), mesh_of(config)
     summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config, mesh, None)]
     planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config, config.mesh.sizes, None)]
@@ -92,7 +94,7 @@ def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, 
 def test_the_planner_simulates_the_schedule_that_training_runs(policy: str, sizes: tuple[int, int, int]) -> None:
     data, expert, tensor = sizes
     parts = 1 if policy == "vanilla" else 2
-    settings = GREEDY | {"policy": policy, "microbatches": parts, "link_gb_per_s": 0.1, "chunk_mb": 0.01}
+    settings = GREEDY | {"policy": policy, "microbatches": parts, "link_gb_per_s": 0.1, "bucket_cap_mb": 0.01}
     config = small_config(data, expert, tensor=tensor, schedule=settings, batch_size=16)
     predicted = estimate(config, find_cluster("cpu-8")).timeline.schedule
     assert predicted == make_plan(config, mesh_of(config)).schedule

@@ -21,7 +21,7 @@ from moe_jax.step.scheduled.issue_order import Ties
 from moe_jax.step.trainer import make_trainer
 
 # The model of the config, a loop over its blocks included; narrower, which changes no collective.
-NARROW = ["model.d_model=32", "model.moe.hidden_dim=32", "data.seq_len=32", "train.batch_size=32"]
+NARROW = ["model.hidden_size=32", "model.moe.intermediate_size=32", "data.seq_len=32", "train.batch_size=32"]
 CUTS = [
     "schedule.weight_grad=greedy",
     "schedule.policy=expert_pipeline schedule.microbatches=2",
@@ -40,9 +40,9 @@ PIPELINED = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4
 RAGGED = "mesh.data=2 mesh.expert=2 exchange.algorithm=ragged schedule.policy=unified"
 MIGRATION = "migration.enabled=true migration.payback_steps=null"
 COPIES = "migration.replicas=2 model.moe.capacity_factor=null"
-TWO_STACKS = "model.num_layers=4 model.moe.every=2 model.moe.first_dense_blocks=1"
+TWO_STACKS = "model.num_layers=4 model.moe.moe_layer_freq=2 model.moe.first_k_dense_replace=1"
 OTHERS = {
-    "ragged": f"{RAGGED} schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=chunked",
+    "ragged": f"{RAGGED} schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=bucketed",
     "ragged, parts": f"{RAGGED} schedule.microbatches=2 train.grad_accumulation=2 optimizer.zero=1",
     "plain": "mesh.data=2 mesh.expert=2",
     "plain, context, parts": "mesh.data=1 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",

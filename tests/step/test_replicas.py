@@ -23,7 +23,7 @@ from tests.step.test_migration import DROPLESS, migrating
 
 CASES = {
     "accumulated": small_config(2, 4, grad_accumulation=2, batch_size=16, **DROPLESS),
-    "pipeline stages": small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, every=1, **DROPLESS),
+    "pipeline stages": small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, moe_layer_freq=1, **DROPLESS),
 }
 
 

@@ -45,8 +45,13 @@ def counts(record: dict[str, Any], config: Config) -> np.ndarray:
 
 def config_of(data: int, expert: int, **changes) -> Config:
     """Three blocks with experts above a dense one; nothing depends on the mesh."""
-    settings = {"every": 1, "first_dense_blocks": 1, "capacity_factor": None, "exchange": {"buffer_factor": None}}
-    settings |= {"model": {"num_layers": 4}, "gate": "sigmoid", "bias_update_rate": RATE, "load_balance_weight": 0.0}
+    settings = {
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "capacity_factor": None,
+        "exchange": {"rank_capacity_factor": None},
+    }
+    settings |= {"model": {"num_layers": 4}, "gate": "sigmoid", "bias_update_rate": RATE, "aux_loss_coeff": 0.0}
     return small_config(data, expert, **(settings | {"seq_len": 8} | changes))
 
 
@@ -68,7 +73,7 @@ STEP_FORMS = {
 
 
 def test_each_turn_of_a_loop_has_the_shares_of_its_own_block():
-    assert_equals_reference(config_of(1, 2, load_balance_weight=0.5, batch_size=4, schedule=UNIFIED))
+    assert_equals_reference(config_of(1, 2, aux_loss_coeff=0.5, batch_size=4, schedule=UNIFIED))
 
 
 @pytest.mark.parametrize("name", STEP_FORMS)

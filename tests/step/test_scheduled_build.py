@@ -16,7 +16,7 @@ from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, assert_is_reference, mesh_of, sharded_gradients
 
 ONE_BLOCK = {"num_layers": 1}
-SLOTS: dict[str, Any] = {"every": 1, "model": ONE_BLOCK}
+SLOTS: dict[str, Any] = {"moe_layer_freq": 1, "model": ONE_BLOCK}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
     of, move = Computation.of, ragged._move
     monkeypatch.setattr(Computation, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
     monkeypatch.setattr(ragged, "_move", lambda *given: move(*given[:-1], "cpu"))
-    config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, every=1)
+    config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, moe_layer_freq=1)
     assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))
 
 
@@ -79,7 +79,7 @@ def test_validation_knows_irregular_exchanges_as_padded_ones():
     [
         {"policy": "vanilla", "weight_grad": "greedy"},
         {"policy": "unified", "microbatches": 1, "weight_grad": "greedy"},
-        {"policy": "unified", "microbatches": 4, "weight_grad": "greedy", "grad_reduce": "chunked"},
+        {"policy": "unified", "microbatches": 4, "weight_grad": "greedy", "grad_reduce": "bucketed"},
         {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3},
     ],
     ids=lambda schedule: f"{schedule['policy']}-{schedule.get('microbatches', 1)}",
@@ -90,9 +90,17 @@ def test_a_schedule_adds_no_arithmetic(schedule):
     With C = T slots a quarter of the batch sends a quarter of the rows. In the plain program the scan over blocks is
     unrolled, or the compiler counts one turn of it.
     """
-    model = {"d_model": 64, "hidden_dim": 64, "num_layers": 2, "vocab_size": 64}
+    model = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 2, "vocab_size": 64}
     base = small_config(
-        1, 2, seq_len=128, model=model, every=1, num_experts=4, hidden_dim=64, capacity_factor=2.0, top_k=2
+        1,
+        2,
+        seq_len=128,
+        model=model,
+        moe_layer_freq=1,
+        num_experts=4,
+        intermediate_size=64,
+        capacity_factor=2.0,
+        top_k=2,
     )
     plain, scheduled = (dataclasses.replace(base, schedule=Schedule(**each)) for each in ({"unroll": 2}, schedule))
     assert flops_of(scheduled) <= 1.01 * flops_of(plain)

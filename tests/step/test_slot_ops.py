@@ -29,7 +29,7 @@ MESHES = [(1, 1), (8, 1), (2, 4), (1, 8)]
 def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarray:
     """The slot in which each token is sent to each expert, counted from 1; 0: it is not sent [T, M, E]."""
     schedule = {"policy": policy, "microbatches": microbatches}
-    config = small_config(*mesh, schedule=schedule, batch_size=32, seq_len=6, every=1)
+    config = small_config(*mesh, schedule=schedule, batch_size=32, seq_len=6, moe_layer_freq=1)
     devices = mesh_of(config)
     plan, how = make_plan(config, devices), Computation.of(config, devices)
 

@@ -14,7 +14,13 @@ from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
 
-UNIFIED = {"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+UNIFIED = {
+    "policy": "unified",
+    "microbatches": 2,
+    "weight_grad": "greedy",
+    "grad_reduce": "bucketed",
+    "bucket_cap_mb": 0.002,
+}
 SCHEDULES = {
     "vanilla": {"policy": "vanilla", "grad_reduce": "block"},
     "expert_pipeline": {"policy": "expert_pipeline", "microbatches": 2, "backward_microbatches": 3},
@@ -23,7 +29,7 @@ SCHEDULES = {
 
 
 def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
-    model = {"num_heads": 8, "num_kv_heads": 4} | settings.pop("model", {})
+    model = {"num_attention_heads": 8, "num_key_value_heads": 4} | settings.pop("model", {})
     return small_config(data, expert, tensor=tensor, model=model, **settings)
 
 
@@ -32,7 +38,10 @@ def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
     [
         ((1, 2, 4), {"num_shared_experts": 1, "dense_residual": True, "schedule": UNIFIED}),
         ((2, 1, 2), {"num_experts": 0}),
-        ((1, 4, 2), {"exchange": {"algorithm": "halo", "ranks_per_node": 2}, "every": 1, "model": {"num_layers": 1}}),
+        (
+            (1, 4, 2),
+            {"exchange": {"algorithm": "halo", "ranks_per_node": 2}, "moe_layer_freq": 1, "model": {"num_layers": 1}},
+        ),
     ],
     ids=["many", "no experts", "nodes"],
 )
@@ -61,7 +70,7 @@ def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, u
         *(1, 2, 2),
         schedule=UNIFIED,
         exchange={"algorithm": "background", "tensor_form": form},
-        every=1,
+        moe_layer_freq=1,
         model={"num_layers": 1},
     )
     trainer = make_trainer(config, mesh_of(config))
@@ -74,7 +83,7 @@ def test_all_forms_compute_the_same_bits():
     results = {}
     for form in FORMS:
         config = tensor_config(
-            *(1, 2, 4), model={"num_layers": 1}, every=1, exchange={"tensor_form": form, "tensor_chunks": 2}
+            *(1, 2, 4), model={"num_layers": 1}, moe_layer_freq=1, exchange={"tensor_form": form, "tensor_chunks": 2}
         )
         results[form] = sharded_gradients(config, first_params(config.model), tokens_of(config))
     for form, result in results.items():
@@ -85,12 +94,18 @@ def test_all_forms_compute_the_same_bits():
     ("settings", "message"),
     [
         (
-            {"model": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4}},
-            r"model\.num_heads=6 is not divisible by mesh\.tensor=4: use",
+            {"model": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4}},
+            r"model\.num_attention_heads=6 is not divisible by mesh\.tensor=4: use",
         ),
-        ({"model": {"num_kv_heads": 2}}, r"model\.num_kv_heads=2 is not divisible by mesh\.tensor=4: use 4"),
+        (
+            {"model": {"num_key_value_heads": 2}},
+            r"model\.num_key_value_heads=2 is not divisible by mesh\.tensor=4: use 4",
+        ),
         ({"seq_len": 10}, r"data\.seq_len=10 is not divisible by mesh\.tensor=4: use 8 or 12"),
-        ({"hidden_dim": 10}, r"model\.moe\.hidden_dim=10 is not divisible by mesh\.tensor=4: use 8 or 12"),
+        (
+            {"intermediate_size": 10},
+            r"model\.moe\.intermediate_size=10 is not divisible by mesh\.tensor=4: use 8 or 12",
+        ),
         ({"exchange": {"algorithm": "ragged"}, "schedule": UNIFIED}, r"exchange\.algorithm=ragged knows no tensor"),
     ],
 )

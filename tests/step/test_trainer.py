@@ -17,8 +17,11 @@ from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradi
 @pytest.mark.parametrize(
     ("model", "moe"),
     [
-        ({"num_layers": 5}, {"first_dense_blocks": 1, "every": 2, "num_shared_experts": 2, "dense_residual": True}),
-        ({"num_layers": 2, "head_dim": 6}, {"every": 1, "normalize_weights": False, "top_k": 6}),
+        (
+            {"num_layers": 5},
+            {"first_k_dense_replace": 1, "moe_layer_freq": 2, "num_shared_experts": 2, "dense_residual": True},
+        ),
+        ({"num_layers": 2, "head_dim": 6}, {"moe_layer_freq": 1, "norm_topk_prob": False, "top_k": 6}),
         ({}, {"num_experts": 0}),
     ],
     ids=["uneven-segments", "all-moe", "dense"],
@@ -38,7 +41,7 @@ def run_steps(config: Config, steps: int = 3):
 
 
 def test_unrolling_changes_no_gradient():
-    config = small_config(1, 2, model={"num_layers": 4}, every=1)
+    config = small_config(1, 2, model={"num_layers": 4}, moe_layer_freq=1)
     other = dataclasses.replace(config, schedule=Schedule(unroll=2))
     params = first_params(config.model)
     expected = sharded_gradients(config, params, tokens_of(config)).grads
@@ -49,7 +52,7 @@ def test_unrolling_changes_no_gradient():
 def test_rematerialisation_saves_memory():
     bytes_of = {}
     for remat in ("none", "dots", "full"):
-        base = small_config(1, 1, model={"num_layers": 6, "d_model": 32}, every=1)
+        base = small_config(1, 1, model={"num_layers": 6, "hidden_size": 32}, moe_layer_freq=1)
         config = dataclasses.replace(base, schedule=Schedule(remat=remat))
         trainer = make_trainer(config, make_mesh(Mesh(), jax.devices()[:1]))
         compiled = trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile()

@@ -19,9 +19,9 @@ from tests.step.gradients import mesh_of
 from tests.step.test_tensor_axis import UNIFIED
 from tests.step.test_trainer import run_steps
 
-CHUNKED = {"weight_grad": "greedy", "grad_reduce": "chunked", "chunk_mb": 0.002}
+CHUNKED = {"weight_grad": "greedy", "grad_reduce": "bucketed", "bucket_cap_mb": 0.002}
 AT_END = {"policy": "expert_pipeline", "microbatches": 2}
-LOOPED = {"model": {"num_layers": 4}, "every": 1}
+LOOPED = {"model": {"num_layers": 4}, "moe_layer_freq": 1}
 CASES = {
     "autodiff, each part summed": (2, small_config(2, 4, grad_accumulation=2, batch_size=16)),
     "loops of blocks": (1, small_config(2, 4, schedule={**UNIFIED, **CHUNKED}, batch_size=16, **LOOPED)),

@@ -195,7 +195,8 @@ def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records
     reader.finish()
     assert [record["step"] for record in records] == [1, 5]
     assert records.warnings == [
-        f"step 3 dropped 0.12 of all rows, as exchange.buffer_factor={Exchange().buffer_factor} leaves some expert "
+        f"step 3 dropped 0.12 of all rows, as exchange.rank_capacity_factor={Exchange().rank_capacity_factor} leaves "
+        "some expert "
         "rank no room for them: "
         "use a larger one, or null for the worst case (this is said once; dropped_fraction goes on counting)"
     ]

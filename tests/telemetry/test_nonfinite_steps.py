@@ -25,7 +25,7 @@ CASES = {
     "scheduled, zero": dataclasses.replace(
         small_config(2, 2, **SCHEDULED, **PARTS, **BIASED), optimizer=Optimizer(zero=1)
     ),
-    "pipeline": small_config(1, 2, pipeline=2, **PARTS, **BIASED, every=1),
+    "pipeline": small_config(1, 2, pipeline=2, **PARTS, **BIASED, moe_layer_freq=1),
 }
 ANY = float("inf")
 

@@ -26,7 +26,7 @@ class Told(Records):
 
 def run(loads: list[list[list[float]]], every: int = 1, **settings) -> Told:
     """Steps from 1 on; dense blocks lie between those of the loads."""
-    model = Model(num_layers=4, moe=MoE(num_experts=4, every=2))
+    model = Model(num_layers=4, moe=MoE(num_experts=4, moe_layer_freq=2))
     log = Told()
     alarms = Alarms(Config(model=model, log=Log(**({"alarm_entropy": None} | settings))), log)
     for step, load in enumerate(loads, start=1):

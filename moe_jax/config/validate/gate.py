@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from moe_jax.config import MoE
 
 _OWNERS = {
-    "num_groups": (GROUPED, 1),
-    "top_groups": (GROUPED, 1),
+    "n_group": (GROUPED, 1),
+    "topk_group": (GROUPED, 1),
     "router_rank": (("xmoe",), None),
     "slots_per_expert": (("softmoe",), 1),
     "bias_update_rate": (BIASED, None),
@@ -31,19 +31,21 @@ def check_gate(moe: "MoE") -> None:
             )
     if moe.gate in GROUPED:
         _check_groups(moe)
-    if moe.normalize_top_1:
+    if moe.norm_top1_prob:
         _check_normalize_top_1(moe)
     _check_capacity_schedule(moe)
     facts = moe.gate_facts
-    if not facts.splits and moe.order != "sort":
+    if not facts.splits and moe.dispatcher != "sort":
         raise ConfigError(
-            f"model.moe.gate={moe.gate} fills slots in an order of its own, and model.moe.order={moe.order} has "
-            "another: use model.moe.order=sort"
+            f"model.moe.gate={moe.gate} fills slots in an order of its own, and "
+            f"model.moe.dispatcher={moe.dispatcher} has "
+            "another: use model.moe.dispatcher=sort"
         )
-    if moe.load_balance == "sequence" and facts.fills_slots:
+    if moe.load_balancing_type == "sequence" and facts.fills_slots:
         raise ConfigError(
-            f"model.moe.gate={moe.gate} fills all slots alike, and model.moe.load_balance=sequence balances what each "
-            "sequence chose: use model.moe.load_balance=batch, or another gate"
+            f"model.moe.gate={moe.gate} fills all slots alike, and model.moe.load_balancing_type=sequence balances "
+            "what each "
+            "sequence chose: use model.moe.load_balancing_type=batch, or another gate"
         )
     if moe.capacity_factor is None and not facts.splits and moe.gate != "softmoe":
         raise ConfigError(
@@ -56,14 +58,14 @@ def _check_normalize_top_1(moe: "MoE") -> None:
     facts = moe.gate_facts
     name, value, needed = "top_k", str(moe.top_k), "1"
     if moe.top_k == 1:
-        if moe.normalize_weights and not facts.fills_slots:
+        if moe.norm_topk_prob and not facts.fills_slots:
             return
         name, value, needed = "gate", moe.gate, "softmax"
-        if not moe.normalize_weights:
-            name, value, needed = "normalize_weights", "false", "true"
+        if not moe.norm_topk_prob:
+            name, value, needed = "norm_topk_prob", "false", "true"
     raise ConfigError(
-        f"model.moe.normalize_top_1=true has no effect with model.moe.{name}={value}: use model.moe.{name}={needed}, "
-        "or model.moe.normalize_top_1=false"
+        f"model.moe.norm_top1_prob=true has no effect with model.moe.{name}={value}: use model.moe.{name}={needed}, "
+        "or model.moe.norm_top1_prob=false"
     )
 
 
@@ -97,22 +99,22 @@ def _all(names: tuple[str, ...]) -> str:
 
 
 def _check_groups(moe: "MoE") -> None:
-    groups, top = moe.num_groups, moe.top_groups
+    groups, top = moe.n_group, moe.topk_group
     if moe.num_experts % groups:
         raise ConfigError(
-            f"model.moe.num_experts={moe.num_experts} is not divisible by model.moe.num_groups={groups}: "
+            f"model.moe.num_experts={moe.num_experts} is not divisible by model.moe.n_group={groups}: "
             f"use {divisors_text(moe.num_experts)} groups"
         )
     if top > groups:
-        raise ConfigError(f"model.moe.top_groups={top} must be 1..model.moe.num_groups={groups}")
+        raise ConfigError(f"model.moe.topk_group={top} must be 1..model.moe.n_group={groups}")
     size = moe.num_experts // groups
     if moe.top_k > top * size:
         raise ConfigError(
-            f"model.moe.top_k={moe.top_k} experts are not in model.moe.top_groups={top} of {size} experts each: "
-            f"use model.moe.top_groups={-(-moe.top_k // size)} or more, or model.moe.top_k={top * size} or less"
+            f"model.moe.top_k={moe.top_k} experts are not in model.moe.topk_group={top} of {size} experts each: "
+            f"use model.moe.topk_group={-(-moe.top_k // size)} or more, or model.moe.top_k={top * size} or less"
         )
     if moe.gate == "deepseek_v3" and top < groups and size < _OF_TWO:
         raise ConfigError(
-            f"model.moe.num_groups={groups} leaves one expert in each group, and gate deepseek_v3 scores a group by "
-            f"two: use model.moe.num_groups={moe.num_experts // _OF_TWO} or less, or model.moe.gate=deepseek_v2"
+            f"model.moe.n_group={groups} leaves one expert in each group, and gate deepseek_v3 scores a group by "
+            f"two: use model.moe.n_group={moe.num_experts // _OF_TWO} or less, or model.moe.gate=deepseek_v2"
         )

@@ -35,13 +35,13 @@ def check_tensor_split(config: "Config", ranks: int) -> None:
     if ranks == 1:
         return
     model = config.model
-    divided = {"model.num_heads": model.num_heads, "data.seq_len": config.data.seq_len}
-    if model.num_kv_heads is not None:
-        divided["model.num_kv_heads"] = model.num_kv_heads
+    divided = {"model.num_attention_heads": model.num_attention_heads, "data.seq_len": config.data.seq_len}
+    if model.num_key_value_heads is not None:
+        divided["model.num_key_value_heads"] = model.num_key_value_heads
     if "dense" in model.block_kinds or model.moe.dense_residual:
-        divided["model.hidden_dim"] = model.hidden_dim
+        divided["model.intermediate_size"] = model.intermediate_size
     if model.moe.num_experts:
-        divided["model.moe.hidden_dim"] = model.moe.hidden_dim
+        divided["model.moe.intermediate_size"] = model.moe.intermediate_size
     for name, size in divided.items():
         if size % ranks:
             raise ConfigError(

@@ -23,10 +23,11 @@ def check_migration(config: "Config") -> None:
             f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "
             "use another gate, or migration.enabled=false"
         )
-    if moe.order != "sort":
+    if moe.dispatcher != "sort":
         raise ConfigError(
-            f"migration.enabled=true with model.moe.order={moe.order}, which may add up in an order that depends on "
-            "where experts lie: use model.moe.order=sort, or migration.enabled=false"
+            f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
+            "depends on "
+            "where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
     if config.mesh.expert == 1 and not config.mesh.experts_over_context:
         raise ConfigError(

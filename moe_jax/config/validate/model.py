@@ -27,19 +27,21 @@ def _check_heads(model: "Model") -> None:
             f"model.latent.q_lora_rank={model.latent.q_lora_rank} without model.latent.kv_lora_rank: "
             "set both, or model.latent.q_lora_rank=null"
         )
-    if model.head_dim is None and model.d_model % model.num_heads:
+    if model.head_dim is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
-            f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}: "
-            f"use {divisors_text(model.d_model)} heads, or set model.head_dim"
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.num_attention_heads={model.num_attention_heads}: "
+            f"use {divisors_text(model.hidden_size)} heads, or set model.head_dim"
         )
     if model.head_width % 2:
         raise ConfigError(
             f"a head width of {model.head_width} is odd, and rotary embedding turns pairs: set an even model.head_dim"
         )
-    if model.num_heads % model.kv_heads:
+    if model.num_attention_heads % model.kv_heads:
         raise ConfigError(
-            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}: "
-            f"use {divisors_text(model.num_heads)}"
+            f"model.num_key_value_heads={model.num_key_value_heads} does not divide "
+            f"model.num_attention_heads={model.num_attention_heads}: "
+            f"use {divisors_text(model.num_attention_heads)}"
         )
 
 
@@ -51,7 +53,7 @@ def _check_latents(model: "Model") -> None:
             "use an even number"
         )
     for name, value, unset in (
-        ("num_kv_heads", model.num_kv_heads, None),
+        ("num_key_value_heads", model.num_key_value_heads, None),
         ("head_dim", model.head_dim, None),
         ("qk_norm", model.qk_norm, False),
         ("attention.bias", model.attention.bias, False),
@@ -66,10 +68,10 @@ def _check_latents(model: "Model") -> None:
 
 def _check_views(model: "Model") -> None:
     attention = model.attention
-    if attention.full_every is not None and attention.window is None:
+    if attention.full_every is not None and attention.sliding_window is None:
         raise ConfigError(
             f"model.attention.full_every={attention.full_every} excepts blocks from a window that there is not: "
-            "set model.attention.window, or model.attention.full_every=null"
+            "set model.attention.sliding_window, or model.attention.full_every=null"
         )
 
 
@@ -77,13 +79,13 @@ def _check_rope(model: "Model") -> None:
     scaling, name = model.rope_scaling, "model.rope_scaling"
     for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
         value = getattr(scaling, key)
-        if scaling.kind == "none" and value != unset:
+        if scaling.rope_type == "none" and value != unset:
             raise ConfigError(
-                f"{name}.{key}={value} without a kind of scaling: set {name}.kind=yarn, linear or llama3, "
+                f"{name}.{key}={value} without a kind of scaling: set {name}.rope_type=yarn, linear or llama3, "
                 f"or {name}.{key}={unset}"
             )
     slow, fast = scaling.slow_turns, scaling.fast_turns
-    if (scaling.kind == "yarn" and slow > fast) or (scaling.kind == "llama3" and slow >= fast):
+    if (scaling.rope_type == "yarn" and slow > fast) or (scaling.rope_type == "llama3" and slow >= fast):
         raise ConfigError(f"{name}.slow_turns={slow} must be below {name}.fast_turns={fast}")
     if scaling.mscale_all_dim and not model.has_latents:
         raise ConfigError(
@@ -109,14 +111,15 @@ def _check_experts(model: "Model") -> None:
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")
     check_gate(moe)
-    if moe.first_dense_blocks >= model.num_layers:
+    if moe.first_k_dense_replace >= model.num_layers:
         raise ConfigError(
-            f"model.moe.first_dense_blocks={moe.first_dense_blocks} leaves none of model.num_layers={model.num_layers} "
+            f"model.moe.first_k_dense_replace={moe.first_k_dense_replace} leaves none of "
+            f"model.num_layers={model.num_layers} "
             f"for experts: use 0..{model.num_layers - 1}, or model.moe.num_experts=0 for a dense model"
         )
-    if moe.every > model.num_layers - moe.first_dense_blocks:
+    if moe.moe_layer_freq > model.num_layers - moe.first_k_dense_replace:
         raise ConfigError(
-            f"model.moe.every={moe.every} puts experts in none of "
-            f"the {model.num_layers - moe.first_dense_blocks} blocks: "
-            f"use 1..{model.num_layers - moe.first_dense_blocks}, or model.moe.num_experts=0 for a dense model"
+            f"model.moe.moe_layer_freq={moe.moe_layer_freq} puts experts in none of "
+            f"the {model.num_layers - moe.first_k_dense_replace} blocks: "
+            f"use 1..{model.num_layers - moe.first_k_dense_replace}, or model.moe.num_experts=0 for a dense model"
         )

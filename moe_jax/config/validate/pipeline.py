@@ -79,10 +79,10 @@ def _check_collectives(config: "Config") -> None:
             f"exchange.context_form=ring sends from rank to rank, which waits for the devices of all mesh.pipeline="
             f"{stages} stages: use exchange.context_form=all_gather, or mesh.context=1"
         )
-    if config.model.moe.load_balance == "pooled":
+    if config.model.moe.load_balancing_type == "pooled":
         raise ConfigError(
-            f"model.moe.load_balance=pooled needs the loads of all blocks, and schedule.pipeline="
-            f"{config.schedule.pipeline} keeps a stage's own: use model.moe.load_balance=batch or sequence"
+            f"model.moe.load_balancing_type=pooled needs the loads of all blocks, and schedule.pipeline="
+            f"{config.schedule.pipeline} keeps a stage's own: use model.moe.load_balancing_type=batch or sequence"
         )
     ticks = f"the ticks of schedule.pipeline={config.schedule.pipeline}, behind which gradients are summed"
     if exchange.reduction != "all_reduce":

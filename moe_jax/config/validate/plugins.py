@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Parts with a name of their own; others are named package.module:name.
 OWN_PARTS = {
     "model.moe.gate": tuple(GATES),
-    "model.moe.order": ("sort", "einsum"),
+    "model.moe.dispatcher": ("sort", "einsum"),
     "model.moe.hooks": ("none", "bf16", "fp8"),
     "schedule.policy": ("vanilla", "expert_pipeline", "unified"),
     "exchange.algorithm": ("auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"),

@@ -35,10 +35,11 @@ def check_schedule(config: "Config") -> None:
             f"schedule.expert_chunks={settings.expert_chunks} cuts microbatches, which schedule.policy="
             f"{settings.policy} does not have: use schedule.policy=unified{cure}"
         )
-    if settings.chunk_mb is not None and settings.grad_reduce != "chunked":
+    if settings.bucket_cap_mb is not None and settings.grad_reduce != "bucketed":
         raise ConfigError(
-            f"schedule.chunk_mb={settings.chunk_mb} cuts nothing with schedule.grad_reduce={settings.grad_reduce}: "
-            "set schedule.grad_reduce=chunked, or schedule.chunk_mb=null"
+            f"schedule.bucket_cap_mb={settings.bucket_cap_mb} cuts nothing with "
+            f"schedule.grad_reduce={settings.grad_reduce}: "
+            "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
         )
     _check_tasks(config)
     _check_whole_batch(config)
@@ -101,7 +102,7 @@ def check_exchange(config: "Config") -> None:
         )
     if not config.model.moe.sends_capacity_rows:
         raise ConfigError(
-            "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.order=sort: "
+            "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
             "set them, or exchange.algorithm=auto"
         )
     if config.model.moe.hooks != "none":

@@ -18,10 +18,10 @@ def check_tune(config: "Config") -> None:
             f"tune.over=[{', '.join(over)}] compares steps, which model.moe.capacity_schedule makes longer or shorter: "
             "use tune.over=[], or model.moe.capacity_schedule=[]"
         )
-    if "chunk_mb" in over and schedule.grad_reduce != "chunked":
+    if "bucket_cap_mb" in over and schedule.grad_reduce != "bucketed":
         raise ConfigError(
-            f"tune.over has chunk_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
-            "set schedule.grad_reduce=chunked, or leave it out"
+            f"tune.over has bucket_cap_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
+            "set schedule.grad_reduce=bucketed, or leave it out"
         )
     if "microbatches" in over and schedule.policy == "vanilla":
         raise ConfigError(

@@ -39,7 +39,7 @@ def form_of(model: Model) -> Form:
 
 def attend(params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B n D"]:
     """What attention adds to the residual stream, its pre-norm included; inside `shard_map`."""
-    h_BnD = rms_norm(x_BnD, params["norm"], model.norm_eps)
+    h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
     y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, way)), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 
@@ -48,7 +48,7 @@ def attend_next(
     params: Any, x_B1D: Float[Array, "B 1 D"], cache: Any, position: jax.Array, model: Model, view: View
 ) -> tuple[Float[Array, "B 1 D"], Any]:
     """The same for the token at `position`, and the cache with it; on one tensor rank."""
-    h_B1D = rms_norm(x_B1D, params["norm"], model.norm_eps)
+    h_B1D = rms_norm(x_B1D, params["norm"], model.rms_norm_eps)
     seen_B1HV, cache = form_of(model).next_heads(params, h_B1D, cache, position, model, view)
     y_B1D = _output(params, seen_B1HV)
     return y_B1D + params["out_bias"].astype(y_B1D.dtype) if "out_bias" in params else y_B1D, cache

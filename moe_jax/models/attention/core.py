@@ -32,9 +32,9 @@ def weighted_values(
     sink_H: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B N H V"]:
     """Values weighted by a softmax in float32 over the keys that are seen, and over a sink that has no value."""
-    batch, tokens, num_heads, width = query_BNHK.shape
+    batch, tokens, num_attention_heads, width = query_BNHK.shape
     groups, dtype = key_BSGK.shape[2], query_BNHK.dtype
-    query = query_BNHK.reshape(batch, tokens, groups, num_heads // groups, width)
+    query = query_BNHK.reshape(batch, tokens, groups, num_attention_heads // groups, width)
     # a product of one type with a result of another would be transposed with mixed types
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
     logits = jnp.einsum("bngjk,bsgk->bgjns", query, key_BSGK, precision=precision, preferred_element_type=jnp.float32)
@@ -47,4 +47,4 @@ def weighted_values(
         share = jnp.exp(logits - peak)
         weights = share / (share.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))
     seen = jnp.einsum("bgjns,bsgv->bngjv", weights.astype(dtype), value_BSGV)
-    return seen.reshape(batch, tokens, num_heads, value_BSGV.shape[-1])
+    return seen.reshape(batch, tokens, num_attention_heads, value_BSGV.shape[-1])

@@ -87,7 +87,7 @@ def _project(
 
 def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: Model) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of each head."""
-    eps = model.norm_eps
+    eps = model.rms_norm_eps
     return rms_norm(query, params["query_norm"], eps), rms_norm(key, params["key_norm"], eps)
 
 
@@ -96,8 +96,8 @@ def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: Mode
     wide = [x.astype(jnp.float32) for x in (query, key)]
     own_BN2 = jnp.stack([jnp.square(x).sum(axis=(-2, -1)) for x in wide], axis=-1)
     square_BN2 = gathered(own_BN2[None], 0).sum(axis=0)
-    width_2 = jnp.array([model.num_heads, model.kv_heads]) * model.head_width
-    inverse_rms = jax.lax.rsqrt(square_BN2 / width_2 + model.norm_eps)
+    width_2 = jnp.array([model.num_attention_heads, model.kv_heads]) * model.head_width
+    inverse_rms = jax.lax.rsqrt(square_BN2 / width_2 + model.rms_norm_eps)
     query_HK, key_GK = params["query_norm"], params["key_norm"]
     return (
         (wide[0] * inverse_rms[..., :1, None] * query_HK).astype(query.dtype),

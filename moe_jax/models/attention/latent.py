@@ -81,7 +81,7 @@ def _latents(
     params: Any, h_BND: Float[Array, "B N D"], model: Model
 ) -> tuple[Float[Array, "B N Q"], Float[Array, "B N R"], Float[Array, "B N P"]]:
     """Of queries (without one: what they are made of), of keys and values, and the key that is to be rotated."""
-    query, eps = h_BND, model.norm_eps if model.latent.norm_eps is None else model.latent.norm_eps
+    query, eps = h_BND, model.rms_norm_eps if model.latent.rms_norm_eps is None else model.latent.rms_norm_eps
     if "query_latent" in params:
         query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], eps)
     latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], eps)

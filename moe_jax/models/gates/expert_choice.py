@@ -17,4 +17,4 @@ def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Picked:
     """The C likeliest tokens of each expert, weighted by their probability of it."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.capacity(moe, len(logit_TE)))
-    return Picked(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scale, prob_TE=prob_TE)
+    return Picked(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scaling_factor, prob_TE=prob_TE)

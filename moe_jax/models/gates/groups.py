@@ -15,10 +15,10 @@ from moe_jax.config import MoE
 def limited(
     score_TE: Float[Array, "T E"], moe: MoE, score_of_group: Callable[[jax.Array], jax.Array]
 ) -> Float[Array, "T E"]:
-    """The scores in each token's `top_groups` best groups, and -∞ elsewhere. `score_of_group`: [T, G, E/G] → [T, G]."""
-    if moe.top_groups == moe.num_groups:
+    """The scores in each token's `topk_group` best groups, and -∞ elsewhere. `score_of_group`: [T, G, E/G] → [T, G]."""
+    if moe.topk_group == moe.n_group:
         return score_TE
-    grouped = score_TE.reshape(len(score_TE), moe.num_groups, -1)
-    _, group_Tg = jax.lax.top_k(score_of_group(grouped), moe.top_groups)
-    allowed_TG = jax.nn.one_hot(group_Tg, moe.num_groups, dtype=bool).any(axis=1)
+    grouped = score_TE.reshape(len(score_TE), moe.n_group, -1)
+    _, group_Tg = jax.lax.top_k(score_of_group(grouped), moe.topk_group)
+    allowed_TG = jax.nn.one_hot(group_Tg, moe.n_group, dtype=bool).any(axis=1)
     return jnp.where(allowed_TG[..., None], grouped, -jnp.inf).reshape(score_TE.shape)

@@ -28,7 +28,9 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Deci
     normal_TE = _draw(seen, _NORMAL, jax.random.normal, moe.num_experts)
     logit_TE += normal_TE * jax.nn.softplus(product(x_TD, params["router_noise"]))
     choice = softmax.choose(logit_TE, moe)
-    taken_Tk = _taken(choice.weight_Tk / moe.routed_scale, _draw(seen, _UNIFORM, jax.random.uniform, moe.top_k))
+    taken_Tk = _taken(
+        choice.weight_Tk / moe.routed_scaling_factor, _draw(seen, _UNIFORM, jax.random.uniform, moe.top_k)
+    )
     return Decided(choice._replace(expert_Tk=jnp.where(taken_Tk, choice.expert_Tk, moe.num_experts)), logit_TE)
 
 

@@ -26,7 +26,7 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
     combine_TEC = jax.nn.softmax(logit_TS, axis=1).reshape(by_expert)
     mixed = Mixed(
         dispatch_TEC=jax.nn.softmax(logit_TS, axis=0).reshape(by_expert),
-        combine_TEC=combine_TEC * moe.routed_scale,
+        combine_TEC=combine_TEC * moe.routed_scaling_factor,
         prob_TE=combine_TEC.sum(axis=-1),
     )
     return Decided(mixed, logit_TS)

@@ -25,7 +25,7 @@ def weights_of(score_Tk: Float[Array, "T k"], moe: MoE) -> Float[Array, "T k"]:
     """The scores of the chosen experts, renormalised if the config says so, times its factor."""
     if moe.divides_by_sum:
         score_Tk = normalized(score_Tk)
-    return score_Tk * moe.routed_scale
+    return score_Tk * moe.routed_scaling_factor
 
 
 def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
@@ -37,5 +37,5 @@ def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoE) -> Choice:
     """Experts that nothing learned has chosen, as likely as they count."""
     tokens, choices = expert_Tk.shape
     prob_TE = jax.nn.one_hot(expert_Tk, moe.num_experts).sum(axis=1) / choices
-    weight_Tk = jnp.full((tokens, choices), moe.routed_scale / choices, jnp.float32)
+    weight_Tk = jnp.full((tokens, choices), moe.routed_scaling_factor / choices, jnp.float32)
     return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)

@@ -46,19 +46,19 @@ def order_of(moe: MoE, ragged: bool = False) -> Order:
     if ragged:
         return ORDERS["irregular"]
     sort = ORDERS["dropless" if moe.sends_sized_rows else "slots"]
-    order = named("model.moe.order", moe.order, {"sort": sort, "einsum": ORDERS["one_hot"]})
+    order = named("model.moe.dispatcher", moe.dispatcher, {"sort": sort, "einsum": ORDERS["one_hot"]})
     if not isinstance(order, Order):
         raise ConfigError(
-            f"model.moe.order={moe.order} is of type {type(order).__name__}: "
+            f"model.moe.dispatcher={moe.dispatcher} is of type {type(order).__name__}: "
             "name a moe_jax.models.orders.protocol.Order"
         )
-    return order if moe.order in ("sort", "einsum") else _guarded(moe.order, order)
+    return order if moe.dispatcher in ("sort", "einsum") else _guarded(moe.dispatcher, order)
 
 
 @functools.cache
 def _guarded(name: str, order: Order) -> Order:
     """The same functions; ConfigError names the order where one takes or returns something else than orders do."""
-    part, parts = f"model.moe.order={name}", "moe_jax/models/orders/__init__.py says what the four functions take"
+    part, parts = f"model.moe.dispatcher={name}", "moe_jax/models/orders/__init__.py says what the four functions take"
 
     def call(field: str) -> Callable[..., Any]:
         return guarded(f"{part}: {field}", parts, getattr(order, field))

@@ -70,7 +70,7 @@ class Stage:
         seen = when.seen(token_BN1[:, :-1], config.model.moe, how.seed)
         self.seen = seen and seen._replace(id=by_microbatch(seen.id), place=by_microbatch(seen.place))
         _, sequences, length = self.tokens.input_Bn.shape
-        self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.d_model), jnp.dtype(how.dtype))
+        self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(how.dtype))
         self.chunks = []
         for number, orders in enumerate(plan.orders):
             facts = Facts(

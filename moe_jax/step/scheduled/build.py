@@ -68,7 +68,7 @@ class Plan:
 def make_plan(config: Config, mesh: Mesh) -> Plan:
     """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
     settings = config.schedule
-    reductions = reductions_of(config, mesh, settings.chunk_mb if settings.grad_reduce == "chunked" else None)
+    reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = Computation.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
@@ -82,7 +82,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     return Plan(schedule, reductions, state_cuts(config, mesh), looped)
 
 
-def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[Reduction, ...]:
+def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:
     """How the gradients of each owner are summed: embed, the blocks, head."""
     model = config.model
     specs, cuts = partitions(param_dims(model), expert_axis(config.mesh)), state_cuts(config, mesh)
@@ -97,7 +97,7 @@ def reductions_of(config: Config, mesh: Mesh, chunk_mb: float | None) -> tuple[R
             _owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
             _owned(cuts, model, owner, lambda cut, _: cut.unstacked()),
             mesh.shape,
-            chunk_mb,
+            bucket_cap_mb,
         )
         for owner in range(model.num_layers + 2)
     )

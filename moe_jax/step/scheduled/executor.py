@@ -171,7 +171,7 @@ class Tasks:
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
             return cross_entropy(weights, x, tokens, model, self.facts.how.loss_chunk) / self.facts.global_tokens
 
-        matrix = "embedding" if model.tie_embeddings else "head"
+        matrix = "embedding" if model.tie_word_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}
         for r in self.facts.microbatches_of(action):
             self.settle(r, blocks)
@@ -253,8 +253,8 @@ class Tasks:
         """Gradients of the auxiliary losses by a microbatch's summed probabilities [E] and squared logits."""
         moe = self.facts.config.model.moe
         per_token = 1 / self.facts.global_tokens
-        balance = moe.load_balance_weight * moe.num_experts * per_token
-        return balance * self.share(block), jnp.float32(moe.router_z_weight * per_token)
+        balance = moe.aux_loss_coeff * moe.num_experts * per_token
+        return balance * self.share(block), jnp.float32(moe.z_loss_coeff * per_token)
 
     def _embed_back(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Num
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.zero import Cut
-from moe_jax.schedule.grad_chunks import Chunk, cut
+from moe_jax.schedule.grad_buckets import Chunk, cut
 
 _SMALL = 2**20  # elements: smaller gradients travel together
 _ITEM_BYTES = 4
@@ -46,9 +46,9 @@ class Reduction:
 
     @classmethod
     def of(
-        cls, shapes: Any, specs: Any, cuts: Any, mesh_shape: Mapping[str, int], chunk_mb: float | None
+        cls, shapes: Any, specs: Any, cuts: Any, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
     ) -> "Reduction":
-        """For gradients of these shapes (per device) and sharding; chunks of at most `chunk_mb` MB (None: no limit).
+        """For gradients of these shapes (per device); chunks of at most `bucket_cap_mb` MB (None: no limit).
 
         Of what `cuts` cut, each device gets the sum of its own part only. Gradients that no other device shares need no
         sum.
@@ -69,7 +69,7 @@ class Reduction:
             vectors += [Vector(over, ranks, (number,)) for number in numbers if number not in small]
         totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
         item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
-        return cls(tuple(vectors), cut_of, cut(totals, chunk_mb, item_bytes))
+        return cls(tuple(vectors), cut_of, cut(totals, bucket_cap_mb, item_bytes))
 
     def over(self, chunk: int) -> Over:
         """The mesh axes that a chunk is summed over."""

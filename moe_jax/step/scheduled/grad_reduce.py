@@ -119,7 +119,7 @@ class Sums:
         grads = self.tasks.grads
         if owner == 0:
             embedding = grads["embed", NO_BLOCK]
-            return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_embeddings else embedding
+            return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_word_embeddings else embedding
         if owner == len(self.reductions) - 1:
             return {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
         block = grads["attend", owner - 1]

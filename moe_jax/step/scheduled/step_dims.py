@@ -80,7 +80,7 @@ class Facts:
         """What an expert rank has room for; inside `shard_map`."""
         config, ranks = self.config, self.how.expert_ranks()
         own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
-        return buffer_of(config.model.moe, self.how.buffer_factor, own, ranks)
+        return buffer_of(config.model.moe, self.how.rank_capacity_factor, own, ranks)
 
     def microbatches_of(self, action: Action) -> range:
         """The forward microbatches that an action covers."""

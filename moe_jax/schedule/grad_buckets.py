@@ -20,8 +20,10 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def cut(group_sizes: Sequence[int], chunk_mb: float | None, item_bytes: int | Sequence[int] = 4) -> tuple[Chunk, ...]:
-    """Chunks of at most `chunk_mb` MB (10⁶ bytes; None: no limit), as equal as whole elements allow.
+def cut(
+    group_sizes: Sequence[int], bucket_cap_mb: float | None, item_bytes: int | Sequence[int] = 4
+) -> tuple[Chunk, ...]:
+    """Chunks of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit), as equal as whole elements allow.
 
     `group_sizes` are counts of elements; the gradients of a group are summed over the same devices, and a chunk never
     holds two groups. Part c of an owner's reductions is chunk c. `item_bytes` are those of an element, of each group
@@ -30,7 +32,7 @@ def cut(group_sizes: Sequence[int], chunk_mb: float | None, item_bytes: int | Se
     each = [item_bytes] * len(group_sizes) if isinstance(item_bytes, int) else item_bytes
     chunks = []
     for group, (size, num_bytes) in enumerate(zip(group_sizes, each, strict=True)):
-        limit = math.inf if chunk_mb is None else max(1, int(chunk_mb * 1e6 / num_bytes))
+        limit = math.inf if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1e6 / num_bytes))
         count = math.ceil(size / limit) or (1 if size else 0)
         bounds = [size * i // count for i in range(count + 1)] if count else []
         chunks += [Chunk(group, start, stop) for start, stop in pairwise(bounds)]

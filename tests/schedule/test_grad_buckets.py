@@ -8,23 +8,23 @@ from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
-from moe_jax.schedule.grad_chunks import cut, exchanges_first
+from moe_jax.schedule.grad_buckets import cut, exchanges_first
 from tests.schedule.steps import MIXED, POLICIES, random_costs, random_step
 
 
-@pytest.mark.parametrize("chunk_mb", [None, 0.001, 0.01, 0.0123, 5.0])
-def test_chunks_cover_every_element_once_and_stay_below_the_limit(chunk_mb):
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.001, 0.01, 0.0123, 5.0])
+def test_chunks_cover_every_element_once_and_stay_below_the_limit(bucket_cap_mb):
     sizes = (12_345, 0, 1, 100_000)
-    chunks = cut(sizes, chunk_mb)
+    chunks = cut(sizes, bucket_cap_mb)
     for group, size in enumerate(sizes):
         covered = [i for c in chunks if c.group == group for i in range(c.start, c.stop)]
         assert covered == list(range(size))
         lengths = {c.stop - c.start for c in chunks if c.group == group}
         assert not lengths or max(lengths) - min(lengths) <= 1
-    if chunk_mb is None:
+    if bucket_cap_mb is None:
         assert len(chunks) == 3
     else:
-        assert max(c.stop - c.start for c in chunks) * 4 <= chunk_mb * 1e6
+        assert max(c.stop - c.start for c in chunks) * 4 <= bucket_cap_mb * 1e6
 
 
 def test_smaller_items_make_longer_chunks():
@@ -38,7 +38,7 @@ def test_reducing_behind_the_backward_pass_is_never_better(kinds, policy, degree
     for weight_grad in ("inline", "greedy"):
         for seed in range(3):
             end = random_step(seed, policy, degree, kinds, weight_grad, "end").makespan_s
-            for grad_reduce, chunks in (("block", 1), ("chunked", 1), ("chunked", 5)):
+            for grad_reduce, chunks in (("block", 1), ("bucketed", 1), ("bucketed", 5)):
                 step = random_step(seed, policy, degree, kinds, weight_grad, grad_reduce, chunks).makespan_s
                 assert step <= end * (1 + 1e-9)
 
@@ -48,7 +48,7 @@ def test_halving_chunks_never_lengthens_the_step_if_starting_one_is_free(policy,
     """FlowMoE, theorem 2."""
     for seed in range(8):
         steps = [
-            random_step(seed, policy, degree, ("moe",) * 3, "inline", "chunked", chunks).makespan_s
+            random_step(seed, policy, degree, ("moe",) * 3, "inline", "bucketed", chunks).makespan_s
             for chunks in (1, 2, 4, 8, 16, 32)
         ]
         assert all(smaller <= larger * (1 + 1e-9) for larger, smaller in pairwise(steps))
@@ -59,7 +59,7 @@ def test_with_a_start_up_time_the_step_over_the_chunk_size_has_one_valley(seed):
     """To 1 %: whole chunks make it uneven. The tuner's model of it relies on this."""
     counts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
     costs = {"chunk_alpha_s": 0.02, "reduce_scale": 2.0}
-    steps = [random_step(seed, "unified", 2, ("moe",) * 6, "inline", "chunked", n, **costs).makespan_s for n in counts]
+    steps = [random_step(seed, "unified", 2, ("moe",) * 6, "inline", "bucketed", n, **costs).makespan_s for n in counts]
     best = steps.index(min(steps))
     assert all(later <= earlier * 1.01 for earlier, later in combinations(steps[: best + 1], 2))
     assert all(later >= earlier * 0.99 for earlier, later in combinations(steps[best:], 2))
@@ -69,7 +69,7 @@ def test_with_a_start_up_time_the_step_over_the_chunk_size_has_one_valley(seed):
 def test_the_best_chunk_size_is_interior():
     costs = {"chunk_alpha_s": 0.02, "reduce_scale": 2.0}
     one, few, many = (
-        random_step(0, "unified", 2, ("moe",) * 6, "inline", "chunked", n, **costs).makespan_s for n in (1, 6, 96)
+        random_step(0, "unified", 2, ("moe",) * 6, "inline", "bucketed", n, **costs).makespan_s for n in (1, 6, 96)
     )
     assert few < 0.95 * one
     assert few < 0.95 * many
@@ -80,7 +80,7 @@ def test_the_best_chunk_size_is_interior():
 def test_the_listed_order_is_what_exchanges_first_would_choose(kinds, stream_of):
     """The order written down for a cost model is the one that streams with priorities would take by themselves."""
     reductions = (4,) * (len(kinds) + 2)
-    shape = make_shape("unified", kinds, 2, grad_reduce="chunked", reductions=reductions, sharded_experts=True)
+    shape = make_shape("unified", kinds, 2, grad_reduce="bucketed", reductions=reductions, sharded_experts=True)
     for seed in range(4):
         seconds = random_costs(seed, shape).of(shape)
         schedule = make_schedule("unified", shape, seconds, stream_of)
