@@ -3,12 +3,14 @@
 import dataclasses
 import importlib.util
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import griffe
 import pytest
+import yaml
 from mkdocs.config import load_config
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import get_files
@@ -98,3 +100,11 @@ def test_the_page_of_settings_has_every_section() -> None:
 
     page = (ROOT / "docs/settings.md").read_text()
     assert dict(re.findall(r"^## (\S+)\n\n::: moe_jax\.config\.(\w+)$", page, re.MULTILINE)) == sections(Sections)
+
+
+def test_git_runs_the_quick_checks_of_all_checks() -> None:
+    lines = (ROOT / "scripts/test.sh").read_text().splitlines()
+    checks = [line.removeprefix("check ") for line in lines if line.startswith("check ")]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    quick = [hook["entry"] for repo in hooks for hook in repo["hooks"]]
+    assert quick == [check for check in checks if shlex.split(check)[0] not in ("build_site", "python")]
