@@ -56,7 +56,7 @@ def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() ->
     """It waits in a collective."""
     with two("killed") as (first, second):
         second.wait(timeout=60)
-        _, err = first.communicate(timeout=20)
+        _, err = first.communicate(timeout=120)
     assert first.returncode == EXIT_TRY_AGAIN, err
     told = [line for line in err.splitlines() if line.startswith("PEER-FAILURE")]
     assert len(told) == 1
@@ -72,7 +72,7 @@ def test_a_second_sigterm_ends_a_process_even_in_a_collective() -> None:
         time.sleep(SAME_SIGNAL_S + 0.5)
         assert first.poll() is None, "the first asks for the end of the run"
         first.send_signal(signal.SIGTERM)
-        assert first.wait(timeout=5) == -signal.SIGTERM
+        assert first.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_a_sigterm_to_one_process_before_its_first_step_ends_all_well() -> None:

@@ -85,7 +85,7 @@ def test_all_leave_together_whoever_else_calls() -> None:
                 in_background(lambda process=process: roll_call._call(meeting(port, process))) for process in (1, 2)
             ]
             for thread, raised in [(first, problems), *others]:
-                thread.join(timeout=20)
+                thread.join(timeout=120)
                 assert not thread.is_alive()
                 assert not raised
         with socket.create_server(("127.0.0.1", port)):
@@ -100,7 +100,7 @@ def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
         other, problems = in_background(lambda: assemble(meeting(port, 2)))
         with pytest.raises(AbsentError) as refusal:
             assemble(meeting(port, 0, timeout_s=1.5))
-        other.join(timeout=20)
+        other.join(timeout=120)
     said = capsys.readouterr().err.splitlines()
     where = f"127.0.0.1:{port}"
     assert len(said) == 2
@@ -136,7 +136,7 @@ def test_a_process_that_does_not_fit_is_refused(process: int, of: int, told: str
                 roll_call._call(meeting(port, process, num_processes=of))
             with called(port) as third:
                 third.sendall(b'{"process": 1, "of": 3}\n')
-                first.join(timeout=20)
+                first.join(timeout=120)
     assert not problems
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.launch.channel import SILENCE_S
 from moe_jax.launch.hosts import add_arguments, hosts_from
 from moe_jax.launch.start import TOKEN, LaunchError
 from tests.launch.test_launch import assert_all_end
@@ -31,7 +32,7 @@ def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
     os.kill(hosts.ids(1)[0], signal.SIGKILL)
     began = time.monotonic()
     hosts.wait_for(0, "start again")
-    assert time.monotonic() - began < 5, "not only when nothing was heard for long"
+    assert time.monotonic() - began < SILENCE_S, "not only when nothing was heard for long"
     for host in (0, 1):
         hosts.wait_for(host, RUNS.format(host), times=2)
     assert_all_end([hosts.ids(host)[0] for host in (0, 1)])
@@ -45,10 +46,10 @@ def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
 
 
 def test_a_hang_on_another_host_is_told_to_host_0(hosts: Hosts) -> None:
-    hosts.start_both("--progress-timeout=1", "hangs", str(hosts.log(2)), "silently")
+    hosts.start_both("--progress-timeout=4", "hangs", str(hosts.log(2)), "silently")
     assert hosts.codes() == [0, 0]
     assert hosts.launcher_said(0)[1:] == [
-        "rank 1 on host 1 hangs (no step after 3 for 1 s): all start again in 0 s, try 1 of 3"
+        "rank 1 on host 1 hangs (no step after 3 for 4 s): all start again in 0 s, try 1 of 3"
     ]
 
 
@@ -114,7 +115,7 @@ def test_bad_input_of_every_host_is_told_once_and_another_command_is_refused(hos
     hosts.start(0, "bad-input")
     hosts.wait_for(0, "waits for host 1")
     hosts.start(1, "bad-input", "of-another-kind")
-    assert hosts.launchers[1].wait(timeout=20) == 2
+    assert hosts.launchers[1].wait(timeout=120) == 2
     assert hosts.said(1) == (
         f"error: --rendezvous={hosts.address} refuses host 1 (it was started with another command): "
         f"give all hosts the same command, with a --host of their own, and the same {TOKEN}\n"
@@ -128,7 +129,7 @@ def test_bad_input_of_every_host_is_told_once_and_another_command_is_refused(hos
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> None:
     hosts.start(host, "--host-timeout=0.5", "arguments")
-    assert hosts.launchers[host].wait(timeout=20) == 75
+    assert hosts.launchers[host].wait(timeout=120) == 75
     said = (
         "1 of 2 hosts came, and --min-hosts=2: gave up",
         f"host 0 does not take host 1 in at {hosts.address} (Connection refused): gave up",

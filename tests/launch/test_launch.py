@@ -46,7 +46,7 @@ def alive(process_id: int) -> bool:
 
 
 def assert_all_end(process_ids: Sequence[int]) -> None:
-    deadline = time.monotonic() + 5  # a kill takes effect when the scheduler comes round
+    deadline = time.monotonic() + 60  # a kill takes effect when the scheduler comes round
     while any(alive(i) for i in process_ids):
         assert time.monotonic() < deadline, "the launcher left processes behind"
         time.sleep(0.05)
@@ -68,7 +68,7 @@ def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int
     assert actual == code, err
     assert f"[rank 1] {told}\n" in err
     assert err.endswith(f"launch: rank 1 failed first, with exit code {code}\n")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_a_failure_of_all_after_they_have_joined_is_told_once() -> None:
@@ -99,14 +99,14 @@ def test_a_failure_stops_the_others(role: str, code: int, how: str) -> None:
     began = time.monotonic()
     actual, _, err = run(*act(role, "--grace", "0.2"))
     assert (actual, err) == (code, f"launch: rank 1 failed first, {how}\n")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_a_signal_that_one_cannot_handle_yet_ends_all() -> None:
     began = time.monotonic()
     code, _, err = run(*act("one-is-told-to-end", "--grace=60", retries=3))
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_a_signal_to_a_training_that_starts_ends_all_well_and_at_once(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_signal_to_a_training_that_starts_ends_all_well_and_at_once(tmp_path: 
             listed = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
             workers = subprocess.run(listed, capture_output=True, text=True).stdout.split()
         os.kill(int(workers[1]), signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "launch: stopped by SIGTERM before a new step: the same command goes on\n")
 
 
@@ -126,7 +126,7 @@ def test_a_signal_lets_every_process_save_and_end_well(number: signal.Signals) -
     with started(*act("saves-on-sigterm")) as process:
         ids = wait_for_ids(process, 2)
         process.send_signal(number)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert sorted(err.splitlines()) == ["[rank 1] rank 1 saved", "rank 0 saved"]
     assert_all_end(ids)
@@ -138,7 +138,7 @@ def test_a_signal_leaves_nothing_behind_not_even_what_ignores_it() -> None:
         assert len(ids) == 4
         assert all(alive(i) for i in ids)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "launch: stopped by SIGTERM\n"
     assert_all_end(ids)
@@ -150,7 +150,7 @@ def test_a_second_signal_ends_all_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         time.sleep(1.5)  # sooner, it would be the same request
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert_all_end(ids)
 
@@ -176,13 +176,13 @@ def test_a_new_step_makes_tries_count_anew(tmp_path: Path) -> None:
     assert (code, err.splitlines()) == (0, [f"{FAILED}: all start again in 0 s, try 1 of 1"] * 3)
 
 
-@pytest.mark.parametrize(("how", "why"), [("silently", "no step after 3 for 1 s"), ("stopped", "stopped for 1 s")])
+@pytest.mark.parametrize(("how", "why"), [("silently", "no step after 3 for 4 s"), ("stopped", "stopped for 4 s")])
 def test_a_hang_is_noticed_and_all_start_again(how: str, why: str, tmp_path: Path) -> None:
-    with started(*act("hangs", "--progress-timeout=1", retries=1), str(tmp_path / "starts"), how) as process:
+    with started(*act("hangs", "--progress-timeout=4", retries=1), str(tmp_path / "starts"), how) as process:
         (hanging,) = wait_for_ids(process, 1)
         if how == "stopped":
             os.kill(hanging, signal.SIGSTOP)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert err == f"launch: rank 1 hangs ({why}): all start again in 0 s, try 1 of 1\n"
     assert_all_end([hanging])
@@ -232,7 +232,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     with started(*act("hangs"), str(tmp_path / "starts"), "not at all") as process:
         ids = wait_for_ids(process, 1)
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=120)
         assert_all_end(ids)
 
 

@@ -35,7 +35,7 @@ class Hosts:
         command = [sys.executable, "-m", "moe_jax.launch", *flags, f"--module={self._module}", *arguments]
         environ = {**os.environ, TOKEN: "a secret of the tests"}
         if host in self.launchers:
-            self.launchers[host].wait(timeout=20)
+            self.launchers[host].wait(timeout=120)
         with self.log(host).open("wb") as log:
             self.launchers[host] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
@@ -54,7 +54,7 @@ class Hosts:
     def launcher_said(self, host: int) -> list[str]:
         return [line[8:] for line in self.said(host).splitlines() if line.startswith("launch: ")]
 
-    def wait_for(self, host: int, text: str, times: int = 1, seconds: float = 20) -> None:
+    def wait_for(self, host: int, text: str, times: int = 1, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while self.said(host).count(text) < times:
             assert time.monotonic() < deadline, f"{text!r} is not in {self.said(0)!r} and {self.said(1)!r}"
@@ -64,5 +64,5 @@ class Hosts:
         """Of the processes that told theirs, in their order."""
         return [int(text) for text in re.findall(r"runs as (\d+)", self.said(host))]
 
-    def codes(self, seconds: float = 20) -> list[int]:
+    def codes(self, seconds: float = 120) -> list[int]:
         return [self.launchers[host].wait(timeout=seconds) for host in (0, 1)]

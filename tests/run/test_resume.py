@@ -90,7 +90,7 @@ def started(folder: Path, *command: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def wait_until(reached: Callable[[], bool], folder: Path, process: subprocess.Popen, at_most_s: float = 120) -> None:
+def wait_until(reached: Callable[[], bool], folder: Path, process: subprocess.Popen, at_most_s: float = 300) -> None:
     deadline = time.monotonic() + at_most_s
     while not reached():
         assert process.poll() is None, (folder / "output").read_text()
