@@ -1,8 +1,8 @@
 """Run every command of README.md and docs/ as it is written there. python profiling/docs_commands.py
 
 Copies the committed tree and runs the shell commands of the pages' code blocks in the copy: README.md first, then the
-pages in the order of its table, each after those before it. A page that clones the project gets a new copy, which the
-pages after it use too. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a
+pages in the order of docs/pages.md, each after those before it. A page that clones the project gets a new copy, which
+the pages after it use too. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a
 checkpoint and ends. A command that needs something this machine lacks is not run: NEEDS below lists what, and how it
 is found.
 
@@ -88,10 +88,10 @@ class Command(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """README.md, and the others in the order of its table."""
-    readme = ROOT / "README.md"
-    names = re.findall(r"^\| .* \| \[.*\]\((docs/\w+\.md)\) \|$", readme.read_text(), re.MULTILINE)
-    return [readme, *(ROOT / name for name in names)]
+    """README.md, the list of pages, and the others in its order."""
+    listed = ROOT / "docs" / "pages.md"
+    names = re.findall(r"^\| .* \| \[.*\]\((\w+\.md)\) \|$", listed.read_text(), re.MULTILINE)
+    return [ROOT / "README.md", listed, *(listed.with_name(name) for name in names)]
 
 
 def commands_of(page: Path) -> Iterator[Command]:

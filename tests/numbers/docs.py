@@ -5,7 +5,7 @@ import numpy as np
 
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.memory import step_memory
-from tests.numbers.readme import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
+from tests.numbers.results_page import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
 from tests.numbers.stored import hundreds, plan_text, within
 from tests.results import ROOT, result
 

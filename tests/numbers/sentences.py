@@ -1,6 +1,6 @@
 """What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
 
-from tests.numbers.readme import kept
+from tests.numbers.results_page import WHOLE_4, kept
 from tests.numbers.stored import hundreds, variants
 from tests.results import result
 
@@ -8,6 +8,24 @@ Piece = tuple[str, str]
 
 
 def _readme() -> list[Piece]:
+    v5p, chaos, steps = variants("compiled_v5p_2x2x2"), result("chaos"), result("predicted_steps")
+    unified, plain = (f"{row['exposed']:.2f} of {row['communication']:.2f}" for row in (v5p["unified"], v5p["vanilla"]))
+    return [
+        ("README.md", f"`unified` has {WHOLE_4['speed_up_over_vanilla']['median']:.2f} × the speed of `vanilla`"),
+        ("README.md", f"`unified` exposes {unified} ms of communication, the plain step {plain}"),
+        (
+            "README.md",
+            f"{steps['configurations']} steps of two processes, with a median error of "
+            f"{hundreds(steps['median_error'])} %",
+        ),
+        (
+            "README.md",
+            f"After {len(chaos['faults'])} injected faults, the losses of {chaos['steps']:,} steps were bit for bit",
+        ),
+    ]
+
+
+def _scope() -> list[Piece]:
     v5p, h200, nodes = (variants(f"compiled_{target}") for target in ("v5p_2x2x2", "h200_1x1x8", "h200_1x8x8"))
     compiling = result("compile_time")
 
@@ -16,12 +34,12 @@ def _readme() -> list[Piece]:
 
     return [
         (
-            "README.md",
+            "scope.md",
             f"temporaries are {more(h200)} the plain program's on 8 H200 ({h200['unified']['temporaries']:.1f} and "
             f"{h200['vanilla']['temporaries']:.1f} GB), {more(nodes)} on 8 × 8 with XLA's attention, and "
             f"{compiling['temporary_mib_scheduled'] / compiling['temporary_mib_plain']:.2f} × for 32 blocks on CPU",
         ),
-        ("README.md", f"they are {more(v5p)}"),
+        ("scope.md", f"they are {more(v5p)}"),
         ("schedule.md", f"32 blocks compile in {compiling['deep_over_shallow']:.2f} × the time of 4"),
     ]
 
@@ -160,6 +178,7 @@ def _recovery_and_tuning() -> list[Piece]:
 
 SENTENCES = [
     *_readme(),
+    *_scope(),
     *_exchange(),
     *_pipelines(),
     *_plans(),

@@ -6,13 +6,13 @@ import pytest
 
 from tests.numbers.docs import TABLES
 from tests.numbers.pages import numbers_in, pages, path_of, tables_of
-from tests.numbers.readme import COMPILED, ON_CPUS, PREDICTED
+from tests.numbers.results_page import COMPILED, ON_CPUS, PREDICTED
 from tests.numbers.sentences import SENTENCES
 
 EXPECTED = [
-    ("README.md", "| on CPUs |", ON_CPUS),
-    ("README.md", "| compiled for |", COMPILED),
-    ("README.md", "| predicted |", PREDICTED),
+    ("results.md", "| on CPUs: ", ON_CPUS),
+    ("results.md", "| compiled for |", COMPILED),
+    ("results.md", "| predicted |", PREDICTED),
     *TABLES,
 ]
 
@@ -27,11 +27,7 @@ OTHER = {
         "| what happens | what follows |": SETTING,
         "| file | content |": SETTING,
     },
-    "README.md": {
-        "quickstart in an empty clone": NO_PROGRAM,
-        "| the tests |": NO_PROGRAM,
-        "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
-    },
+    "README.md": {"| feature |": SETTING, "| system |": "what the pages of those projects report"},
     "bad_numbers.md": {"| key |": SETTING},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
@@ -40,6 +36,7 @@ OTHER = {
         "| `load_balance` |": SETTING,
         "| | validation loss |": "tests/test_balance_results.py",
     },
+    "contributing.md": {"| everything |": NO_PROGRAM},
     "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING},
     "convert.md": {
         "| | |": SETTING,
@@ -70,6 +67,11 @@ OTHER = {
         "| kind |": SETTING,
         "| | CPU s |": NO_PROGRAM,
         "copies of one step": "seconds are in results/node_loss.json; the bytes a run prints",
+    },
+    "results.md": {
+        "quickstart in an empty clone": NO_PROGRAM,
+        "| all tests |": NO_PROGRAM,
+        "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
     },
     "scaling.md": {"| model |": "tests/test_docs.py"},
     "scope.md": {"| left out": SETTING, "| missing |": SETTING},

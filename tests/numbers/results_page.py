@@ -1,4 +1,4 @@
-"""What README.md's tables must show, row by row: a piece of the first cell, and the numbers of the row in order."""
+"""What the tables of docs/results.md must show: a piece of each row's first cell, and the row's numbers in order."""
 
 from tests.numbers.stored import hundreds, plan_text, variants, within
 from tests.results import result
@@ -42,8 +42,8 @@ _before, _after = ([run[which] for run in _moved_box["rank_load_max_over_mean"]]
 
 ON_CPUS = {
     "from the command to the first loss": f"8 {_step['command_to_first_loss_s']:.1f}",
-    "beside MaxText": f"8 {within(_tokens)} {within(_first_step)}",
-    "against the bare compiled step": (
+    "compared with MaxText": f"8 {within(_tokens)} {within(_first_step)}",
+    "compared with the bare compiled step": (
         f"{_step['loop_over_bare_median']:.3f} {_step['loop_over_bare_first_quartile']:.2f} "
         f"{_step['loop_over_bare_third_quartile']:.2f}"
     ),
@@ -81,7 +81,7 @@ ON_CPUS = {
         f"64 8 {_largest(_moved['rank_load_max_over_mean'], slice(2)):.1f} "
         f"{_largest(_moved['rank_load_max_over_mean'], slice(2, None)):.2f}"
     ),
-    "step behind a migration": (
+    "a step after a migration": (
         f"{max(_before):.2f} {max(_after):.2f} {_moved_box['speedup']['median']:.2f} "
         f"{_moved_box['speedup_predicted']['median']:.2f}"
     ),
