@@ -47,6 +47,7 @@ OTHER = {
     },
     "exchange.md": {"| `exchange.algorithm` |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
+    "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
     "measure.md": {
         "| part |": SETTING,
         "| name |": SETTING,
