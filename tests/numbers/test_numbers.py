@@ -32,6 +32,7 @@ OTHER = {
         "| the tests |": NO_PROGRAM,
         "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
     },
+    "architecture.md": {"| factor |": NO_PROGRAM},
     "bad_numbers.md": {"| key |": SETTING},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
