@@ -33,7 +33,7 @@ OTHER = {
         "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
     },
     "architecture.md": {"| factor |": NO_PROGRAM},
-    "bad_numbers.md": {"| key |": SETTING},
+    "bad_numbers.md": {"| key |": SETTING, "| temporaries, MB |": NO_PROGRAM},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
     "data.md": {"| file | documents |": SETTING},
