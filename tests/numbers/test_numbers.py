@@ -28,7 +28,8 @@ OTHER = {
         "| file | content |": SETTING,
     },
     "README.md": {"| feature |": SETTING, "| system |": "what the pages of those projects report"},
-    "bad_numbers.md": {"| key |": SETTING},
+    "architecture.md": {"| factor |": NO_PROGRAM},
+    "bad_numbers.md": {"| key |": SETTING, "| temporaries, MB |": NO_PROGRAM},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
     "data.md": {"| file | documents |": SETTING},
@@ -44,6 +45,7 @@ OTHER = {
     },
     "exchange.md": {"| `exchange.algorithm` |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
+    "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
     "measure.md": {
         "| part |": SETTING,
         "| name |": SETTING,
