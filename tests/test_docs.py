@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.config.renamed import RENAMED
 from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import CommandParser
 from tests.bad_input.cases import COMMANDS
@@ -142,7 +143,11 @@ def test_plans_are_those_of_the_results() -> None:
     plans = json.loads((ROOT / "profiling/results/scaling.json").read_text())["plans"]
     assert len(plans) == 6
     for model, found in plans.items():
-        assert f"\n{found['command']}\n" in text
+        command = found["command"]
+        for old, new in RENAMED.items():
+            section = old.rpartition(".")[0]
+            command = command.replace(f" {old}=", f" {section}.{new}=")
+        assert f"\n{command}\n" in text
         mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items()) or "one chip"
         numbers = f"{found['step_s']:.3g} | {found['mfu']:.1%} | {found['exposed']:.0%} | {found['memory_gb']:.1f}"
         row = f"| {model} | {found['chips']:,} | {mesh} | "

@@ -107,6 +107,20 @@ for _kind, _first in (("h100", "4 64"), ("v5p", "4 16")):
             )
         },
     )
+_logits = {
+    how: result("memory_h100")["cases"][f"gelu 1x4x1 4x1024 plain remat=full{setting}"]
+    for how, setting in (("in two chunks", ""), ("as a whole", " loss_chunk=4096"))
+}
+table(
+    "memory.md",
+    "| | temporaries, MB |",
+    {
+        how: _digits(
+            *(found[name] / 1e6 for name in ("temporary_bytes", "predicted_bytes", "allocated_bytes")), digits=0
+        )
+        for how, found in _logits.items()
+    },
+)
 table(
     "memory.md",
     "sequences of 2,048",

@@ -61,8 +61,8 @@ OTHER = {
         "| | step, s |": "tests/test_pipeline_results.py",
     },
     "plan.md": {
-        "| | |": SETTING,
-        "| | cut |": SETTING,
+        "| printed | meaning |": SETTING,
+        "| | sharded |": SETTING,
         "| | all axes |": "what `moe_jax.plan` prints",
     },
     "recovery.md": {
