@@ -67,6 +67,7 @@ OTHER = {
     },
     "recovery.md": {
         "| kind |": SETTING,
+        "| wait for | time-out |": SETTING,
         "| | CPU s |": NO_PROGRAM,
         "copies of one step": "seconds are in results/node_loss.json; the bytes a run prints",
     },
