@@ -150,7 +150,7 @@ table(
     {
         "steps 51 to 100": f"51 100 {_digits(*_pair['rank_load'])} {_digits(*_move['rank_load'])}",
         "as planned": f"100 {_digits(*_pair['migration_load_after'])} {_digits(*_move['migration_load_after'])}",
-        "found in the 150 steps": f"150 {_later('migration')} {_later('replicas')}",
+        "measured in the 150 steps": f"150 {_later('migration')} {_later('replicas')}",
         "the move": (
             f"{_move['migration_swaps'][0]} {_move['migration_swaps'][1]} {_move['migration_copies'][0]} "
             f"{_move['migration_bytes'] / 1e6:.1f} {_move['migration_bytes'] / _copies['bytes_of_a_copy']:.0f}"

@@ -145,7 +145,7 @@ def _training() -> list[Piece]:
         ),
         (
             "migration.md",
-            f"Validation loss is {copies['validation_loss']['replicas']:.3f} with copies and "
+            f"Validation loss is {copies['validation_loss']['replicas']:.3f} with replicas and "
             f"{copies['validation_loss']['off']:.3f} without",
         ),
     ]
