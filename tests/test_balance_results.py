@@ -68,7 +68,7 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
         ),
         "the same, measured in the 150 steps after it": f"{min(worst):.2f} to {max(worst):.2f}",
         "rebalancing checks and the move, of the time of all steps": percent(found["overhead"]),
-        "a step with a placement over one without, interleaved": (
+        "step time with a placement / without, interleaved": (
             f"{ratio['median']:.3f} ({ratio['first_quartile']:.3f}–{ratio['third_quartile']:.3f}) ×"
         ),
         "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
