@@ -63,12 +63,12 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
         "load of the busiest rank / mean, steps 51 to 100": "{:.2f} and {:.2f} in the two blocks".format(
             *move["rank_load"]
         ),
-        f"behind one move of {sum(move['migration_swaps'])} pairs of experts, as planned": ", ".join(
+        f"after one move of {sum(move['migration_swaps'])} pairs of experts, as planned": ", ".join(
             f"{load:.2f}" for load in move["migration_load_after"]
         ),
-        "the same, found in the 150 steps behind it": f"{min(worst):.2f} to {max(worst):.2f}",
-        "looks and the move, of the time of all steps": percent(found["overhead"]),
-        "a step with places of experts, of one without, in turn": (
+        "the same, measured in the 150 steps after it": f"{min(worst):.2f} to {max(worst):.2f}",
+        "rebalancing checks and the move, of the time of all steps": percent(found["overhead"]),
+        "step time with a placement / without, interleaved": (
             f"{ratio['median']:.3f} ({ratio['first_quartile']:.3f}–{ratio['third_quartile']:.3f}) ×"
         ),
         "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
@@ -85,7 +85,7 @@ def test_steps_get_faster_behind_a_migration_as_predicted() -> None:
     assert found["bytes_on_the_wire"] == pytest.approx(found["bytes_of_a_device_predicted"], rel=0.02)
     measured, predicted = found["speedup"], found["speedup_predicted"]
     assert rows("migration")["step"] == [
-        f"{found['step_s']['uneven_s']['median']:.2f} s before, {found['step_s']['even_s']['median']:.2f} s behind: "
+        f"{found['step_s']['uneven_s']['median']:.2f} s before, {found['step_s']['even_s']['median']:.2f} s after: "
         f"{measured['median']:.2f} ({measured['first_quartile']:.2f}–{measured['third_quartile']:.2f}) × the speed",
         f"{predicted['median']:.2f} ({predicted['first_quartile']:.2f}–{predicted['third_quartile']:.2f}) ×",
     ]

@@ -60,6 +60,27 @@ table(
     },
 )
 
+# docs/context.md and docs/exchange.md: compiled rings, forms over tensor ranks
+_rings = [result(f"ring_attention_{target}")["forms"] for target in ("h100_1x1x8", "v5p_2x2x2")]
+table(
+    "context.md",
+    "| | H100 | v5p |",
+    {
+        "ring: transfers": " ".join(f"{each['ring']['beside_a_product']}" for each in _rings),
+        "ring: ms": _digits(*(each["ring"]["estimated_ms"] for each in _rings), digits=0),
+        "`all_gather`: ms": _digits(*(each["all_gather"]["estimated_ms"] for each in _rings), digits=0),
+    },
+)
+_box = result("tensor_box")["forms"]
+table(
+    "exchange.md",
+    "| step time / `replicated` |",
+    {
+        f"`{form}`": _digits(*(_box[f"{t} tensor ranks"][form]["time_over_replicated"] for t in (2, 4)))
+        for form in ("o1", "o2", "o3")
+    },
+)
+
 # docs/gates.md
 table(
     "gates.md",
@@ -150,7 +171,7 @@ table(
     {
         "steps 51 to 100": f"51 100 {_digits(*_pair['rank_load'])} {_digits(*_move['rank_load'])}",
         "as planned": f"100 {_digits(*_pair['migration_load_after'])} {_digits(*_move['migration_load_after'])}",
-        "found in the 150 steps": f"150 {_later('migration')} {_later('replicas')}",
+        "measured in the 150 steps": f"150 {_later('migration')} {_later('replicas')}",
         "the move": (
             f"{_move['migration_swaps'][0]} {_move['migration_swaps'][1]} {_move['migration_copies'][0]} "
             f"{_move['migration_bytes'] / 1e6:.1f} {_move['migration_bytes'] / _copies['bytes_of_a_copy']:.0f}"

@@ -46,8 +46,6 @@ def _scope() -> list[Piece]:
 
 def _exchange() -> list[Piece]:
     v5p, h100 = (result(f"ring_hlo_{target}")["ways"] for target in ("v5p_2x2x2", "h100_1x1x8"))
-    box = result("tensor_box")["forms"]
-    times = {form: [f"{box[f'{t} tensor ranks'][form]['time_over_replicated']:.2f}" for t in (2, 4)] for form in FORMS}
     faster = [ways["hop by hop"]["estimated_ms"] / ways["flat"]["estimated_ms"] for ways in (v5p, h100)]
     return [
         (
@@ -64,15 +62,7 @@ def _exchange() -> list[Piece]:
             f"{hundreds(v5p['hop by hop']['hidden'], 0)} % and {hundreds(h100['hop by hop']['hidden'], 0)} % of the "
             f"transfers are hidden, and the layer takes {faster[0]:.2f} × and {faster[1]:.2f} × the time",
         ),
-        (
-            "exchange.md",
-            f"takes {times['o1'][0]} × the time of `replicated` with 2 tensor ranks and {times['o1'][1]} × with 4; "
-            f"`o2` and `o3` {times['o2'][0]} × and {times['o3'][0]} ×, {times['o2'][1]} × and {times['o3'][1]} ×",
-        ),
     ]
-
-
-FORMS = ("o1", "o2", "o3")
 
 
 def _pipelines() -> list[Piece]:
@@ -145,7 +135,7 @@ def _training() -> list[Piece]:
         ),
         (
             "migration.md",
-            f"Validation loss is {copies['validation_loss']['replicas']:.3f} with copies and "
+            f"Validation loss is {copies['validation_loss']['replicas']:.3f} with replicas and "
             f"{copies['validation_loss']['off']:.3f} without",
         ),
     ]

@@ -32,10 +32,11 @@ OTHER = {
     "bad_numbers.md": {"| key |": SETTING, "| temporaries, MB |": NO_PROGRAM},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
-    "data.md": {"| file | documents |": SETTING},
+    "data.md": {"| file | documents |": SETTING, "| 94 MB of text |": NO_PROGRAM},
     "balance.md": {
-        "| `load_balance` |": SETTING,
+        "| `load_balancing_type` |": SETTING,
         "| | validation loss |": "tests/test_balance_results.py",
+        "| 300 steps |": "measured once; no program makes it again",
     },
     "contributing.md": {"| everything |": NO_PROGRAM},
     "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING},
@@ -67,6 +68,7 @@ OTHER = {
     },
     "recovery.md": {
         "| kind |": SETTING,
+        "| wait for | time-out |": SETTING,
         "| | CPU s |": NO_PROGRAM,
         "copies of one step": "seconds are in results/node_loss.json; the bytes a run prints",
     },
