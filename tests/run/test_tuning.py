@@ -65,26 +65,26 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     config = config_in(tuned, *EIGHT, *TUNED)
     train(config)
     tried, (chosen,) = records_of(tuned, "tried"), records_of(tuned, "chosen")
-    assert tried[0]["tried_chunk_mb"] == 0.001 != tried[1]["tried_chunk_mb"]
+    assert tried[0]["tried_bucket_cap_mb"] == 0.001 != tried[1]["tried_bucket_cap_mb"]
     assert chosen["chosen_step_s"] == min(record["tried_step_s"] for record in tried)
     said = capsys.readouterr().out
     assert "choices, beginning with schedule.bucket_cap_mb=0.001\n" in said
     assert said.count("per step (sample ") == 2
-    assert said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_chunk_mb']} while training goes on\n") == 1
+    assert said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training goes on\n") == 1
     assert "search not finished" not in said
-    assert f"going on with schedule.bucket_cap_mb={chosen['chosen_chunk_mb']}, " in said
+    assert f"going on with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in said
 
     losses = losses_of(tuned)
     assert tried[0]["step"] < tried[1]["step"] <= max(losses)
     train(config_in(plain, *EIGHT, f"train.steps={max(losses)}"))
     assert losses == losses_of(plain), "whatever the chunks, bit for bit"
 
-    assert load_config(tuned).schedule.bucket_cap_mb == chosen["chosen_chunk_mb"]
+    assert load_config(tuned).schedule.bucket_cap_mb == chosen["chosen_bucket_cap_mb"]
     resumed = open_run(config)
     assert resumed.first_step == max(losses)
-    assert resumed.config.schedule.bucket_cap_mb == chosen["chosen_chunk_mb"]
+    assert resumed.config.schedule.bucket_cap_mb == chosen["chosen_bucket_cap_mb"]
     assert describe(resumed)["tuning"].startswith(
-        f"20 choices, beginning with schedule.bucket_cap_mb={chosen['chosen_chunk_mb']}, found before "
+        f"20 choices, beginning with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, found before "
         f"({tuned}/tuned.json): "
     )
 
@@ -99,8 +99,8 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
     monkeypatch.setattr(tuning, "make_trainer", lambda *given: dataclasses.replace(make_trainer(*given), step=Broken()))
     train(config_in(tmp_path, *EIGHT, *TUNED))
     assert capsys.readouterr().out.count(" cannot be compiled, out of memory\n") == 1
-    assert [record["tried_chunk_mb"] for record in records_of(tmp_path, "tried")] == [0.001]
-    assert [record["chosen_chunk_mb"] for record in records_of(tmp_path, "chosen")] == [0.001]
+    assert [record["tried_bucket_cap_mb"] for record in records_of(tmp_path, "tried")] == [0.001]
+    assert [record["chosen_bucket_cap_mb"] for record in records_of(tmp_path, "chosen")] == [0.001]
 
 
 def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path, capsys):
@@ -140,7 +140,7 @@ def test_two_processes_change_their_step_together(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, (tuned / "output").read_text()
     tried, losses = records_of(tuned, "tried"), losses_of(tuned)
-    assert len({record["tried_chunk_mb"] for record in tried}) == 2
+    assert len({record["tried_bucket_cap_mb"] for record in tried}) == 2
     assert tried[0]["step"] < tried[1]["step"] <= max(losses)
     with started(plain, *launch, *two, f"train.steps={max(losses)}") as process:
         assert process.wait(timeout=100) == 0, (plain / "output").read_text()
