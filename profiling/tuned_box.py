@@ -124,7 +124,7 @@ def live_summary(run: Path, rates: tuple[float, float]) -> dict[str, Any]:
 
     def having(prefix: str) -> list[list[Any]]:
         key = f"{prefix}_step_s"
-        return [[r["step"], r[f"{prefix}_chunk_mb"], rounded(r[key])] for r in records if key in r]
+        return [[r["step"], r[f"{prefix}_bucket_cap_mb"], rounded(r[key])] for r in records if key in r]
 
     tried, chosen = having("tried"), having("chosen")
     ends = [each[0] for each in chosen] + [records[-1]["step"]]
