@@ -8,10 +8,26 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moe_jax.config import gates as gate_table
+from moe_jax.config.facts import ExchangeFacts, GateFacts, PipelineFacts, PolicyFacts
+from moe_jax.config.registry import (
+    EXCHANGE_FACTS,
+    GATE_FACTS,
+    NO_HOOKS,
+    ORDER_FACTS,
+    PIPELINE_FACTS,
+    POLICY_FACTS,
+    REDUCTION_FACTS,
+)
 from moe_jax.config.validate import check_config
+
+if TYPE_CHECKING:  # a type checker does not read the files of parts
+    PipelineName = str
+    ReductionName = str
+else:
+    PipelineName = Literal[tuple(PIPELINE_FACTS)]
+    ReductionName = Literal[tuple(REDUCTION_FACTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +74,14 @@ class MoE:
     z_loss_coeff: float = 0.001
 
     @property
-    def gate_facts(self) -> gate_table.GateFacts:
+    def gate_facts(self) -> GateFacts:
         """What is known of the gate without computing it."""
-        return gate_table.facts_of(self.gate)
+        return GATE_FACTS.of(self.gate)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether functions are called around the layer and its exchanges."""
+        return self.hooks != NO_HOOKS
 
     @property
     def divides_by_sum(self) -> bool:
@@ -75,7 +96,7 @@ class MoE:
     @property
     def sorts_rows(self) -> bool:
         """Whether tokens that chose experts are sorted into rows."""
-        return self.dispatcher == "sort" and not self.gate_facts.fills_slots
+        return ORDER_FACTS.of(self.dispatcher).sorts_rows and not self.gate_facts.fills_slots
 
     @property
     def sends_capacity_rows(self) -> bool:
@@ -267,14 +288,24 @@ class Schedule:
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
     # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
-    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled", "coscheduled_split"] = "1f1b"
+    pipeline: PipelineName = "1f1b"
     virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
     head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
 
     @property
+    def policy_facts(self) -> PolicyFacts:
+        """What the policy declares; one from elsewhere is taken to cut the batch."""
+        return POLICY_FACTS.of(self.policy)
+
+    @property
+    def pipeline_facts(self) -> PipelineFacts:
+        """What the order of pipeline stages declares."""
+        return PIPELINE_FACTS.of(self.pipeline)
+
+    @property
     def cuts_batch(self) -> bool:
         """Whether microbatches are parts of a device's sequences; those of a policy from elsewhere may be."""
-        return self.policy not in ("vanilla", "expert_pipeline")
+        return self.policy_facts.cuts == "batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,10 +324,20 @@ class Exchange:
     # how attention sees the tokens of other context ranks, see docs/context.md: their keys and values go around a ring
     # while those that came are computed with, or all are gathered first
     context_form: Literal["ring", "all_gather"] = "ring"
-    reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
+    reduction: ReductionName = "all_reduce"  # of gradients: scatter_gather, ring or background, see docs/exchange.md
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped
     rank_capacity_factor: float | None = 3.0
+
+    @property
+    def facts(self) -> ExchangeFacts:
+        """What the algorithm declares."""
+        return EXCHANGE_FACTS.of(self.algorithm)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether tokens or gradients travel beside the program, in the host's threads."""
+        return self.facts.in_background or REDUCTION_FACTS.of(self.reduction).in_background
 
     @property
     def is_elsewhere(self) -> bool:
@@ -455,8 +496,7 @@ class Sections:
     def may_wait_in_threads(self) -> bool:
         """Whether a step may wait in the host's threads for what other devices send beside the program."""
         exchange = self.exchange
-        in_background = "background" in (exchange.algorithm, exchange.reduction)
-        return in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
+        return exchange.in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +518,7 @@ class Config(Sections):
     @property
     def is_pipelined(self) -> bool:
         """Whether a step runs a table of ticks."""
-        return self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled"
+        return self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages
 
     @property
     def is_plain(self) -> bool:

@@ -48,10 +48,10 @@ def check_tensor_split(config: "Config", ranks: int) -> None:
                 f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
                 f"or mesh.tensor={divisors_text(math.gcd(*divided.values()))}"
             )
-    if config.exchange.algorithm == "ragged":
+    if config.exchange.facts.ragged:
         raise ConfigError(
-            f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
-            "or mesh.tensor=1"
+            f"exchange.algorithm={config.exchange.algorithm} knows no tensor ranks, and mesh.tensor={ranks}: "
+            "use exchange.algorithm=flat, or mesh.tensor=1"
         )
 
 

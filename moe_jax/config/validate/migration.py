@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from moe_jax.config.registry import ORDER_FACTS
 from moe_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,11 +24,10 @@ def check_migration(config: "Config") -> None:
             f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "
             "use another gate, or migration.enabled=false"
         )
-    if moe.dispatcher != "sort":
+    if not ORDER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
-            "depends on "
-            "where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
+            "depends on where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
     if config.mesh.expert == 1 and not config.mesh.experts_over_context:
         raise ConfigError(

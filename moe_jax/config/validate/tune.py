@@ -23,9 +23,9 @@ def check_tune(config: "Config") -> None:
             f"tune.over has bucket_cap_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
             "set schedule.grad_reduce=bucketed, or leave it out"
         )
-    if "microbatches" in over and schedule.policy == "vanilla":
+    if "microbatches" in over and schedule.policy_facts.cuts is None:
         raise ConfigError(
-            "tune.over has microbatches, of which schedule.policy=vanilla has one: "
+            f"tune.over has microbatches, of which schedule.policy={schedule.policy} has one: "
             "use schedule.policy=unified or expert_pipeline, or leave it out"
         )
     if "algorithm" in over and config.model.moe.num_experts == 0:
