@@ -1,14 +1,10 @@
 """A block's router: the sizes of the parameters that its gate declares."""
 
-from typing import TYPE_CHECKING
-
 from moe_jax.config.facts import ROUTER_BIAS, SCORE_BIAS
-
-if TYPE_CHECKING:
-    from moe_jax.config import Model
+from moe_jax.config.sections import Model
 
 
-def gate_parameters(model: "Model") -> dict[str, tuple[dict[str, int], str | float]]:
+def gate_parameters(model: Model) -> dict[str, tuple[dict[str, int], str | float]]:
     """Names of a block's gate's parameters; of each the sizes of its dimensions and its first values."""
     moe = model.moe
     sizes = {

@@ -1,7 +1,7 @@
-"""What an experiment is: frozen sections of plain values, checked once when they are made.
+"""What an experiment is: frozen sections of plain values.
 
 Sizes are counted in tokens, sequences, blocks or features as their comments say; fractions are of 1.
-`config_checks` says which values they may have; `config_files` reads them from YAML and the command line.
+`config/validate/` says which values they may have; `config/yaml_io.py` reads them from YAML and the command line.
 """
 
 import functools
@@ -20,7 +20,6 @@ from moe_jax.config.registry import (
     POLICY_FACTS,
     REDUCTION_FACTS,
 )
-from moe_jax.config.validate import check_config
 
 if TYPE_CHECKING:  # a type checker does not read the files of parts
     PipelineName = str
@@ -497,14 +496,6 @@ class Sections:
         """Whether a step may wait in the host's threads for what other devices send beside the program."""
         exchange = self.exchange
         return exchange.in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(Sections):
-    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
     @property
     def replicas(self) -> int:

@@ -1,15 +1,11 @@
 """Rules of experts that change ranks."""
 
-from typing import TYPE_CHECKING
-
 from moe_jax.config.registry import ORDER_FACTS
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
-
-def check_migration(config: "Config") -> None:
+def check_migration(config: Sections) -> None:
     """Raise ConfigError where there is nothing to migrate, or nothing to gain."""
     moe, settings = config.model.moe, config.migration
     if not settings.enabled:

@@ -1,18 +1,14 @@
 """Rules of a pipeline: its stages, what they run, and what they do not."""
 
-from typing import TYPE_CHECKING
-
 from moe_jax.config.registry import PIPELINE_FACTS
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
 _MOST_PASSES = 2**16  # of a table of ticks: 64 stages with 1,024 parts of a batch
 
 
-def check_pipeline(config: "Config") -> None:
+def check_pipeline(config: Sections) -> None:
     """Raise ConfigError for a pipeline that cannot run, and for settings that only pipelines have."""
     stages, settings = config.mesh.pipeline, config.schedule
     name, chunks, facts = settings.pipeline, settings.virtual_stages, settings.pipeline_facts
@@ -65,7 +61,7 @@ def check_pipeline(config: "Config") -> None:
         _check_collectives(config)
 
 
-def _check_collectives(config: "Config") -> None:
+def _check_collectives(config: Sections) -> None:
     stages, exchange, grad_reduce = config.mesh.pipeline, config.exchange, config.schedule.grad_reduce
     if (exchange.facts.permutes or exchange.is_elsewhere) and stages > 1:
         sends = "may send" if exchange.is_elsewhere else "sends"

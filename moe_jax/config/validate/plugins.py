@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from typing import TYPE_CHECKING
 
 from moe_jax.config.registry import (
     EXCHANGE_FACTS,
@@ -13,11 +12,9 @@ from moe_jax.config.registry import (
     ORDER_FACTS,
     POLICY_FACTS,
 )
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_jax.config import Sections
 
 # Parts with a name of their own; others are named package.module:name.
 OWN_PARTS = {
@@ -32,7 +29,7 @@ _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _MOST_COMPARED = 200  # characters
 
 
-def check_parts(config: "Sections") -> None:
+def check_parts(config: Sections) -> None:
     """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
     for name, own in OWN_PARTS.items():
         value = str(setting(config, name))

@@ -2,12 +2,10 @@
 
 import math
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_jax.config import Sections
 
 _ANY = 2**31 - 1  # jax counts steps and takes seeds in 32 bits; such a number costs nothing by itself
 _BLOCKS = 4096  # each of which is looked at, as is each part of a step
@@ -137,13 +135,13 @@ RANGES: dict[str, Range] = {
 }
 
 
-def setting(config: "Sections", name: str) -> object:
+def setting(config: Sections, name: str) -> object:
     """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
     value: object = operator.attrgetter(name)(config)
     return value
 
 
-def check_ranges(config: "Sections") -> None:
+def check_ranges(config: Sections) -> None:
     """Raise ConfigError for a number out of its range."""
     for name, value in zip(RANGES, operator.attrgetter(*RANGES)(config), strict=True):
         if value is None or isinstance(value, tuple):
@@ -175,7 +173,7 @@ def check_number(name: str, value: float | None, allowed: Range, or_null: str = 
     raise ConfigError(f"{name}={value} must {words}")
 
 
-def _or_null(config: "Sections", name: str) -> str:
+def _or_null(config: Sections, name: str) -> str:
     section, _, own = name.rpartition(".")
     kind = type(setting(config, section)).__annotations__[own]
     return " (or null)" if isinstance(None, kind) else ""

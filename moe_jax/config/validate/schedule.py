@@ -1,19 +1,16 @@
 """Rules of schedules and exchanges, and of what they cut."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from moe_jax.config.sections import Mesh, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config, Mesh
-
 _MOST_TASKS = 2**14  # 128 layers with 128 microbatches
 
 
-def check_schedule(config: "Config") -> None:
+def check_schedule(config: Sections) -> None:
     """Raise ConfigError for parts that a policy does not make, or that something must not be cut into."""
     settings = config.schedule
     parts, backward = settings.microbatches, settings.backward_microbatches
@@ -44,7 +41,7 @@ def check_schedule(config: "Config") -> None:
     _check_whole_batch(config)
 
 
-def _check_tasks(config: "Config") -> None:
+def _check_tasks(config: Sections) -> None:
     """Each task of a step is an object that is put in order, timed and emitted by itself."""
     layers, settings = config.model.num_layers, config.schedule
     tasks = layers * settings.microbatches * settings.expert_chunks
@@ -56,7 +53,7 @@ def _check_tasks(config: "Config") -> None:
         )
 
 
-def _check_whole_batch(config: "Config") -> None:
+def _check_whole_batch(config: Sections) -> None:
     """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
     moe, settings = config.model.moe, config.schedule
     if moe.gate_facts.splits or not settings.cuts_batch or settings.microbatches == 1:
@@ -67,7 +64,7 @@ def _check_whole_batch(config: "Config") -> None:
     )
 
 
-def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]) -> None:
+def check_node_split(ranks_per_node: int, mesh: Mesh, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError unless the ranks that cut experts divide into nodes."""
     ranks = mesh.expert_ranks(sizes)
     if ranks % ranks_per_node:
@@ -77,7 +74,7 @@ def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]
         )
 
 
-def check_exchange(config: "Config") -> None:
+def check_exchange(config: Sections) -> None:
     """Raise ConfigError for an exchange that does not carry what is sent."""
     mesh, per_node = config.mesh, config.exchange.ranks_per_node
     if per_node is not None and min(mesh.sizes[axis] for axis in mesh.expert_axes) > 0:

@@ -1,14 +1,10 @@
 """Rules of what a run may tune: it has to exist."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
-
-def check_tune(config: "Config") -> None:
+def check_tune(config: Sections) -> None:
     """Raise ConfigError for a setting that changes nothing, or that is named twice."""
     over, schedule = config.tune.over, config.schedule
     if len(set(over)) < len(over):
