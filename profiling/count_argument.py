@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_jax.config.validate.ranges import Range, check_number
+from moe_jax.config.ranges import Range, check_number
 from moe_jax.errors import CommandParser, ConfigError
 
 

@@ -9,7 +9,7 @@ from count_argument import count_argument
 from results_file import rounded, write_result
 from training_run import records_of, train_config
 
-from moe_jax.config.gates import GATES
+from moe_jax.config.registry import GATE_FACTS
 from moe_jax.errors import run_command
 from moe_jax.plan.resources import count_parameters
 
@@ -29,7 +29,7 @@ def main() -> None:
     values: dict[str, object] = {
         "steps": steps,
         "settings": SMALL,
-        "gates": {gate: _run(gate, steps) for gate in GATES},
+        "gates": {gate: _run(gate, steps) for gate in GATE_FACTS},
     }
     write_result("gates", values)
 

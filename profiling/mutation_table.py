@@ -1150,9 +1150,9 @@ MUTATIONS = (
     ),
     Mutation(
         "beta_of_one",
-        "config/validate/ranges.py",
-        '"optimizer.beta2": Range(0, 1, below=True)',
-        '"optimizer.beta2": Range(0, 1)',
+        "config/sections.py",
+        "beta2: float = number(0.95, Range(0, 1, below=True))",
+        "beta2: float = number(0.95, Range(0, 1))",
         "moments that never move are accepted, and divide by 0",
         ["tests/test_config.py"],
     ),

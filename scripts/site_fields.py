@@ -16,6 +16,8 @@ class Fields(griffe.Extension):
         """Called for each attribute as it is read."""
         if attr.docstring is None and (comment := _comment(str(attr.filepath), attr.lineno or 0, attr.endlineno or 0)):
             attr.docstring = griffe.Docstring(comment, lineno=attr.lineno, parent=attr)
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "number":  # of its default and range
+            attr.value = attr.value.arguments[0]
 
     def on_class(self, *, cls: griffe.Class, loader: Any, **kwargs: Any) -> None:
         """Called for each class once all is read."""

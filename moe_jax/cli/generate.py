@@ -7,7 +7,7 @@ import jax
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.load import load_params
 from moe_jax.config.layer_layout import Stages
-from moe_jax.config.validate.ranges import SAMPLED, SEEDS, Range, check_number
+from moe_jax.config.ranges import SAMPLED, SEEDS, Range, check_number
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.models.stages import stored_shapes

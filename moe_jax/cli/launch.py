@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from moe_jax.config.validate.ranges import Range, check_number
+from moe_jax.config.ranges import Range, check_number
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.launch.follower import follow
 from moe_jax.launch.hosts import LONGEST_S, add_arguments, hosts_from

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.config.validate.ranges import CLUSTER, SIMULATED, Range, check_number
+from moe_jax.config.ranges import CLUSTER, SIMULATED, Range, check_number
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
 from moe_jax.errors import CommandParser, run_command

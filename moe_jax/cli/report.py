@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moe_jax.config.validate.ranges import Range, check_number
+from moe_jax.config.ranges import Range, check_number
 from moe_jax.errors import CommandParser, UserError, given_path, run_command
 from moe_jax.files.atomic import check_writable
 from moe_jax.measure.provenance import origin

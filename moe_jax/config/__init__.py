@@ -1,9 +1,9 @@
 """Settings of an experiment: frozen values with their rules, from YAML and the command line. Imports no jax."""
 
+from moe_jax.config.checked import Config
 from moe_jax.config.sections import (
     Attention,
     Checkpoint,
-    Config,
     Data,
     Exchange,
     Latent,

@@ -3,12 +3,10 @@
 `xla` writes the logits of all pairs of tokens to memory, `cudnn` never does (FlashAttention-2, Dao 2023).
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
 Kernel = Literal["xla", "cudnn"]
 Capability = tuple[int, int]  # CUDA's compute capability
@@ -18,7 +16,7 @@ _WIDTH, _HOPPER_WIDTH, _MULTIPLE = 128, 256, 8  # of a head, that cuDNN knows
 _CURE = "use train.attention_kernel=auto"
 
 
-def kernel_of(config: "Config", platform: str, capability: Capability | None = HOPPER) -> Kernel:
+def kernel_of(config: Sections, platform: str, capability: Capability | None = HOPPER) -> Kernel:
     """Of devices of cpu, gpu or tpu; `capability` is that of a GPU, None if it is not NVIDIA's. Raises ConfigError."""
     if config.train.attention_kernel == "auto":
         return "xla" if _misfit(config) or _lacking(config, platform, capability) else "cudnn"
@@ -27,13 +25,13 @@ def kernel_of(config: "Config", platform: str, capability: Capability | None = H
     return config.train.attention_kernel
 
 
-def check_attention_kernel(config: "Config") -> None:
+def check_attention_kernel(config: Sections) -> None:
     """Raise ConfigError if cuDNN is asked for what it cannot compute on any device."""
     if config.train.attention_kernel == "cudnn" and (misfit := _misfit(config)):
         raise ConfigError(f"train.attention_kernel=cudnn {misfit}: {_CURE}")
 
 
-def _misfit(config: "Config") -> str | None:
+def _misfit(config: Sections) -> str | None:
     """What of the settings cuDNN does not compute."""
     model, width = config.model, max(config.model.qk_width, config.model.v_width)
     if config.train.compute_dtype != "bfloat16":
@@ -52,7 +50,7 @@ def _misfit(config: "Config") -> str | None:
     return None
 
 
-def _lacking(config: "Config", platform: str, capability: Capability | None) -> str | None:
+def _lacking(config: Sections, platform: str, capability: Capability | None) -> str | None:
     """What the devices lack."""
     if platform != "gpu" or capability is None:
         return "is for NVIDIA's GPUs, which these devices are not"

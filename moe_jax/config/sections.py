@@ -1,43 +1,79 @@
-"""What an experiment is: frozen sections of plain values, checked once when they are made.
+"""What an experiment is: frozen sections of plain values.
 
 Sizes are counted in tokens, sequences, blocks or features as their comments say; fractions are of 1.
-`config_checks` says which values they may have; `config_files` reads them from YAML and the command line.
+`config/validate/` says which values they may have; `config/yaml_io.py` reads them from YAML and the command line.
 """
 
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moe_jax.config import gates as gate_table
-from moe_jax.config.validate import check_config
+from moe_jax.config.facts import ExchangeFacts, GateFacts, PipelineFacts, PolicyFacts
+from moe_jax.config.ranges import (
+    ALONG_AXIS,
+    ANY,
+    BLOCKS,
+    CLUSTER,
+    EXPERTS,
+    FINITE,
+    LARGE,
+    PARTS,
+    SAMPLED,
+    SEEDS,
+    SEQUENCE,
+    SIMULATED,
+    WIDTH,
+    Range,
+    number,
+)
+from moe_jax.config.registry import (
+    EXCHANGE_FACTS,
+    GATE_FACTS,
+    NO_HOOKS,
+    ORDER_FACTS,
+    PIPELINE_FACTS,
+    POLICY_FACTS,
+    REDUCTION_FACTS,
+)
+
+if TYPE_CHECKING:  # a type checker does not read the files of parts
+    PipelineName = str
+    ReductionName = str
+else:
+    PipelineName = Literal[tuple(PIPELINE_FACTS)]
+    ReductionName = Literal[tuple(REDUCTION_FACTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
     """The Mixture-of-Experts layer of a block."""
 
-    num_experts: int = 8  # 0: no block has experts (a dense model)
-    top_k: int = 2  # experts per token
-    intermediate_size: int = 512  # of one expert
-    num_shared_experts: int = 0  # experts that see every token, as one MLP of their joint width
+    num_experts: int = number(8, Range(0, EXPERTS))  # 0: no block has experts (a dense model)
+    top_k: int = number(2, Range(1, EXPERTS))  # experts per token
+    intermediate_size: int = number(512, Range(1, WIDTH))  # of one expert
+    # experts that see every token, as one MLP of their joint width
+    num_shared_experts: int = number(0, Range(0, PARTS))
     shared_gate: bool = False  # whose output is times a sigmoid of the token's features (Qwen2-MoE)
     dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
     bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
-    capacity_factor: float | None = 1.25  # slots per expert / even share; null: dropless
+    # slots per expert / even share; null: dropless
+    capacity_factor: float | None = number(1.25, Range(0, EXPERTS, above=True))
     # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
-    capacity_schedule: tuple[tuple[float, ...], ...] = ()
+    capacity_schedule: tuple[tuple[float, ...], ...] = number((), Range(0, ANY, above=True))
     gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
     norm_topk_prob: bool = True  # the k weights of a token sum to 1 (if k > 1)
     # with top_k=1, too: the one weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise it is
     # the expert's score, as in Switch
     norm_top1_prob: bool = False
-    routed_scaling_factor: float = 1.0  # factor on the routed experts' output
-    n_group: int = 1  # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
-    topk_group: int = 1  # and those of a token in so many of them
-    router_rank: int | None = None  # gate xmoe: the width in which tokens and experts meet; null: half the experts
-    slots_per_expert: int = 1  # gate softmoe: on each source device, instead of a capacity
+    routed_scaling_factor: float = number(1.0, Range(0, LARGE, above=True))  # factor on the routed experts' output
+    # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
+    n_group: int = number(1, Range(1, EXPERTS))
+    topk_group: int = number(1, Range(1, EXPERTS))  # and those of a token in so many of them
+    # gate xmoe: the width in which tokens and experts meet; null: half the experts
+    router_rank: int | None = number(None, Range(1, 2**17))
+    slots_per_expert: int = number(1, Range(1, 2**20))  # gate softmoe: on each source device, instead of a capacity
     # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
     dispatcher: str = "sort"
     # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
@@ -46,21 +82,26 @@ class MoE:
     # operands of routed experts' matrix products: as train.compute_dtype has them, or rounded to 8-bit floats, see
     # docs/models.md
     expert_matmuls: Literal["compute_dtype", "fp8"] = "compute_dtype"
-    first_k_dense_replace: int = 0  # blocks at the bottom that have a dense MLP instead
-    moe_layer_freq: int = 1  # above those, every n-th block has experts
-    aux_loss_coeff: float = 0.01
+    first_k_dense_replace: int = number(0, Range(0, BLOCKS))  # blocks at the bottom that have a dense MLP instead
+    moe_layer_freq: int = number(1, Range(1, BLOCKS))  # above those, every n-th block has experts
+    aux_loss_coeff: float = number(0.01, Range(0, LARGE))
     # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
     # of all blocks pooled, or each block's of every sequence by itself, see docs/balance.md
     load_balancing_type: Literal["batch", "pooled", "sequence"] = "batch"
     # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
     # docs/balance.md; null: there is none, or it stays as it is
-    bias_update_rate: float | None = None
-    z_loss_coeff: float = 0.001
+    bias_update_rate: float | None = number(None, Range(0, LARGE))
+    z_loss_coeff: float = number(0.001, Range(0, LARGE))
 
     @property
-    def gate_facts(self) -> gate_table.GateFacts:
+    def gate_facts(self) -> GateFacts:
         """What is known of the gate without computing it."""
-        return gate_table.facts_of(self.gate)
+        return GATE_FACTS.of(self.gate)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether functions are called around the layer and its exchanges."""
+        return self.hooks != NO_HOOKS
 
     @property
     def divides_by_sum(self) -> bool:
@@ -75,7 +116,7 @@ class MoE:
     @property
     def sorts_rows(self) -> bool:
         """Whether tokens that chose experts are sorted into rows."""
-        return self.dispatcher == "sort" and not self.gate_facts.fills_slots
+        return ORDER_FACTS.of(self.dispatcher).sorts_rows and not self.gate_facts.fills_slots
 
     @property
     def sends_capacity_rows(self) -> bool:
@@ -92,12 +133,15 @@ class MoE:
 class Latent:
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): all keys and values are made of one short vector."""
 
-    kv_lora_rank: int | None = None  # width of that latent; null: no latents, grouped-query attention
-    q_lora_rank: int | None = None  # of the queries' latent; null: queries are made of the model width
-    qk_nope_head_dim: int = 128  # of a query and key, the part that is not rotated
-    qk_rope_head_dim: int = 64  # and the part that is; all heads have the same key there
-    v_head_dim: int = 128
-    rms_norm_eps: float | None = None  # of the latents' norms; null: model.rms_norm_eps
+    # width of that latent; null: no latents, grouped-query attention
+    kv_lora_rank: int | None = number(None, Range(1, 2**17))
+    # of the queries' latent; null: queries are made of the model width
+    q_lora_rank: int | None = number(None, Range(1, 2**17))
+    qk_nope_head_dim: int = number(128, Range(1, 2**16))  # of a query and key, the part that is not rotated
+    qk_rope_head_dim: int = number(64, Range(2, 2**16))  # and the part that is; all heads have the same key there
+    v_head_dim: int = number(128, Range(1, 2**16))
+    # of the latents' norms; null: model.rms_norm_eps
+    rms_norm_eps: float | None = number(None, Range(0, 1, above=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +151,10 @@ class Attention:
     bias: bool = False  # vectors added behind the projections
     out_bias: bool = True  # with them, one behind the last projection, too (not in Qwen2-MoE)
     sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
-    sliding_window: int | None = None  # tokens that a token sees, itself included; null: all before it
-    full_every: int | None = None  # every n-th block has no window
-    nope_every: int | None = None  # every n-th block has no rotary embedding (Llama 4)
+    # tokens that a token sees, itself included; null: all before it
+    sliding_window: int | None = number(None, Range(1, ANY))
+    full_every: int | None = number(None, Range(1, ANY))  # every n-th block has no window
+    nope_every: int | None = number(None, Range(1, ANY))  # every n-th block has no rotary embedding (Llama 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +166,14 @@ class RopeScaling:
     """
 
     rope_type: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
-    factor: float = 1.0
-    original_max_position_embeddings: int = 4096  # tokens
-    slow_turns: float = 1.0
-    fast_turns: float = 32.0
+    factor: float = number(1.0, Range(1, LARGE))
+    original_max_position_embeddings: int = number(4096, Range(1, ANY))  # tokens
+    slow_turns: float = number(1.0, Range(0, LARGE, above=True))
+    fast_turns: float = number(32.0, Range(0, LARGE, above=True))
     truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
-    attention_factor: float = 1.0  # on queries and keys that are rotated
-    mscale_all_dim: float = 0.0  # m of DeepSeek: attention's logits times (0.1·m·ln(factor) + 1)²
+    attention_factor: float = number(1.0, Range(0, LARGE, above=True))  # on queries and keys that are rotated
+    # m of DeepSeek: attention's logits times (0.1·m·ln(factor) + 1)²
+    mscale_all_dim: float = number(0.0, Range(0, LARGE))
 
 
 class View(NamedTuple):
@@ -141,21 +187,22 @@ class View(NamedTuple):
 class Model:
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
-    vocab_size: int = 256
-    hidden_size: int = 256
-    num_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int | None = None  # null: as many as num_attention_heads; fewer: grouped-query attention
-    head_dim: int | None = None  # null: hidden_size / num_attention_heads
-    intermediate_size: int = 1024  # of the MLP in dense blocks
+    vocab_size: int = number(256, Range(2, 2**24))
+    hidden_size: int = number(256, Range(2, 2**17))
+    num_layers: int = number(4, Range(1, BLOCKS))
+    num_attention_heads: int = number(4, Range(1, 2**14))
+    # null: as many as num_attention_heads; fewer: grouped-query attention
+    num_key_value_heads: int | None = number(None, Range(1, 2**14))
+    head_dim: int | None = number(None, Range(2, 2**16))  # null: hidden_size / num_attention_heads
+    intermediate_size: int = number(1024, Range(1, WIDTH))  # of the MLP in dense blocks
     # of MLPs and experts; clipped_swiglu: values within 7, and 1 more of what is not gated (gpt-oss)
     activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    rope_theta: float = 10_000.0
+    rope_theta: float = number(10_000.0, Range(1, 1e15))
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
     attention: Attention = field(default_factory=Attention)
     latent: Latent = field(default_factory=Latent)
     moe: MoE = field(default_factory=MoE)
@@ -219,13 +266,13 @@ class Model:
 class Mesh:
     """Devices along each named axis. One axis may be -1: all that the others leave."""
 
-    data: int = -1
-    expert: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-    context: int = 1
+    data: int = number(-1, ALONG_AXIS)
+    expert: int = number(1, ALONG_AXIS)
+    pipeline: int = number(1, ALONG_AXIS)
+    tensor: int = number(1, ALONG_AXIS)
+    context: int = number(1, ALONG_AXIS)
     experts_over_context: bool = False  # cut experts over the context ranks, too, see docs/context.md
-    cpu_devices: int | None = None  # simulate this many devices on the CPU; null: use what there is
+    cpu_devices: int | None = number(None, SIMULATED)  # simulate this many devices on the CPU; null: use what there is
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -253,28 +300,44 @@ class Schedule:
     """In which order an iteration's tasks run."""
 
     policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
-    microbatches: int = 1  # unified: parts of a device's sequences; expert_pipeline: of the slots
-    backward_microbatches: int | None = None  # null: as many; unified: a divisor
-    expert_chunks: int = 1  # unified: parts of a microbatch's slots, which exchanges and experts see one by one
+    # unified: parts of a device's sequences; expert_pipeline: of the slots
+    microbatches: int = number(1, Range(1, PARTS))
+    backward_microbatches: int | None = number(None, Range(1, PARTS))  # null: as many; unified: a divisor
+    # unified: parts of a microbatch's slots, which exchanges and experts see one by one
+    expert_chunks: int = number(1, Range(1, PARTS))
     weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
     grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
-    bucket_cap_mb: float | None = None  # largest chunk of a bucketed reduction, 10⁶ bytes; null: a whole matrix
-    device_tflops: float | None = None  # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
-    link_gb_per_s: float | None = None  # null: typical of the platform
-    network_gb_per_s: float | None = None  # the same beyond a node of GPUs
+    # largest chunk of a bucketed reduction, 10⁶ bytes; null: a whole matrix
+    bucket_cap_mb: float | None = number(None, Range(0, LARGE, above=True))
+    # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
+    device_tflops: float | None = number(None, Range(0, FINITE, above=True))
+    link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # null: typical of the platform
+    network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same beyond a node of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
-    unroll: int = 1  # periods of blocks unrolled in one turn of the scan over blocks
+    unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one turn of the scan over blocks
     remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
-    # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, see
-    # docs/pipelines.md; coscheduled also without stages: one part's backward pass beside the next one's forward pass
-    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "coscheduled", "coscheduled_split"] = "1f1b"
-    virtual_stages: int = 1  # groups of blocks that each stage holds (model chunks)
-    head_blocks: int = 0  # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
+    # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, as
+    # docs/pipelines.md has them; coscheduled also without stages: one part's backward pass beside the next one's
+    # forward pass
+    pipeline: PipelineName = "1f1b"
+    virtual_stages: int = number(1, Range(1, PARTS))  # groups of blocks that each stage holds (model chunks)
+    # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
+    head_blocks: int = number(0, Range(0, BLOCKS))
+
+    @property
+    def policy_facts(self) -> PolicyFacts:
+        """What the policy declares; one from elsewhere is taken to cut the batch."""
+        return POLICY_FACTS.of(self.policy)
+
+    @property
+    def pipeline_facts(self) -> PipelineFacts:
+        """What the order of pipeline stages declares."""
+        return PIPELINE_FACTS.of(self.pipeline)
 
     @property
     def cuts_batch(self) -> bool:
         """Whether microbatches are parts of a device's sequences; those of a policy from elsewhere may be."""
-        return self.policy not in ("vanilla", "expert_pipeline")
+        return self.policy_facts.cuts == "batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,18 +348,30 @@ class Exchange:
     # docs/exchange.md; ragged, only existing rows (microbatches; auto: on TPU and GPU); background, beside the program
     # (CPU); package.module:name of an Exchange, see docs/extend.md
     algorithm: str = "auto"
-    ranks_per_node: int | None = None  # of the expert axis, joined by fast links; null: as devices tell
+    # of the expert axis, joined by fast links; null: as devices tell
+    ranks_per_node: int | None = number(None, CLUSTER)
     # how tensor ranks share an exchange, see docs/exchange.md: all rows from each of them (replicated), its own rows
     # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
     tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
-    tensor_chunks: int = 2  # of o2 and o3
+    tensor_chunks: int = number(2, Range(1, PARTS))  # of o2 and o3
     # how attention sees the tokens of other context ranks, see docs/context.md: their keys and values go around a ring
     # while those that came are computed with, or all are gathered first
     context_form: Literal["ring", "all_gather"] = "ring"
-    reduction: Literal["all_reduce", "scatter_gather", "ring", "background"] = "all_reduce"  # of gradients
+    reduction: ReductionName = "all_reduce"  # of gradients: scatter_gather, ring or background, see docs/exchange.md
     # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
     # run says. null: for all rows to choose one rank, so that none is ever dropped
-    rank_capacity_factor: float | None = 3.0
+    # with less even a balanced router's rows would be dropped
+    rank_capacity_factor: float | None = number(3.0, Range(1, EXPERTS))
+
+    @property
+    def facts(self) -> ExchangeFacts:
+        """What the algorithm declares."""
+        return EXCHANGE_FACTS.of(self.algorithm)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether tokens or gradients travel beside the program, in the host's threads."""
+        return self.facts.in_background or REDUCTION_FACTS.of(self.reduction).in_background
 
     @property
     def is_elsewhere(self) -> bool:
@@ -309,25 +384,27 @@ class Data:
     """Where tokens come from."""
 
     path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
-    seq_len: int = 256  # tokens per sequence
-    validation_fraction: float = 0.1  # of a .txt file: its end; a folder has its own validation file
-    prefetch: int = 8  # batches read ahead
-    damaged_chunks: int = 0  # pieces of a prepared file that may be damaged and are passed over, see docs/data.md
+    seq_len: int = number(256, Range(2, SEQUENCE))  # tokens per sequence
+    # of a .txt file: its end; a folder has its own validation file
+    validation_fraction: float = number(0.1, Range(0, 1, above=True, below=True))
+    prefetch: int = number(8, Range(0, PARTS))  # batches read ahead
+    # pieces of a prepared file that may be damaged and are passed over, see docs/data.md
+    damaged_chunks: int = number(0, Range(0, ANY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW behind a warm-up, a decay and a clip by the global norm."""
 
-    learning_rate: float = 1e-3  # at the end of the warm-up
+    learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 100  # before the first step at learning_rate
-    final_fraction: float = 0.1  # of learning_rate, in the last step of train.steps
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices; vectors are not decayed
-    clip_norm: float | None = 1.0  # null: no clipping
+    warmup_steps: int = number(100, Range(0, ANY))  # before the first step at learning_rate
+    final_fraction: float = number(0.1, Range(0, 1))  # of learning_rate, in the last step of train.steps
+    beta1: float = number(0.9, Range(0, 1, below=True))
+    beta2: float = number(0.95, Range(0, 1, below=True))
+    eps: float = number(1e-8, Range(0, LARGE, above=True))
+    weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
+    clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
     # what is cut over the devices that hold the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too: with
     # train.grad_accumulation those of each part of a batch are summed by themselves
     zero: Literal[0, 1, 2] = 0
@@ -337,10 +414,11 @@ class Optimizer:
 class Train:
     """How long, how much at once, and in which precision."""
 
-    steps: int = 1000
-    seed: int = 0
-    batch_size: int = 32  # sequences in one optimiser step, over all devices
-    grad_accumulation: int = 1  # parts of a batch, one after another; each fills slots and is balanced by itself
+    steps: int = number(1000, Range(1, ANY))
+    seed: int = number(0, SEEDS)
+    batch_size: int = number(32, Range(1, 2**20))  # sequences in one optimiser step, over all devices
+    # parts of a batch, one after another; each fills slots and is balanced by itself
+    grad_accumulation: int = number(1, Range(1, 2**16))
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
     # of attention, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits of
     # all pairs of tokens in memory; auto: cudnn where it can
@@ -350,7 +428,7 @@ class Train:
     grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
     # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
     # them (512 MiB)
-    loss_chunk: int | None = None
+    loss_chunk: int | None = number(None, Range(1, ANY))
     # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. With other
     # schedules or chunks of gradients losses are then the same but for their last bits, not bit for bit
     quick_compile: bool = False
@@ -358,12 +436,12 @@ class Train:
     # docs/convert.md
     init_from: str | None = None
     upcycle: bool = False  # that model is dense, and each expert begins as its MLP
-    eval_every: int = 250  # steps; 0: only at the end
-    eval_batches: int = 8
+    eval_every: int = number(250, Range(0, ANY))  # steps; 0: only at the end
+    eval_batches: int = number(8, Range(1, ANY))  # no more than the text has
     # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its
     # newest checkpoint, and the next time stops; null: never. See docs/bad_numbers.md
-    bad_in_a_row: int | None = 3
-    spike_factor: float | None = None  # loss / median of the last 64 that is told; null: none
+    bad_in_a_row: int | None = number(3, Range(1, ANY))
+    spike_factor: float | None = number(None, Range(1, FINITE))  # loss / median of the last 64 that is told; null: none
     skip_spikes: bool = False  # and counts as bad
 
 
@@ -371,11 +449,11 @@ class Train:
 class Checkpoint:
     """When the training state is saved (below log.dir) and how much is kept."""
 
-    every: int = 500  # steps; 0: only at the end
-    keep: int = 2
+    every: int = number(500, Range(0, ANY))  # steps; 0: only at the end
+    keep: int = number(2, Range(1, ANY))
     resume: bool = True  # go on from the newest checkpoint in log.dir, if there is one
     # steps between two safety copies of the state in the memory of two nodes, see docs/recovery.md; 0: none
-    safety_copies_every: int = 0
+    safety_copies_every: int = number(0, Range(0, ANY))
     safety_copies_dir: str = "/dev/shm"  # where they are; a folder of each node, in memory
 
 
@@ -385,10 +463,10 @@ class Tune:
 
     # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
     over: tuple[Literal["bucket_cap_mb", "microbatches", "algorithm"], ...] = ()
-    samples: int = 8  # choices tried in one search
-    iterations: int = 10  # steps that a choice is timed for
-    band: float = 0.2  # by which share of the best time a step's may change
-    patience: int = 50  # steps for which it has to have changed by more before the next search
+    samples: int = number(8, Range(2, PARTS))  # choices tried in one search
+    iterations: int = number(10, Range(1, ANY))  # steps that a choice is timed for
+    band: float = number(0.2, Range(0, 1e12, above=True))  # by which share of the best time a step's may change
+    patience: int = number(50, Range(1, ANY))  # steps for which it has to have changed by more before the next search
     cache: str | None = None  # file of what was found, for other runs, too; null: tuned.json in log.dir
 
 
@@ -397,12 +475,13 @@ class Migration:
     """Experts that change ranks while a run trains, so that ranks are loaded alike, see docs/migration.md."""
 
     enabled: bool = False
-    every: int = 50  # steps between two looks at the load of ranks, which is added up meanwhile
-    threshold: float = 1.2  # load of the busiest rank / mean of all, over those steps, that is too much
-    patience: int = 2  # looks in a row at which a block was above it before its experts move
+    every: int = number(50, Range(1, ANY))  # steps between two looks at the load of ranks, which is added up meanwhile
+    # load of the busiest rank / mean of all, over those steps, that is too much
+    threshold: float = number(1.2, Range(1, LARGE))
+    patience: int = number(2, Range(1, ANY))  # looks in a row at which a block was above it before its experts move
     # steps in which a move has to save the time that it takes, and no more than the run has left; null: moves are free
-    payback_steps: int | None = 1000
-    replicas: int = 0  # slots of each expert rank for copies of experts that others have, too
+    payback_steps: int | None = number(1000, Range(1, ANY))
+    replicas: int = number(0, Range(0, PARTS))  # slots of each expert rank for copies of experts that others have, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,21 +489,21 @@ class Log:
     """What a run leaves behind."""
 
     dir: str = "runs/default"
-    every: int = 10  # steps between two lines
+    every: int = number(10, Range(1, ANY))  # steps between two lines
     tensorboard: bool = True
     wandb_project: str | None = None  # at Weights & Biases, of process 0, see docs/logging.md; null: none
     # every n-th record has the load of each expert of each block; null: as many records as keep it to 1,024 numbers in
     # each on average
-    expert_load_every: int | None = None
+    expert_load_every: int | None = number(None, Range(1, ANY))
     # warnings, once until the block recovers: an expert that no token chose for so many steps; a step's load whose
     # entropy is a smaller part of an even load's. null: none
-    alarm_unused_steps: int | None = 100
-    alarm_entropy: float | None = 0.5
+    alarm_unused_steps: int | None = number(100, Range(1, ANY))
+    alarm_entropy: float | None = number(0.5, Range(0, 1, below=True))
     # run this step, or those from the first to the last ([10, 13]), under jax's profiler, into log.dir/trace; the first
     # step of a process is not traced, but the next
-    trace_step: tuple[int, ...] | None = None
+    trace_step: tuple[int, ...] | None = number(None, Range(2, ANY))
     sample_prompt: str = "\n"  # of the text sampled at the end, for the report
-    sample_tokens: int = 400  # 0: no sample
+    sample_tokens: int = number(400, SAMPLED)  # 0: no sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,16 +534,7 @@ class Sections:
     def may_wait_in_threads(self) -> bool:
         """Whether a step may wait in the host's threads for what other devices send beside the program."""
         exchange = self.exchange
-        in_background = "background" in (exchange.algorithm, exchange.reduction)
-        return in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(Sections):
-    """One experiment. Making it checks it: raises ConfigError with name, value and cure."""
-
-    def __post_init__(self) -> None:
-        check_config(self)
+        return exchange.in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
 
     @property
     def replicas(self) -> int:
@@ -478,7 +548,7 @@ class Config(Sections):
     @property
     def is_pipelined(self) -> bool:
         """Whether a step runs a table of ticks."""
-        return self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled"
+        return self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages
 
     @property
     def is_plain(self) -> bool:

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from moe_jax.config import Model
-from moe_jax.config.gates import SCORE_BIAS, gate_parameters
+from moe_jax.config.facts import SCORE_BIAS
+from moe_jax.config.gates import gate_parameters
 from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
 from moe_jax.convert.family import Family, places_of_experts
 from moe_jax.convert.hf_config import ConvertError, HfConfig
@@ -90,7 +91,7 @@ def _meaning(model: Model) -> dict[str, Any]:
             found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = places
         found["moe.norm_top1_prob"] = model.moe.divides_by_sum
         unused.add("moe.norm_topk_prob" if model.moe.top_k == 1 else "moe.norm_top1_prob")
-        if model.moe.gate == gpt_oss.GATE:  # whose weights always sum to 1
+        if model.moe.gate_facts.sums_to_1:
             unused |= {"moe.norm_topk_prob", "moe.norm_top1_prob"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}

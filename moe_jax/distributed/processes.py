@@ -17,8 +17,8 @@ from jax._src import clusters  # no public interface tells what jax finds out ab
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
+from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
-from moe_jax.config.validate.ranges import CLUSTER, check_number
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
 from moe_jax.distributed.startup_barrier import Meeting, ProcessError, assemble

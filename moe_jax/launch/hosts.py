@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.config.validate.ranges import CLUSTER, Range, check_number
+from moe_jax.config.ranges import CLUSTER, Range, check_number
 from moe_jax.distributed.address import split_address
 from moe_jax.launch.start import TOKEN, LaunchError
 from moe_jax.launch.supervisor import PORTS

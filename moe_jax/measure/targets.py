@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.config.attention_kernels import HOPPER
-from moe_jax.config.validate.ranges import SIMULATED, check_number
+from moe_jax.config.ranges import SIMULATED, check_number
 from moe_jax.errors import UserError
 from moe_jax.plan.clusters import PRESETS, preset_of
 from moe_jax.plan.task_times import Linear

@@ -20,11 +20,6 @@ from moe_jax.models.parameters import block_params
 from moe_jax.models.transformer import Computation
 
 Cache = list[Any]  # of each block
-# settings of gates that compare tokens with each other
-_ALONE: dict[str, dict[str, Any]] = {
-    "batch_prioritised": {"gate": "softmax"},
-    "expert_choice": {"gate": "softmax", "norm_topk_prob": False},
-}
 
 
 def sample(
@@ -41,7 +36,8 @@ def sample(
     No token is dropped, whatever capacity the model was trained with. Where experts choose tokens in training, a token
     has its likeliest experts here: others that it would be compared with do not exist yet.
     """
-    moe = dataclasses.replace(model.moe, **_ALONE.get(model.moe.gate, {}))
+    alone: dict[str, Any] = dict(model.moe.gate_facts.sampled_as)
+    moe = dataclasses.replace(model.moe, **alone)
     model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
     batch, length = prompt_BS.shape
     blocks = block_params(params, model)

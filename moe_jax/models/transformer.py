@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import Config, Exchange, Model, View
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, segments
+from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
 from moe_jax.models import hop_by_hop
@@ -109,21 +110,22 @@ class Computation:
 
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     """What `exchange.algorithm=auto` stands for. Raises ConfigError."""
-    for name in ("algorithm", "reduction"):
-        if getattr(config.exchange, name) == "background" and platform != "cpu":
+    for name, table in (("algorithm", EXCHANGE_FACTS), ("reduction", REDUCTION_FACTS)):
+        value = getattr(config.exchange, name)
+        if table.of(value).in_background and platform != "cpu":
             raise ConfigError(
-                f"exchange.{name}=background is for CPUs, and these devices are {platform}, whose collectives run "
+                f"exchange.{name}={value} is for CPUs, and these devices are {platform}, whose collectives run "
                 f"beside computations anyway: use exchange.{name}={getattr(Exchange(), name)}"
             )
-    if config.exchange.algorithm != "auto":
+    if config.exchange.algorithm != OPEN_EXCHANGE:
         return config.exchange.algorithm
     # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
     schedule = config.schedule
-    ragged = platform != "cpu" and schedule.policy == "unified" and schedule.microbatches > 1
+    ragged = platform != "cpu" and schedule.policy_facts.sends_ragged and schedule.microbatches > 1
     ragged = ragged and schedule.expert_chunks == 1
     ragged = ragged and tensor_ranks == 1  # its lanes know no others
     moe = config.model.moe
-    return "ragged" if ragged and moe.sends_capacity_rows and moe.hooks == "none" else "flat"
+    return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
 
 
 def _capability(device: jax.Device) -> Capability | None:
@@ -210,7 +212,7 @@ def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> 
     if how.exchange == "ring" and how.tensor_form == "o1":
         return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.product)
     # an irregular exchange is for microbatches of a scheduled step: validation sends padded rows
-    route = how.route._replace(algorithm="flat") if how.exchange == "ragged" else how.route
+    route = how.route._replace(algorithm="flat") if EXCHANGE_FACTS.of(how.exchange).ragged else how.route
     received = moe_layer.exchange(sent, "dispatch", route, model.moe)
     out = moe_layer.run_experts(params, received, model.moe, how.product)
     return moe_layer.exchange(out, "combine", route, model.moe)

@@ -7,11 +7,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from moe_jax.config import Config, Schedule, Sections
 from moe_jax.config.draft import Draft
 from moe_jax.config.layer_layout import Stages, check_blocks
+from moe_jax.config.registry import PIPELINE_FACTS, POLICY_FACTS
 from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
@@ -22,15 +23,6 @@ HEAD_BLOCKS = (0, 1, 2, 4)  # periods of blocks that the head counts as
 MOST_MICROBATCHES = 8
 _PIECE = 512  # tokens of a sequence that a context rank has at least two of: a tile of its attention
 _CUT = ("context", "tensor", "expert", "pipeline")
-# schedules of pipeline stages, and how many model chunks each stage holds; compiled, coscheduled_split never was faster
-PIPELINES = (
-    ("1f1b", 1),
-    ("zero_bubble", 1),
-    ("coscheduled", 1),
-    ("coscheduled", 2),
-    ("interleaved", 2),
-    ("gpipe", 1),
-)
 CONTEXT_FORMS = ("ring", "all_gather")
 
 Settings = Mapping[str, object]  # of a section
@@ -151,7 +143,8 @@ def _chosen(draft: Draft, base: Sections, way: Way) -> Config:
     """Raises ConfigError."""
     schedule = dict(way.get("schedule", {}))
     stages = way.get("mesh", {}).get("pipeline", base.mesh.pipeline)
-    if stages != 1 or schedule.get("pipeline", base.schedule.pipeline) == "coscheduled":  # sums behind the last tick
+    order = PIPELINE_FACTS.of(str(schedule.get("pipeline", base.schedule.pipeline)))
+    if stages != 1 or not order.needs_stages:  # sums behind the last tick
         schedule |= {"grad_reduce": "end", "bucket_cap_mb": None}
     if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "bucketed":
         schedule["bucket_cap_mb"] = None
@@ -165,23 +158,29 @@ def schedules() -> Iterator[Settings]:
     """Every policy and degree, forward and backward apart; with chunks of one size."""
     yield plain()
     for degree in divisors(MOST_MICROBATCHES):
-        yield scheduled("expert_pipeline", degree)
+        yield from (scheduled(policy, degree) for policy in policies("capacity"))
         for backward in divisors(degree):
-            yield scheduled("unified", degree, backward)
+            yield from (scheduled(policy, degree, backward) for policy in policies("batch"))
     for degree in divisors(MOST_MICROBATCHES):
         for chunks in divisors(MOST_MICROBATCHES // degree)[1:]:
-            yield scheduled("unified", degree, chunks=chunks)
+            yield from (scheduled(policy, degree, chunks=chunks) for policy in policies("batch"))
+
+
+def policies(cuts: Literal["batch", "capacity"]) -> list[str]:
+    """Those that a plan tries, of those that cut the batch, or slots."""
+    return [name for name, facts in POLICY_FACTS.items() if facts.planned and facts.cuts == cuts]
 
 
 def guesses() -> tuple[Settings, ...]:
     """Good ones: scheduled, which keeps what was exchanged, and plain, which exchanges again what it does not keep."""
-    return scheduled("unified", 2), scheduled("unified", 1), scheduled("expert_pipeline", 2), plain()
+    batch = [scheduled(policy, degree) for policy in policies("batch") for degree in (2, 1)]
+    return *batch, *(scheduled(policy, 2) for policy in policies("capacity")), plain()
 
 
 def plain() -> Settings:
-    """Nothing scheduled."""
-    settings = {"weight_grad": "inline", "grad_reduce": "end", "bucket_cap_mb": None}
-    return {"policy": "vanilla", "microbatches": 1, "backward_microbatches": None, "expert_chunks": 1, **settings}
+    """Nothing scheduled: as settings are by themselves."""
+    names = ("policy", "microbatches", "backward_microbatches", "expert_chunks", "weight_grad", "grad_reduce")
+    return {name: getattr(Schedule(), name) for name in (*names, "bucket_cap_mb")}
 
 
 def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int = 1) -> Settings:
@@ -201,9 +200,14 @@ def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int
 
 
 def pipelines() -> Iterator[Settings]:
-    """Schedules of pipeline stages."""
-    for name, chunks in PIPELINES:
-        yield {"pipeline": name, "virtual_stages": chunks}
+    """Schedules of pipeline stages, and how many model chunks each stage holds."""
+    for name, facts in sorted(PIPELINE_FACTS.items(), key=lambda part: part[1].tried):
+        yield from ({"pipeline": name, "virtual_stages": chunks} for chunks in facts.planned)
+
+
+def stageless() -> list[Settings]:
+    """Schedules by which one stage runs parts of a batch beside each other."""
+    return [{"pipeline": name} for name, facts in PIPELINE_FACTS.items() if not facts.needs_stages]
 
 
 def accumulations(config: Config) -> list[int]:

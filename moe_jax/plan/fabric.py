@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
+from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
 from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
@@ -16,7 +17,6 @@ from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
 _MESSAGE_S = 1e-6  # to send one more message in the same collective: an estimate
-_AS_FLAT = ("ragged", "background")  # one collective, too
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 
 
@@ -84,7 +84,7 @@ class Fabric:
         levels = [self._cluster.level(group.span) for group in (one, other)]
         return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
 
-    def exchange(self, num_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
+    def exchange(self, num_bytes: float, group: Group, algorithm: str = OPEN_EXCHANGE) -> Choice:
         """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
 
         By the fastest algorithm, unless `algorithm` names one; those that go by way of nodes are flat without nodes.
@@ -92,9 +92,11 @@ class Fabric:
         if group.ranks == 1:
             return Choice("flat", 0.0)
         per_node = self.ranks_per_node(group)
-        by_node = ALGORITHMS if 1 < per_node < group.ranks and group.ranks % per_node == 0 else ("flat",)
-        given = algorithm if algorithm in ("ring", *_AS_FLAT, *by_node) else "flat"
-        names = by_node if algorithm == "auto" else (given,)
+        has_nodes = 1 < per_node < group.ranks and group.ranks % per_node == 0
+        possible = [name for name, facts in EXCHANGE_FACTS.items() if has_nodes or not facts.by_node]
+        names: tuple[str, ...] = (algorithm if algorithm in possible else "flat",)
+        if algorithm == OPEN_EXCHANGE and has_nodes:
+            names = ALGORITHMS
         measured = {name: self._exchange_measured(name, num_bytes, group) for name in names}
         seconds = {name: time_s for name, time_s in measured.items() if time_s is not None}
         seconds = seconds or {name: self._exchange_modelled(name, num_bytes, group) for name in names}
@@ -102,15 +104,16 @@ class Fabric:
         return Choice(best, seconds[best])
 
     def _exchange_measured(self, algorithm: str, num_bytes: float, group: Group) -> float | None:
-        form = "flat" if algorithm in _AS_FLAT else algorithm
+        form = EXCHANGE_FACTS[algorithm].counted_as
         return self._measured.seconds(f"all_to_all.{form}", num_bytes, self._members(group))
 
     def _exchange_modelled(self, algorithm: str, num_bytes: float, group: Group) -> float:
         """By closed forms."""
+        form = EXCHANGE_FACTS[algorithm].counted_as
         per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
             level = self._cluster.level(group.span)
-            more_s = (hops - 1) * level.alpha_s if algorithm == "ring" else 0.0
+            more_s = (hops - 1) * level.alpha_s if form == "ring" else 0.0
             return more_s + level.exchange_seconds(num_bytes * hops / group.ranks, group.span)
         inside, between = self._levels(group)
         devices = self._cluster.ranks_per_adapter
@@ -121,9 +124,8 @@ class Fabric:
             ranks_per_adapter=sharers,
         )
         nodes = math.ceil(group.ranks / per_node)
-        if algorithm == "ring":
+        if form == "ring":
             return hops * between.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
-        form = "flat" if algorithm in _AS_FLAT else algorithm
         return between.alpha_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
 
     def ring(self, num_bytes: float, group: Group, collective: Collective = "all_gather") -> float:

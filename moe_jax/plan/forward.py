@@ -10,6 +10,7 @@ from typing import NamedTuple
 from moe_jax.config import Model
 from moe_jax.plan.axes import Cut, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
+from moe_jax.plan.candidates import policies
 from moe_jax.plan.estimate import Estimate
 from moe_jax.plan.partition_range import Part, Partition, fastest_partition, pipeline_seconds
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
@@ -38,7 +39,7 @@ class CutRange(NamedTuple):
     def policy(self) -> str:
         """The one that cuts what this range cuts, in every layer."""
         inside = (("dispatch", "expert"), ("dispatch", "combine"), ("expert", "combine"))
-        return "expert_pipeline" if (self.first, self.last) in inside else "unified"
+        return policies("capacity" if (self.first, self.last) in inside else "batch")[0]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, Model
 from moe_jax.config.attention_kernels import Kernel, kernel_of
+from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]
@@ -104,7 +105,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     if not moe.num_experts:
         return Rows(sent=0, computed=0)
     held, part = moe.num_experts // ranks, tokens // parts
-    if moe.gate == "softmoe":
+    if moe.gate_facts.mixes:
         sent = moe.num_experts * moe.slots_per_expert
         return Rows(sent=sent, computed=tensor * sent)
     if moe.capacity_factor is None:
@@ -119,13 +120,13 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         padded = -(-(received + held * (tile - 1)) // tile) * tile
         return Rows(sent=parts * received / tensor, computed=parts * padded)
     slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
-    ragged = config.exchange.algorithm == "ragged" or (
-        config.exchange.algorithm == "auto"
-        and config.schedule.policy == "unified"
+    ragged = config.exchange.facts.ragged or (
+        config.exchange.algorithm == OPEN_EXCHANGE
+        and config.schedule.policy_facts.sends_ragged
         and platform != "cpu"
         and parts > 1
         and tensor == 1
-        and moe.hooks == "none"
+        and not moe.has_hooks
     )
     if not (ragged and moe.sends_capacity_rows):
         sent = parts * moe.num_experts * min(slots, part)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Group
 from moe_jax.plan.gradients import held_by
@@ -22,7 +23,6 @@ from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finished_s
-from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 
 
@@ -33,7 +33,7 @@ class PipelinedStep:
         settings, self.parts = config.schedule, config.train.grad_accumulation
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
         self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
-        split = PIPELINES[settings.pipeline].split_weight_grad
+        split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
         self._sends_behind = split and self.outline.has_pairs
         self._times = PassTimes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_slot)

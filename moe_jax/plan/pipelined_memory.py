@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import held_by, own_parameters
 from moe_jax.plan.kept import held_bytes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.stage_parameters import on_stage
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.working import head_bytes, working_bytes
-from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.outline import outline_of
 
 
@@ -37,7 +37,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
     if outline.has_pairs and platform == "cpu":
         activations += slot  # taken from its slot for a pass that also fills one
-    split = PIPELINES[settings.pipeline].split_weight_grad
+    split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
     if split:
         left = _largest(
             stages, held_bytes(sizes, no_mlp, "dense", mode), lambda kind: held_bytes(sizes, model, kind, mode)

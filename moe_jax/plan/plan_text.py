@@ -91,7 +91,7 @@ def _traffic(plans: Plans) -> str:
 
 def _ranges(best: Candidate) -> list[str]:
     """What of the forward pass is worth cutting, if anything."""
-    if best.config.schedule.pipeline == "coscheduled":  # whose forward pass is not alone
+    if not best.config.schedule.pipeline_facts.needs_stages:  # whose forward pass is not alone
         return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
@@ -135,7 +135,7 @@ def _schedule(candidate: Candidate) -> str:
         degrees += f"/{settings.backward_microbatches}"
     if settings.expert_chunks > 1:
         degrees += f" × {settings.expert_chunks}"
-    words = [settings.policy + (f" {degrees}" if settings.policy != "vanilla" else "")]
+    words = [settings.policy + (f" {degrees}" if settings.policy_facts.cuts else "")]
     if candidate.config.is_pipelined:
         words.append(settings.pipeline + (f" × {settings.virtual_stages}" if settings.virtual_stages > 1 else ""))
         head = settings.head_blocks

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
+from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.validate import check_ranges
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
@@ -41,7 +42,7 @@ class Plans:
     def config(self) -> Config:
         """The best plan: an exchange by way of nodes is written down, others are left to the program."""
         config, algorithm = self.best.config, self.best.estimate.algorithm
-        if algorithm == "flat" or config.exchange.algorithm != "auto":
+        if algorithm == "flat" or config.exchange.algorithm != OPEN_EXCHANGE:
             return config
         exchange: dict[str, Any] = {"algorithm": algorithm}
         return dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **exchange))

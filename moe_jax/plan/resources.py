@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.config import Model
-from moe_jax.config.gates import SCORE_BIAS, gate_parameters
+from moe_jax.config.facts import SCORE_BIAS
+from moe_jax.config.gates import gate_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def gate_matrices(model: Model) -> int:
 def mixed_matrices(model: Model) -> int:
     """Products with activations for each token where a gate mixes tokens into slots, and slots into tokens."""
     moe = model.moe
-    return 2 * model.hidden_size * moe.num_experts * moe.slots_per_expert if moe.gate == "softmoe" else 0
+    return 2 * model.hidden_size * moe.num_experts * moe.slots_per_expert if moe.gate_facts.mixes else 0
 
 
 def _gate(model: Model) -> _Count:

@@ -21,6 +21,7 @@ from moe_jax.plan.candidates import (
     pipelines,
     scheduled,
     schedules,
+    stageless,
 )
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
@@ -93,7 +94,7 @@ class Search:
                 continue
             firsts: dict[bool, Config] = {}  # a scheduled step keeps more, and so may need a batch in more parts
             for each in self._saving(base, *saving):
-                plain = each.schedule.policy == "vanilla"
+                plain = each.schedule.policy_facts.cuts is None
                 if plain not in firsts and self.fits(self.memory(each)):
                     firsts[plain] = each
                 if len(firsts) == 2:
@@ -155,7 +156,9 @@ class Search:
         """The best order in which stages work through parts, and so many of these; parts beside each other."""
         config = candidate.config
         if config.mesh.pipeline == 1:
-            return self._best_of(candidate, ({"schedule": {**each, "pipeline": "coscheduled"}} for each in guesses()))
+            return self._best_of(
+                candidate, ({"schedule": {**each, **order}} for order in stageless() for each in guesses())
+            )
         ways = ({"schedule": {**each, **order}} for order in pipelines() for each in guesses())
         best = self._best_of(candidate, ways)
         more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]

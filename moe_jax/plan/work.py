@@ -70,7 +70,7 @@ def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
 def expert_rows(model: Model, tokens: float) -> float:
     """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
     moe = model.moe
-    if moe.gate == "softmoe":
+    if moe.gate_facts.mixes:
         return moe.num_experts * moe.slots_per_expert
     factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
     return min(factor * moe.top_k, moe.num_experts) * tokens

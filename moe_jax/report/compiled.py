@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moe_jax.config.registry import POLICY_FACTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import EXIT_BAD_INPUT, UserError
 from moe_jax.measure.hlo import parse
@@ -70,10 +71,7 @@ _UNMOVED = [
     "schedule.grad_reduce=end",
     "schedule.bucket_cap_mb=null",
 ]
-_BASELINES = {
-    "vanilla": ["schedule.microbatches=1", "schedule.backward_microbatches=null", *_UNMOVED],
-    "expert_pipeline": _UNMOVED,
-}
+_UNCUT = ["schedule.microbatches=1", "schedule.backward_microbatches=null"]
 
 
 def variants_of(policies: str | None, overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -87,7 +85,8 @@ def variants_of(policies: str | None, overrides: Sequence[str]) -> dict[str, lis
     variants = {}
     for variant in policies.split(","):
         policy, *own = variant.strip().split("+")
-        baseline = _BASELINES.get(policy, [])
+        facts = POLICY_FACTS.of(policy)
+        baseline = [*(_UNCUT if facts.cuts is None else []), *(_UNMOVED if facts.is_baseline else [])]
         variants[variant.strip()] = [*overrides, f"schedule.policy={policy}", *baseline, *own]
     return variants
 

@@ -73,7 +73,7 @@ def blocks_text(config: Config) -> str:
 def router_text(config: Config) -> dict[str, str]:
     """What trains the router, where the loss does not."""
     moe = config.model.moe
-    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.norm_top1_prob or moe.gate == "gpt_oss"):
+    if moe.num_experts == 0 or moe.top_k > 1 or not (moe.norm_top1_prob or moe.gate_facts.sums_to_1):
         return {}
     return {
         "router": "each token's one expert has weight 1, so the loss gives the router no gradient: only "

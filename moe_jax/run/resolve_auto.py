@@ -11,6 +11,7 @@ import jax
 from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import load_config
 from moe_jax.distributed.processes import allgather
@@ -33,7 +34,7 @@ def choose(draft: Draft) -> Chosen:
     check_same_settings(draft)
     if not draft.open:
         return Chosen(draft.choose(), {})
-    if draft.exchange.algorithm == "auto":  # which a run without a plan has, too
+    if draft.exchange.algorithm == OPEN_EXCHANGE:  # which a run without a plan has, too
         draft = dataclasses.replace(draft, open=draft.open | {"exchange.algorithm"})
     cluster = run_cluster(draft.plan.cluster)
     saved = _saved(draft)

@@ -15,7 +15,7 @@ from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import check_writable, reason
 from moe_jax.models.transformer import Computation
-from moe_jax.parallel.all_to_all import EXCHANGES
+from moe_jax.parallel.all_to_all import EXCHANGES, RAGGED
 from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
@@ -195,7 +195,7 @@ def _algorithms(config: Config, mesh: Mesh) -> list[str]:
     if config.mesh.expert_ranks(mesh.shape) == 1:
         return []
     cpu = Computation.of(config, mesh).platform == "cpu"
-    return [*EXCHANGES, *([] if cpu else ["ragged"])]  # CPUs have no irregular collective
+    return [*EXCHANGES, *([] if cpu else RAGGED)]  # CPUs have no irregular collective
 
 
 _OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from moe_jax.config.gates import SCORE_BIAS
+from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.pipeline import stage

@@ -16,6 +16,7 @@ from jax.stages import Wrapped
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.models.gates.seen import When
 from moe_jax.models.parameters import init_params, param_dims
 from moe_jax.models.placement import by_slot, first_experts
@@ -120,7 +121,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), tree, shardings)
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    if "background" in (how.exchange, config.exchange.reduction):
+    if EXCHANGE_FACTS.of(how.exchange).in_background or config.exchange.in_background:
         background.connect(mesh)
 
     options = compiler_options(how.platform) if own.plan else {}

@@ -17,19 +17,21 @@ import pytest
 from jax.test_util import check_grads
 
 from moe_jax.config import Model, MoE
-from moe_jax.config.gates import BIASED, GROUPED, gate_parameters
-from moe_jax.config.gates import GATES as TABLE
+from moe_jax.config.gates import gate_parameters
+from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.choice import Choice, Mixed, Picked
 from moe_jax.models.gates.seen import Seen
-from moe_jax.models.orders import OWN_ORDERS, order_of
+from moe_jax.models.orders import FILLED, order_of
 from tests import gate_references
 from tests.gate_references import Draws
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOKENS, WIDTH, BLOCK, SEED, STEP = 24, 6, 3, 7, 11
 NUMBERS = jnp.arange(1.0, 9.0)
-ALONE = [name for name, facts in TABLE.items() if facts.splits]
+ALONE = [name for name, facts in GATE_FACTS.items() if facts.splits]
+BIASED = [name for name, facts in GATE_FACTS.items() if "bias_update_rate" in facts.settings]
+GROUPED = [name for name, facts in GATE_FACTS.items() if facts.group_scorers]
 
 
 def moe_of(gate: str, **more) -> MoE:
@@ -96,8 +98,8 @@ def value(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE, of: Any) -> jax.Ar
 
 
 def test_the_table_knows_every_gate():
-    assert list(TABLE) == list(GATES)
-    assert {name for name, facts in TABLE.items() if facts.fills_slots} == OWN_ORDERS.keys()
+    assert list(GATE_FACTS) == list(GATES)
+    assert {facts.decides for facts in GATE_FACTS.values() if facts.fills_slots} == FILLED.keys()
 
 
 def test_the_documentation_has_every_gate_and_what_it_reached():

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE
-from moe_jax.config.gates import GATES
+from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.resources import count_parameters, parameters_per_device, train_flops_per_token
@@ -28,7 +28,7 @@ MODELS = [
     Model(activation="clipped_swiglu", moe=MoE(bias=True)),
     Model(moe=MoE(bias=True)),
     Model(activation="gelu", moe=MoE(bias=True, moe_layer_freq=2)),
-    *(Model(moe=MoE(gate=gate)) for gate in GATES),
+    *(Model(moe=MoE(gate=gate)) for gate in GATE_FACTS),
     *(Model(moe=MoE(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
     Model(moe=MoE(gate="xmoe", router_rank=5)),
     Model(moe=MoE(gate="softmoe", slots_per_expert=3)),

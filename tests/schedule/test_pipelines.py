@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.schedule.actions import ScheduleError
-from moe_jax.schedule.pipelines import PIPELINES
 from moe_jax.schedule.pipelines.bubble import bubble, lock_step_bubble
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import activation_from, check, gradient_from
@@ -19,7 +19,7 @@ SIZES = [(stages, m) for stages in range(1, 9) for m in sorted({1, 2, stages - 1
 IN_GROUPS = [(stages, stages * groups, chunks) for stages in range(1, 9) for groups in (1, 2, 5) for chunks in (2, 3)]
 DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 EVERY = [
-    *((name, *size, 1) for name in PIPELINES if name != "interleaved" for size in SIZES),
+    *((name, *size, 1) for name in PIPELINE_FACTS if name != "interleaved" for size in SIZES),
     *((name, *size) for name in ("interleaved", "coscheduled", "coscheduled_split") for size in IN_GROUPS),
 ]
 COSTS = [(1.0, 1.0), (1.0, 2.0), (0.7, 1.1)]  # seconds of F and of the whole backward pass
@@ -149,7 +149,7 @@ def _receiver(task: Task, stages: int, chunks: int) -> Task | None:
     return task._replace(stage=group % stages, work=Work(task.work.microbatch, group // stages))
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", PIPELINE_FACTS)
 def test_received_activations_and_gradients_hardly_wait(name):
     """One buffer for each; only interleaved gradients wait where a stage still fills its next chunk."""
     for stages in range(2, 9):

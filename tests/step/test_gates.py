@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.config.gates import GATES
+from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.gates.seen import EVALUATION
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import Computation, forward
@@ -37,7 +37,7 @@ STEP = 5
 def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **more) -> Config:
     """Two sequences on each of eight devices. A gate that does not split is not cut before the layer."""
     cut = SCHEDULES[schedule]
-    if schedule == "unified" and not GATES[gate].splits:
+    if schedule == "unified" and not GATE_FACTS[gate].splits:
         cut = cut | {"microbatches": 1, "expert_chunks": 2}
     settings = (
         {"batch_size": 16, "seq_len": 6, "moe_layer_freq": 1, "capacity_factor": 1.0, "model": {"num_layers": 1}}

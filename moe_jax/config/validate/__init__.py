@@ -3,9 +3,8 @@
 Each refusal gives the setting, its value and the cure.
 """
 
-from typing import TYPE_CHECKING
-
 from moe_jax.config.attention_kernels import check_attention_kernel
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.mesh import (
     check_batch_split,
     check_context_split,
@@ -24,9 +23,6 @@ from moe_jax.config.validate.schedule import check_exchange, check_node_split, c
 from moe_jax.config.validate.training import check_training
 from moe_jax.config.validate.tune import check_tune
 
-if TYPE_CHECKING:  # a Config checks itself with what stands here
-    from moe_jax.config import Config
-
 __all__ = [
     "check_batch_split",
     "check_config",
@@ -41,7 +37,7 @@ __all__ = [
 ]
 
 
-def check_config(config: "Config") -> None:
+def check_config(config: Sections) -> None:
     """Raise ConfigError for a value out of range, and for settings that contradict each other."""
     check_paths(config)
     check_ranges(config)

@@ -2,16 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from moe_jax.config.sections import Mesh, Sections
 from moe_jax.config.validate.messages import divisors_text, nearest_multiples
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config, Mesh
 
-
-def check_mesh(config: "Config") -> None:
+def check_mesh(config: Sections) -> None:
     """Raise ConfigError for an axis that does not exist, or that cuts what it does not divide."""
     sizes = config.mesh.sizes
     for name, size in sizes.items():
@@ -30,7 +27,7 @@ def check_mesh(config: "Config") -> None:
     check_expert_split(config, sizes)
 
 
-def check_tensor_split(config: "Config", ranks: int) -> None:
+def check_tensor_split(config: Sections, ranks: int) -> None:
     """Raise ConfigError unless `ranks` tensor ranks divide heads, hidden widths and sequences."""
     if ranks == 1:
         return
@@ -48,14 +45,14 @@ def check_tensor_split(config: "Config", ranks: int) -> None:
                 f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
                 f"or mesh.tensor={divisors_text(math.gcd(*divided.values()))}"
             )
-    if config.exchange.algorithm == "ragged":
+    if config.exchange.facts.ragged:
         raise ConfigError(
-            f"exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor={ranks}: use exchange.algorithm=flat, "
-            "or mesh.tensor=1"
+            f"exchange.algorithm={config.exchange.algorithm} knows no tensor ranks, and mesh.tensor={ranks}: "
+            "use exchange.algorithm=flat, or mesh.tensor=1"
         )
 
 
-def check_context_split(config: "Config", ranks: int, tensor_ranks: int) -> None:
+def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None:
     """Raise ConfigError unless sequences divide into two pieces for each context rank, and these over tensor ranks."""
     if ranks == 1:
         return
@@ -69,7 +66,7 @@ def check_context_split(config: "Config", ranks: int, tensor_ranks: int) -> None
         )
 
 
-def check_expert_split(config: "Config", sizes: Mapping[str, int]) -> None:
+def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError unless the ranks that cut experts divide them; -1 ranks are open, and not checked."""
     num_experts, shared = config.model.moe.num_experts, config.mesh.experts_over_context
     if shared:
@@ -102,12 +99,12 @@ def _check_shared(num_experts: int, context: int) -> None:
         )
 
 
-def expert_ranks_text(mesh: "Mesh", sizes: Mapping[str, int]) -> str:
+def expert_ranks_text(mesh: Mesh, sizes: Mapping[str, int]) -> str:
     """The axes that cut experts."""
     return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
 
 
-def check_batch_split(config: "Config", batch_shards: int) -> None:
+def check_batch_split(config: Sections, batch_shards: int) -> None:
     """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
     size, parts = config.train.batch_size, config.train.grad_accumulation
     microbatches = config.schedule.microbatches if config.schedule.cuts_batch else 1

@@ -1,14 +1,11 @@
 """Rules of experts that change ranks."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.registry import ORDER_FACTS
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
-
-def check_migration(config: "Config") -> None:
+def check_migration(config: Sections) -> None:
     """Raise ConfigError where there is nothing to migrate, or nothing to gain."""
     moe, settings = config.model.moe, config.migration
     if not settings.enabled:
@@ -23,11 +20,10 @@ def check_migration(config: "Config") -> None:
             f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "
             "use another gate, or migration.enabled=false"
         )
-    if moe.dispatcher != "sort":
+    if not ORDER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
-            "depends on "
-            "where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
+            "depends on where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
     if config.mesh.expert == 1 and not config.mesh.experts_over_context:
         raise ConfigError(

@@ -1,12 +1,8 @@
 """Settings that name files and folders."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
-
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
 
 def plain_setting(name: str, path: str) -> str:
@@ -17,7 +13,7 @@ def plain_setting(name: str, path: str) -> str:
         raise ConfigError(f"{name}={path} {error}") from None
 
 
-def check_paths(config: "Config") -> None:
+def check_paths(config: Sections) -> None:
     """Raise ConfigError for a path that is not a plain one, as a config made in Python may have."""
     for name in sorted(SETTINGS):
         section, key = name.split(".")

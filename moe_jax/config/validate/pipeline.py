@@ -1,23 +1,17 @@
 """Rules of a pipeline: its stages, what they run, and what they do not."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.registry import PIPELINE_FACTS
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config
-
-_SEVERAL_CHUNKS = ("interleaved", "coscheduled", "coscheduled_split")
 _MOST_PASSES = 2**16  # of a table of ticks: 64 stages with 1,024 parts of a batch
-# Made of collective-permutes, which wait for the devices of all stages.
-_PERMUTES = ("ring", "hier_1d", "halo")
 
 
-def check_pipeline(config: "Config") -> None:
+def check_pipeline(config: Sections) -> None:
     """Raise ConfigError for a pipeline that cannot run, and for settings that only pipelines have."""
     stages, settings = config.mesh.pipeline, config.schedule
-    name, chunks = settings.pipeline, settings.virtual_stages
+    name, chunks, facts = settings.pipeline, settings.virtual_stages, settings.pipeline_facts
     if stages == -1:
         raise ConfigError("mesh.pipeline=-1 leaves open which blocks a stage holds: use a number of stages")
     if chunks > 1 and stages == 1:
@@ -30,25 +24,26 @@ def check_pipeline(config: "Config") -> None:
             f"schedule.head_blocks={settings.head_blocks} takes blocks from the last pipeline stage, and "
             "mesh.pipeline=1: set mesh.pipeline, or schedule.head_blocks=0"
         )
-    if name not in ("1f1b", "coscheduled") and stages == 1:
+    if facts.needs_stages and name != type(settings)().pipeline and stages == 1:
         raise ConfigError(
             f"schedule.pipeline={name} orders what pipeline stages do, and mesh.pipeline=1: set mesh.pipeline, or "
             "schedule.pipeline=1f1b"
         )
     if config.is_pipelined and stages == 1 and config.train.grad_accumulation == 1:
         raise ConfigError(
-            "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
+            f"schedule.pipeline={name} without stages runs parts of a batch beside each other, and "
             "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
         )
-    if chunks > 1 and name not in _SEVERAL_CHUNKS:
+    if facts.most_chunks is not None and chunks > facts.most_chunks:
+        several = [other for other, declared in PIPELINE_FACTS.items() if declared.most_chunks is None]
         raise ConfigError(
             f"schedule.virtual_stages={chunks} is not for schedule.pipeline={name}, whose stages hold one group of "
-            f"blocks: use schedule.pipeline={' or '.join(_SEVERAL_CHUNKS)}, or schedule.virtual_stages=1"
+            f"blocks: use schedule.pipeline={' or '.join(several)}, or schedule.virtual_stages=1"
         )
-    if name == "interleaved" and chunks == 1:
+    if chunks < facts.least_chunks:
         raise ConfigError(
-            "schedule.virtual_stages=1 leaves nothing to interleave with schedule.pipeline=interleaved: "
-            "use schedule.virtual_stages=2 or more, or schedule.pipeline=1f1b"
+            f"schedule.virtual_stages={chunks} leaves nothing to interleave with schedule.pipeline={name}: "
+            f"use schedule.virtual_stages={facts.least_chunks} or more, or schedule.pipeline=1f1b"
         )
     parts = config.train.grad_accumulation
     if chunks > 1 and parts % stages:
@@ -66,9 +61,9 @@ def check_pipeline(config: "Config") -> None:
         _check_collectives(config)
 
 
-def _check_collectives(config: "Config") -> None:
+def _check_collectives(config: Sections) -> None:
     stages, exchange, grad_reduce = config.mesh.pipeline, config.exchange, config.schedule.grad_reduce
-    if (exchange.algorithm in _PERMUTES or exchange.is_elsewhere) and stages > 1:
+    if (exchange.facts.permutes or exchange.is_elsewhere) and stages > 1:
         sends = "may send" if exchange.is_elsewhere else "sends"
         raise ConfigError(
             f"exchange.algorithm={exchange.algorithm} {sends} from rank to rank, which waits for the devices of all "

@@ -2,29 +2,34 @@
 
 import difflib
 import re
-from typing import TYPE_CHECKING
 
-from moe_jax.config.gates import GATES
+from moe_jax.config.registry import (
+    EXCHANGE_FACTS,
+    GATE_FACTS,
+    HOOKS_FACTS,
+    NO_HOOKS,
+    OPEN_EXCHANGE,
+    ORDER_FACTS,
+    POLICY_FACTS,
+)
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Sections
-
 # Parts with a name of their own; others are named package.module:name.
 OWN_PARTS = {
-    "model.moe.gate": tuple(GATES),
-    "model.moe.dispatcher": ("sort", "einsum"),
-    "model.moe.hooks": ("none", "bf16", "fp8"),
-    "schedule.policy": ("vanilla", "expert_pipeline", "unified"),
-    "exchange.algorithm": ("auto", "flat", "ring", "hier_1d", "hier_2d", "halo", "ragged", "background"),
+    "model.moe.gate": tuple(GATE_FACTS),
+    "model.moe.dispatcher": tuple(ORDER_FACTS),
+    "model.moe.hooks": (NO_HOOKS, *HOOKS_FACTS),
+    "schedule.policy": tuple(POLICY_FACTS),
+    "exchange.algorithm": (OPEN_EXCHANGE, *EXCHANGE_FACTS),
 }
 _OPEN = ("schedule.policy",)  # of these, what may say auto until it is planned
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _MOST_COMPARED = 200  # characters
 
 
-def check_parts(config: "Sections") -> None:
+def check_parts(config: Sections) -> None:
     """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
     for name, own in OWN_PARTS.items():
         value = str(setting(config, name))

@@ -1,28 +1,25 @@
 """Rules of schedules and exchanges, and of what they cut."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from moe_jax.config.sections import Mesh, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config, Mesh
-
 _MOST_TASKS = 2**14  # 128 layers with 128 microbatches
 
 
-def check_schedule(config: "Config") -> None:
+def check_schedule(config: Sections) -> None:
     """Raise ConfigError for parts that a policy does not make, or that something must not be cut into."""
     settings = config.schedule
     parts, backward = settings.microbatches, settings.backward_microbatches
-    if settings.policy == "vanilla" and (parts, backward or 1) != (1, 1):
+    if settings.policy_facts.cuts is None and (parts, backward or 1) != (1, 1):
         name = "microbatches" if parts > 1 else "backward_microbatches"
         raise ConfigError(
             f"schedule.{name}={parts if parts > 1 else backward} needs a policy that pipelines: "
             "use schedule.policy=unified or expert_pipeline "
-            "(vanilla runs one microbatch; train.grad_accumulation cuts the batch in time)"
+            f"({settings.policy} runs one microbatch; train.grad_accumulation cuts the batch in time)"
         )
     if settings.cuts_batch and backward is not None and parts % backward:
         raise ConfigError(
@@ -30,22 +27,21 @@ def check_schedule(config: "Config") -> None:
             f"use {divisors_text(parts)}"
         )
     if not settings.cuts_batch and settings.expert_chunks > 1:
-        cure = ", or schedule.microbatches, which cuts slots here" if settings.policy == "expert_pipeline" else ""
+        cure = ", or schedule.microbatches, which cuts slots here" if settings.policy_facts.cuts == "capacity" else ""
         raise ConfigError(
             f"schedule.expert_chunks={settings.expert_chunks} cuts microbatches, which schedule.policy="
             f"{settings.policy} does not have: use schedule.policy=unified{cure}"
         )
     if settings.bucket_cap_mb is not None and settings.grad_reduce != "bucketed":
         raise ConfigError(
-            f"schedule.bucket_cap_mb={settings.bucket_cap_mb} cuts nothing with "
-            f"schedule.grad_reduce={settings.grad_reduce}: "
-            "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
+            f"schedule.bucket_cap_mb={settings.bucket_cap_mb} cuts nothing with schedule.grad_reduce="
+            f"{settings.grad_reduce}: set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
         )
     _check_tasks(config)
     _check_whole_batch(config)
 
 
-def _check_tasks(config: "Config") -> None:
+def _check_tasks(config: Sections) -> None:
     """Each task of a step is an object that is put in order, timed and emitted by itself."""
     layers, settings = config.model.num_layers, config.schedule
     tasks = layers * settings.microbatches * settings.expert_chunks
@@ -57,7 +53,7 @@ def _check_tasks(config: "Config") -> None:
         )
 
 
-def _check_whole_batch(config: "Config") -> None:
+def _check_whole_batch(config: Sections) -> None:
     """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
     moe, settings = config.model.moe, config.schedule
     if moe.gate_facts.splits or not settings.cuts_batch or settings.microbatches == 1:
@@ -68,7 +64,7 @@ def _check_whole_batch(config: "Config") -> None:
     )
 
 
-def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]) -> None:
+def check_node_split(ranks_per_node: int, mesh: Mesh, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError unless the ranks that cut experts divide into nodes."""
     ranks = mesh.expert_ranks(sizes)
     if ranks % ranks_per_node:
@@ -78,35 +74,36 @@ def check_node_split(ranks_per_node: int, mesh: "Mesh", sizes: Mapping[str, int]
         )
 
 
-def check_exchange(config: "Config") -> None:
+def check_exchange(config: Sections) -> None:
     """Raise ConfigError for an exchange that does not carry what is sent."""
     mesh, per_node = config.mesh, config.exchange.ranks_per_node
     if per_node is not None and min(mesh.sizes[axis] for axis in mesh.expert_axes) > 0:
         check_node_split(per_node, mesh, mesh.sizes)
-    if config.exchange.algorithm != "ragged":
+    if not config.exchange.facts.ragged:
         return
-    if config.schedule.policy != "unified":
+    ragged = f"exchange.algorithm={config.exchange.algorithm}"
+    if not config.schedule.policy_facts.sends_ragged:
         raise ConfigError(
-            f"exchange.algorithm=ragged sends microbatches, which schedule.policy={config.schedule.policy} does not "
+            f"{ragged} sends microbatches, which schedule.policy={config.schedule.policy} does not "
             "have: use schedule.policy=unified, or exchange.algorithm=auto"
         )
     if config.schedule.expert_chunks > 1:
         raise ConfigError(
-            f"exchange.algorithm=ragged sends whole microbatches, and schedule.expert_chunks="
+            f"{ragged} sends whole microbatches, and schedule.expert_chunks="
             f"{config.schedule.expert_chunks} cuts their slots: use 1, or exchange.algorithm=auto"
         )
     if config.model.moe.gate_facts.fills_slots:
         raise ConfigError(
-            f"exchange.algorithm=ragged leaves out empty slots, and model.moe.gate={config.model.moe.gate} fills all: "
+            f"{ragged} leaves out empty slots, and model.moe.gate={config.model.moe.gate} fills all: "
             "use exchange.algorithm=flat"
         )
     if not config.model.moe.sends_capacity_rows:
         raise ConfigError(
-            "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
+            f"{ragged} needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
             "set them, or exchange.algorithm=auto"
         )
-    if config.model.moe.hooks != "none":
+    if config.model.moe.has_hooks:
         raise ConfigError(
-            f"exchange.algorithm=ragged does not call model.moe.hooks={config.model.moe.hooks}: "
+            f"{ragged} does not call model.moe.hooks={config.model.moe.hooks}: "
             "use exchange.algorithm=flat, or model.moe.hooks=none"
         )

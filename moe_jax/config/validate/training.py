@@ -1,13 +1,8 @@
 """Rules of data, optimiser and log."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_jax.config import Config
-
 
 _NAMES = {
     "schedule.task_times": "file",
@@ -18,7 +13,7 @@ _NAMES = {
 }
 
 
-def check_training(config: "Config") -> None:
+def check_training(config: Sections) -> None:
     """Raise ConfigError for fractions and names out of range, and for a step that is never reached."""
     if not config.data.path:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
@@ -50,7 +45,7 @@ def check_training(config: "Config") -> None:
         )
 
 
-def _check_trace(config: "Config") -> None:
+def _check_trace(config: Sections) -> None:
     traced, steps = config.log.trace_step, config.train.steps
     if traced is None:
         return

@@ -1,14 +1,10 @@
 """Rules of what a run may tune: it has to exist."""
 
-from typing import TYPE_CHECKING
-
+from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from moe_jax.config import Config
 
-
-def check_tune(config: "Config") -> None:
+def check_tune(config: Sections) -> None:
     """Raise ConfigError for a setting that changes nothing, or that is named twice."""
     over, schedule = config.tune.over, config.schedule
     if len(set(over)) < len(over):
@@ -23,9 +19,9 @@ def check_tune(config: "Config") -> None:
             f"tune.over has bucket_cap_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
             "set schedule.grad_reduce=bucketed, or leave it out"
         )
-    if "microbatches" in over and schedule.policy == "vanilla":
+    if "microbatches" in over and schedule.policy_facts.cuts is None:
         raise ConfigError(
-            "tune.over has microbatches, of which schedule.policy=vanilla has one: "
+            f"tune.over has microbatches, of which schedule.policy={schedule.policy} has one: "
             "use schedule.policy=unified or expert_pipeline, or leave it out"
         )
     if "algorithm" in over and config.model.moe.num_experts == 0:

@@ -1,6 +1,6 @@
 """Gates: which experts a token goes to and how much each counts. One file each, one signature.
 
-What else is to be known of each, without computing it, stands in `moe_jax.config.gates`.
+A gate's file also declares what settings, plans and parameters have to know of it (`moe_jax.config.facts`).
 """
 
 import functools
@@ -9,40 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import MoE
+from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.errors import ConfigError
-from moe_jax.models.gates import (
-    batch_prioritised,
-    deepseek_v2,
-    deepseek_v3,
-    expert_choice,
-    gpt_oss,
-    hash,
-    noisy,
-    random,
-    sigmoid,
-    softmax,
-    softmoe,
-    xmoe,
-)
+from moe_jax.models.gates import softmax
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.gates.protocol import Gate, of_biased_logits, of_logits
+from moe_jax.models.gates.protocol import Gate, of_logits
 
-GATES: dict[str, Gate] = {
-    "softmax": of_biased_logits(softmax.choose),
-    "sigmoid": of_biased_logits(sigmoid.choose),
-    "gpt_oss": of_logits(gpt_oss.choose),
-    "noisy": noisy.choose,
-    "xmoe": xmoe.choose,
-    "deepseek_v2": of_logits(deepseek_v2.choose),
-    "deepseek_v3": deepseek_v3.choose,
-    "hash": hash.choose,
-    "random": random.choose,
-    "batch_prioritised": of_logits(batch_prioritised.choose),
-    "expert_choice": of_logits(expert_choice.choose),
-    "softmoe": softmoe.choose,
-}
+GATES: dict[str, Gate] = {name: module.GATE for name, module in registry.GATE_FACTS.modules().items()}
 
 
 @functools.cache

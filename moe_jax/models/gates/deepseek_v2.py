@@ -8,9 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.groups import limited
+from moe_jax.models.gates.protocol import Gate, of_logits
 from moe_jax.models.gates.weights import weights_of
+
+FACTS = GateFacts(listed=5, settings=("n_group", "topk_group"), group_scorers=1)
 
 
 def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
@@ -19,3 +23,6 @@ def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
     allowed_TE = limited(prob_TE, moe, lambda grouped: jnp.max(grouped, axis=-1))
     score_Tk, expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)
     return Choice(expert_Tk=expert_Tk, weight_Tk=weights_of(score_Tk, moe), prob_TE=prob_TE)
+
+
+GATE: Gate = of_logits(choose)

@@ -11,12 +11,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.gates.groups import limited
 from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.weights import normalized, weights_of
+
+FACTS = GateFacts(
+    listed=6,
+    parameters=(ROUTER, SCORE_BIAS),
+    settings=("n_group", "topk_group", "bias_update_rate"),
+    group_scorers=2,
+)
 
 
 def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) -> Decided:
@@ -31,3 +39,6 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
 
 def _best_two(grouped: jax.Array) -> jax.Array:
     return jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+
+
+GATE: Gate = choose

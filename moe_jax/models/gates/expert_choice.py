@@ -9,8 +9,17 @@ import jax
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import GateFacts
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import Picked
+from moe_jax.models.gates.protocol import Gate, of_logits
+
+FACTS = GateFacts(
+    listed=10,
+    splits=False,
+    decides="picked",
+    sampled_as=(("gate", "softmax"), ("norm_topk_prob", False)),
+)
 
 
 def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Picked:
@@ -18,3 +27,6 @@ def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Picked:
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.capacity(moe, len(logit_TE)))
     return Picked(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scaling_factor, prob_TE=prob_TE)
+
+
+GATE: Gate = of_logits(choose)

@@ -10,9 +10,12 @@ import jax
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
-from moe_jax.models.gates.protocol import Decided
+from moe_jax.config.facts import GateFacts
+from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.weights import equal_weights
+
+FACTS = GateFacts(listed=7, sees_tokens=True, parameters=())
 
 
 def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
@@ -22,3 +25,6 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Deci
         return jax.random.uniform(jax.random.fold_in(jax.random.key(0), number), (moe.num_experts,))
 
     return Decided(equal_weights(jax.lax.top_k(jax.vmap(scores)(seen.id), moe.top_k)[1], moe), None)
+
+
+GATE: Gate = choose

@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import ROUTER, GateFacts, Leaf
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.logits import linear, product
-from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
+
+FACTS = GateFacts(listed=3, sees_tokens=True, parameters=(ROUTER, Leaf("router_noise", ("model", "choices"), "zeros")))
 
 _NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
 
@@ -41,3 +44,6 @@ def _taken(weight_Tk: Float[Array, "T k"], uniform_Tk: Float[Array, "T k"]) -> B
 
 def _draw(seen: Seen, stream: int, draw: Any, count: int) -> Float[Array, "T _"]:
     return jax.vmap(lambda key: draw(jax.random.fold_in(key, stream), (count,)))(seen.keys())
+
+
+GATE: Gate = choose

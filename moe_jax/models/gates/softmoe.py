@@ -11,11 +11,20 @@ import jax
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import GateFacts, Leaf
 from moe_jax.models.gates.choice import Mixed
 from moe_jax.models.gates.logits import product
-from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.unit import unit
+
+FACTS = GateFacts(
+    listed=11,
+    splits=False,
+    decides="mixed",
+    settings=("slots_per_expert",),
+    parameters=(Leaf("slots", ("model", "choices", "slots"), "normal"), Leaf("scale", ("one",), 1.0)),
+)
 
 
 def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) -> Decided:
@@ -30,3 +39,6 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
         prob_TE=combine_TEC.sum(axis=-1),
     )
     return Decided(mixed, logit_TS)
+
+
+GATE: Gate = choose

@@ -10,11 +10,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import GateFacts, Leaf
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.logits import product
-from moe_jax.models.gates.protocol import Decided
+from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.unit import unit
+
+FACTS = GateFacts(
+    listed=4,
+    settings=("router_rank",),
+    parameters=(
+        Leaf("router_projection", ("model", "latent"), "normal"),
+        Leaf("router", ("latent", "choices"), "normal"),
+        Leaf("temperature", ("one",), 0.3),
+    ),
+)
 
 _COLDEST = 0.01
 
@@ -25,3 +36,6 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
     cosine_TE = product(low_Tr, unit(params["router"], axis=0))
     logit_TE = cosine_TE / jnp.maximum(params["temperature"], _COLDEST) + params.get("router_bias", 0.0)
     return Decided(softmax.choose(logit_TE, moe), logit_TE)
+
+
+GATE: Gate = choose

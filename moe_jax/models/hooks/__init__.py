@@ -6,13 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import MoE
+from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
+from moe_jax.config.registry import NO_HOOKS
 from moe_jax.errors import ConfigError
-from moe_jax.models.hooks import bf16, fp8
 from moe_jax.models.hooks.protocol import Around, Hooks
 
-HOOKS = {"none": Hooks(), "bf16": bf16.HOOKS, "fp8": fp8.HOOKS}
+HOOKS: dict[str, Hooks] = {
+    NO_HOOKS: Hooks(),
+    **{name: module.HOOKS for name, module in registry.HOOKS_FACTS.modules().items()},
+}
 
 
 def hooks_of(moe: MoE) -> Hooks:

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
+from moe_jax.config.facts import HooksFacts
 from moe_jax.models.hooks.protocol import Around, Hooks
+
+FACTS = HooksFacts(listed=0)
 
 
 def before(rows: Float[Array, "P ... D"]) -> UInt16[Array, "P ... D"]:

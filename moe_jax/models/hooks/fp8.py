@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from moe_jax.config.facts import HooksFacts
 from moe_jax.models.hooks.bf16 import AROUND as BF16
 from moe_jax.models.hooks.protocol import Around, Hooks
+
+FACTS = HooksFacts(listed=1)
 
 _LARGEST = 448.0
 _SCALE_BYTES = 4

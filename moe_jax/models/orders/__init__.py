@@ -17,22 +17,23 @@ from typing import Any
 
 import jax
 
-from moe_jax.config import MoE
+from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.orders import dropless, irregular, mixed, one_hot, picked, slots
 from moe_jax.models.orders.protocol import Order
 
+OWN: dict[str, Order] = {name: module.ORDER for name, module in registry.ORDER_FACTS.modules().items()}
 ORDERS: dict[str, Order] = {
-    "slots": Order(slots.order, slots.experts, slots.inverse, slots.cut, slot_axis=2),
-    "one_hot": Order(one_hot.order, slots.experts, one_hot.inverse, slots.cut, slot_axis=2),
+    "slots": slots.ORDER,
+    "one_hot": one_hot.ORDER,
     "irregular": Order(irregular.order, irregular.experts, irregular.inverse, slots.cut, slot_axis=0),
     "dropless": Order(dropless.order, dropless.experts, dropless.inverse, dropless.cut, slot_axis=1),
 }
-# of gates that fill slots themselves
-OWN_ORDERS: dict[str, Order] = {
-    "expert_choice": Order(picked.order, slots.experts, picked.inverse, slots.cut, slot_axis=2),
-    "softmoe": Order(mixed.order, slots.experts, mixed.inverse, slots.cut, slot_axis=2),
+# of gates that fill slots themselves, by what they decide
+FILLED: dict[str, Order] = {
+    "picked": Order(picked.order, slots.experts, picked.inverse, slots.cut, slot_axis=2),
+    "mixed": Order(mixed.order, slots.experts, mixed.inverse, slots.cut, slot_axis=2),
 }
 
 
@@ -41,18 +42,19 @@ def order_of(moe: MoE, ragged: bool = False) -> Order:
 
     Raises ConfigError if what it names is none.
     """
-    if moe.gate in OWN_ORDERS:
-        return OWN_ORDERS[moe.gate]
+    if moe.gate_facts.fills_slots:
+        return FILLED[moe.gate_facts.decides]
     if ragged:
         return ORDERS["irregular"]
-    sort = ORDERS["dropless" if moe.sends_sized_rows else "slots"]
-    order = named("model.moe.dispatcher", moe.dispatcher, {"sort": sort, "einsum": ORDERS["one_hot"]})
+    if moe.sends_sized_rows:
+        return ORDERS["dropless"]
+    order = named("model.moe.dispatcher", moe.dispatcher, OWN)
     if not isinstance(order, Order):
         raise ConfigError(
             f"model.moe.dispatcher={moe.dispatcher} is of type {type(order).__name__}: "
             "name a moe_jax.models.orders.protocol.Order"
         )
-    return order if moe.dispatcher in ("sort", "einsum") else _guarded(moe.dispatcher, order)
+    return order if moe.dispatcher in OWN else _guarded(moe.dispatcher, order)
 
 
 @functools.cache

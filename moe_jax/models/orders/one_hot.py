@@ -11,8 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import OrderFacts
 from moe_jax.models.gates.choice import Choice
-from moe_jax.models.orders.protocol import Room, whole_room
+from moe_jax.models.orders import slots
+from moe_jax.models.orders.protocol import Order, Room, whole_room
+
+FACTS = OrderFacts(name="einsum", listed=1)
 
 
 class OneHotTicket(NamedTuple):
@@ -47,3 +51,6 @@ def inverse(returned_PLCD: Float[Array, "P L C D"], ticket: OneHotTicket) -> Flo
     ranks, held, *shape = returned_PLCD.shape
     y_ECD = returned_PLCD.reshape(ranks * held, *shape)
     return jnp.einsum("tec,ecd->td", ticket.combine_TEC, y_ECD.astype(jnp.float32)).astype(y_ECD.dtype)
+
+
+ORDER = Order(order, slots.experts, inverse, slots.cut, slot_axis=2)

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
+from moe_jax.config.facts import OrderFacts
 from moe_jax.models import routing
 from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import Choice
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import EACH, mlp
-from moe_jax.models.orders.protocol import Room, Ticket, piece_bounds, whole_room
+from moe_jax.models.orders.protocol import Order, Room, Ticket, piece_bounds, whole_room
+
+FACTS = OrderFacts(name="sort", listed=0, sorts_rows=True)
 
 
 def order(
@@ -54,3 +57,6 @@ def experts(
 def inverse(returned_PLCD: Float[Array, "P L C D"], ticket: Ticket) -> Float[Array, "T D"]:
     """Weighted sums of the slots; a token whose pairs were all dropped gets 0."""
     return routing.from_rows(returned_PLCD.reshape(-1, returned_PLCD.shape[-1]), ticket.weight_Tk, ticket.rows)
+
+
+ORDER = Order(order, experts, inverse, cut, slot_axis=2)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from moe_jax.config import registry
 from moe_jax.config.plugins import named
 from moe_jax.errors import ConfigError
-from moe_jax.parallel.all_to_all import background, flat, halo, hier_1d, hier_2d, ring
 from moe_jax.parallel.ranks import Ranks
 
 
@@ -50,17 +50,13 @@ def _backward(exchange: Exchange, ranks: Ranks, _: None, dx: jax.Array) -> tuple
 
 _both.defvjp(_forward, _backward)
 
-BY_NODE = {
-    "hier_1d": Exchange(hier_1d.start, hier_1d.finish),
-    "hier_2d": Exchange(hier_2d.start, hier_2d.finish),
-    "halo": Exchange(halo.start, halo.finish),
-}
 EXCHANGES = {
-    "flat": Exchange(flat.start, flat.finish),
-    "ring": Exchange(ring.start, ring.finish),
-    **BY_NODE,
-    "background": Exchange(background.start, background.finish, only_starts=True),
+    name: Exchange(module.start, module.finish, registry.EXCHANGE_FACTS[name].only_starts)
+    for name, module in registry.EXCHANGE_FACTS.modules().items()
+    if not registry.EXCHANGE_FACTS[name].ragged  # its rows come with their sizes
 }
+RAGGED = tuple(name for name in registry.EXCHANGE_FACTS if name not in EXCHANGES)
+BY_NODE = tuple(name for name, facts in registry.EXCHANGE_FACTS.items() if facts.by_node)
 
 
 def exchange_named(algorithm: str) -> Exchange:

@@ -5,8 +5,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel import background
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=6, in_background=True, only_starts=True)
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[Any, ...]:

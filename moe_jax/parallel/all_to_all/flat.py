@@ -3,7 +3,10 @@
 import jax
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=0)
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:

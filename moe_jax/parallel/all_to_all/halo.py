@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=4, by_node=True, permutes=True, counted_as="halo")
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:

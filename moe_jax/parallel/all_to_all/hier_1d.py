@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=2, by_node=True, permutes=True, counted_as="hier_1d")
 
 _LEADER = 0
 

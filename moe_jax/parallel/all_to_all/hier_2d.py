@@ -6,7 +6,10 @@ The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023). N node
 import jax
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=3, by_node=True, counted_as="hier_2d")
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:

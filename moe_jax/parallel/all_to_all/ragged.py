@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import after
+
+FACTS = ExchangeFacts(listed=5, ragged=True)
 
 _LINE = 128  # features
 

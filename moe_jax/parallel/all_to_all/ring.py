@@ -3,8 +3,11 @@
 import jax
 from jaxtyping import Array, Shaped
 
+from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
+
+FACTS = ExchangeFacts(listed=1, permutes=True, counted_as="ring")
 
 
 def shift(x: Shaped[Array, "..."], distance: int, ranks: Ranks) -> Shaped[Array, "..."]:

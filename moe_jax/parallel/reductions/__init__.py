@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from moe_jax.config import registry
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.reductions import all_reduce, background, ring, scatter_gather, tiles
+from moe_jax.parallel.reductions import tiles
 
 
 class Way(NamedTuple):
@@ -29,21 +30,19 @@ def _in_one_go(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Wa
     return Way(lambda x, axes: (reduce(x, axes),), lambda under_way: under_way[0])
 
 
-REDUCTIONS = {
-    "all_reduce": _in_one_go(all_reduce.reduce),
-    "scatter_gather": _in_one_go(scatter_gather.reduce),
-    "ring": _in_one_go(ring.reduce),
-    "background": Way(background.start, background.finish, only_starts=True),
-}
-SCATTERS = {
-    "all_reduce": _in_one_go(scatter_gather.scatter),
-    "scatter_gather": _in_one_go(scatter_gather.scatter),
-    "ring": _in_one_go(ring.scatter),
-    "background": Way(background.start_scatter, background.finish, only_starts=True),
-}
+def _way(name: str, module: Any, whole: str, start: str) -> Way:
+    """Of a file's function, or of its halves."""
+    if registry.REDUCTION_FACTS[name].only_starts:
+        return Way(getattr(module, start), module.finish, only_starts=True)
+    return _in_one_go(getattr(module, whole))
+
+
+_FILES = registry.REDUCTION_FACTS.modules()
+REDUCTIONS = {name: _way(name, module, "reduce", "start") for name, module in _FILES.items()}
+SCATTERS = {name: _way(name, module, "scatter", "start_scatter") for name, module in _FILES.items()}
 _ON_TPU = _in_one_go(tiles.scatter)
 
 
 def scatter_of(name: str, platform: str) -> Way:
     """The way of `SCATTERS` that stays a reduce-scatter on a platform."""
-    return _ON_TPU if platform == "tpu" and name in ("all_reduce", "scatter_gather") else SCATTERS[name]
+    return _ON_TPU if platform == "tpu" and registry.REDUCTION_FACTS[name].one_scatter else SCATTERS[name]

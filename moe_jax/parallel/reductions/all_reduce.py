@@ -1,11 +1,23 @@
-"""One all-reduce."""
+"""One all-reduce.
+
+P ranks, m numbers of each.
+"""
 
 import jax
 from jaxtyping import Array, Num
 
+from moe_jax.config.facts import ReductionFacts
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.reductions import scatter_gather
+
+FACTS = ReductionFacts(listed=0, one_scatter=True)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
     """The sum of `x_n` over all ranks of `axes`, on each of them."""
     return jax.lax.psum(x_n, axes)
+
+
+def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
+    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    return scatter_gather.scatter(x_Pm, axes)

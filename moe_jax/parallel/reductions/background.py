@@ -8,8 +8,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Num
 
+from moe_jax.config.facts import ReductionFacts
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
+
+FACTS = ReductionFacts(listed=3, in_background=True, only_starts=True)
 
 
 def start(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:

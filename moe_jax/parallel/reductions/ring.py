@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from moe_jax.config.facts import ReductionFacts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.permute import permuted
+
+FACTS = ReductionFacts(listed=2)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from moe_jax.config.facts import ReductionFacts
 from moe_jax.parallel.mesh import Axis
+
+FACTS = ReductionFacts(listed=1, one_scatter=True)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:

@@ -1,13 +1,10 @@
 """Pipeline schedules: the order in which a stage works through microbatches. One file each."""
 
-from moe_jax.schedule.pipelines import coscheduled, coscheduled_split, gpipe, interleaved, one_f_one_b, zero_bubble
-from moe_jax.schedule.pipelines.protocol import Pipeline
+from collections.abc import Callable
 
-PIPELINES: dict[str, Pipeline] = {
-    "gpipe": gpipe.PIPELINE,
-    "1f1b": one_f_one_b.PIPELINE,
-    "interleaved": interleaved.PIPELINE,
-    "zero_bubble": zero_bubble.PIPELINE,
-    "coscheduled": coscheduled.PIPELINE,
-    "coscheduled_split": coscheduled_split.PIPELINE,
-}
+from moe_jax.config import registry
+from moe_jax.schedule.pipelines.table import Slot
+
+# of (stage, stages, microbatches, chunks): what a stage runs in turn; no idle slots, which are added afterwards
+Order = Callable[[int, int, int, int], list[Slot]]
+ORDERS: dict[str, Order] = {name: module.order for name, module in registry.PIPELINE_FACTS.modules().items()}

@@ -8,9 +8,11 @@ come back, where 1F1B takes one pair: twice its activations.
 
 from itertools import zip_longest
 
+from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines.interleaved import rounds, warm_up
-from moe_jax.schedule.pipelines.protocol import Pipeline
 from moe_jax.schedule.pipelines.table import Slot
+
+FACTS = PipelineFacts(listed=4, most_chunks=None, needs_stages=False, planned=(1, 2), tried=2)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
@@ -19,6 +21,3 @@ def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]
     alone = min(warm_up(stage, stages, chunks) + 1, len(forward))
     pairs = zip_longest(forward[alone:], backward)
     return [Slot(work) for work in forward[:alone]] + [Slot(ahead, behind) for ahead, behind in pairs]
-
-
-PIPELINE = Pipeline(order, most_chunks=None)

@@ -4,15 +4,14 @@ What a pair of passes sends to other stages travels beside them: as in DualPipe 
 exchange and no send of a steady tick has nothing to hide behind. Weight gradients then hide no exchanges.
 """
 
+from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines import coscheduled
-from moe_jax.schedule.pipelines.protocol import Pipeline
 from moe_jax.schedule.pipelines.table import Slot
+
+FACTS = PipelineFacts(listed=5, most_chunks=None, split_weight_grad=True)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
     """The co-scheduled order, W in the tick of its B."""
     slots = coscheduled.order(stage, stages, microbatches, chunks)
     return [slot._replace(weight=slot.backward) for slot in slots]
-
-
-PIPELINE = Pipeline(order, most_chunks=None, split_weight_grad=True)

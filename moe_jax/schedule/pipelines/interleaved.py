@@ -3,9 +3,11 @@
 Microbatches go through a chunk in groups of as many as there are stages, then through the next chunk.
 """
 
+from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines.one_f_one_b import in_turn
-from moe_jax.schedule.pipelines.protocol import Pipeline
 from moe_jax.schedule.pipelines.table import Slot, Work
+
+FACTS = PipelineFacts(listed=2, least_chunks=2, most_chunks=None, planned=(2,), tried=3)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
@@ -25,6 +27,3 @@ def rounds(stages: int, microbatches: int, chunks: int) -> tuple[list[Work], lis
 def warm_up(stage: int, stages: int, chunks: int) -> int:
     """Forward passes before the first that is followed by a backward pass."""
     return (chunks - 1) * stages + 2 * (stages - stage - 1)
-
-
-PIPELINE = Pipeline(order, least_chunks=2, most_chunks=None)

@@ -1,7 +1,9 @@
 """One forward, one backward pass in turn (PipeDream-Flush, Narayanan et al. 2021): GPipe's time, less memory."""
 
-from moe_jax.schedule.pipelines.protocol import Pipeline
+from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines.table import Slot, Work
+
+FACTS = PipelineFacts(name="1f1b", listed=1, planned=(1,), tried=0)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
@@ -16,6 +18,3 @@ def in_turn(forward: list[Work], backward: list[Work], warm_up: int) -> list[Slo
     for ahead, behind in zip(forward[warm_up:], backward, strict=False):
         slots += [Slot(forward=ahead), Slot(backward=behind)]
     return slots + [Slot(backward=work) for work in backward[max(len(forward) - warm_up, 0) :]]
-
-
-PIPELINE = Pipeline(order)

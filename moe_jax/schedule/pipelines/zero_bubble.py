@@ -4,9 +4,11 @@ The stage before needs only activation gradients, so B comes back sooner. Stage 
 then all stages have as many microbatches between F and W, and none more than 1F1B's first stage.
 """
 
+from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines import one_f_one_b
-from moe_jax.schedule.pipelines.protocol import Pipeline
 from moe_jax.schedule.pipelines.table import Slot, Work
+
+FACTS = PipelineFacts(listed=3, split_weight_grad=True, planned=(1,), tried=1)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
@@ -17,6 +19,3 @@ def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]
         if slot.backward and slot.backward.microbatch >= stage:
             slots.append(Slot(weight=Work(slot.backward.microbatch - stage)))
     return slots + [Slot(weight=Work(m)) for m in range(max(microbatches - stage, 0), microbatches)]
-
-
-PIPELINE = Pipeline(order, split_weight_grad=True)

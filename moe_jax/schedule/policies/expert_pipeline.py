@@ -1,8 +1,11 @@
 """Only exchanges and experts are cut, by capacity, inside each MoE layer (Tutel, PipeMoE); attention is one task."""
 
+from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies import by_phase
 from moe_jax.schedule.policies.protocol import Policy
 from moe_jax.schedule.shape import Parts
+
+FACTS = PolicyFacts(listed=1, cuts="capacity", planned=True, is_baseline=True)
 
 
 def parts(degree: int) -> Parts:

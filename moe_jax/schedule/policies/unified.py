@@ -1,8 +1,11 @@
 """The batch is cut, so attention and gate of one microbatch hide exchanges of another (FlowMoE)."""
 
+from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies import by_phase
 from moe_jax.schedule.policies.protocol import Policy
 from moe_jax.schedule.shape import Parts
+
+FACTS = PolicyFacts(listed=2, cuts="batch", sends_ragged=True, planned=True)
 
 
 def parts(degree: int) -> Parts:

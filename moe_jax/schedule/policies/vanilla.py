@@ -1,9 +1,12 @@
 """Nothing is cut, so every exchange waits for compute and compute for every exchange."""
 
+from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.policies import by_phase
 from moe_jax.schedule.policies.protocol import Policy
 from moe_jax.schedule.shape import Parts
+
+FACTS = PolicyFacts(listed=0, cuts=None, is_baseline=True)
 
 
 def parts(degree: int) -> Parts:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import Config
+from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.models.gates.seen import EVALUATION, When
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.ordering import computed_after
@@ -287,7 +288,7 @@ class Stage:
     @property
     def _in_background(self) -> bool:
         """Collective-permutes of CPUs wait for all devices, and so for the stage that computes longest."""
-        return self.how.exchange == "background"
+        return EXCHANGE_FACTS.of(self.how.exchange).in_background
 
     @property
     def _number_of_top(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from moe_jax.config import Config, View
+from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.models import routing
 from moe_jax.models.orders import order_of
 from moe_jax.models.orders.protocol import Buffer, Order, buffer_of
@@ -55,7 +56,7 @@ class Facts:
     @property
     def ragged(self) -> bool:
         """Whether only existing rows are exchanged; each microbatch is one piece then."""
-        return self.how.exchange == "ragged"
+        return EXCHANGE_FACTS.of(self.how.exchange).ragged
 
     @property
     def keeps_least(self) -> bool:

@@ -1,0 +1,128 @@
+"""The built-in parts: one file each, found in the folder of their kind.
+
+The file of a gate declares `FACTS = GateFacts(...)`, and files of other kinds declare the facts of their kind. Settings
+and plans need these facts but must not import jax, which the files of gates and exchanges import. Therefore the
+registry reads the source, and of it only what is assigned to `FACTS`: plain values, and names of `config/facts.py`.
+A file without `FACTS` is a helper, not a part. The packages of the parts import the files themselves, by `modules`.
+"""
+
+import ast
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.resources import files
+from types import ModuleType
+from typing import Generic, NamedTuple, TypeVar
+
+from moe_jax.config import facts as declarations
+from moe_jax.config.facts import (
+    ExchangeFacts,
+    Facts,
+    GateFacts,
+    HooksFacts,
+    OrderFacts,
+    PipelineFacts,
+    PolicyFacts,
+    ReductionFacts,
+)
+
+F = TypeVar("F", bound=Facts)
+_NAME = "FACTS"
+
+
+class Part(NamedTuple, Generic[F]):
+    """The file of a part, without its ending, and what it declares."""
+
+    file: str
+    facts: F
+
+
+class Registry(Mapping[str, F]):
+    """The facts of a kind's parts by their names, in the order in which they are listed."""
+
+    def __init__(self, package: str, kind: type[F]):
+        self._package, self._kind = package, kind
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Part[F]]:
+        _, *folders = self._package.split(".")
+        sources = {each.name.removesuffix(".py"): each for each in files("moe_jax").joinpath(*folders).iterdir()}
+        parts = [
+            (facts.name or file, Part(file, facts))
+            for file in sorted(name for name, each in sources.items() if each.name.endswith(".py"))
+            if (facts := self.declared(file, sources[file].read_text("utf-8")))
+        ]
+        found = dict(sorted(parts, key=lambda part: (part[1].facts.listed, part[0])))
+        if len(found) < len(parts):
+            raise TypeError(f"{self._package} has two parts of one name among {', '.join(found)}")
+        return found
+
+    def declared(self, file: str, source: str) -> F | None:
+        """The value of a file's `FACTS`; None if it has none. Raises TypeError if it is no declaration of this kind."""
+        expression = _assigned(source)
+        if expression is None:
+            return None
+        where = f"{self._package}.{file}: {_NAME}"
+        try:
+            facts = _value(expression)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TypeError(f"{where}: {error}: use plain values and names of moe_jax/config/facts.py") from error
+        if not isinstance(facts, self._kind):
+            raise TypeError(f"{where} must be a {self._kind.__name__}, not {type(facts).__name__}")
+        return facts
+
+    def __getitem__(self, name: str) -> F:
+        return self._parts[name].facts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def of(self, name: str) -> F:
+        """The facts of a part that a setting names; of one from elsewhere, and of auto, the defaults."""
+        return self[name] if name in self else self._kind()
+
+    def modules(self) -> dict[str, ModuleType]:
+        """The parts' modules by their names, imported now."""
+        return {name: importlib.import_module(f"{self._package}.{part.file}") for name, part in self._parts.items()}
+
+
+def _assigned(source: str) -> ast.expr | None:
+    """The expression that a module assigns to `FACTS`."""
+    for statement in ast.parse(source).body if _NAME in source else ():
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == _NAME:
+                return value
+            case ast.AnnAssign(target=ast.Name(id=name), value=value) if name == _NAME:
+                return value
+    return None
+
+
+def _value(expression: ast.expr) -> object:
+    """Plain values, and what `config/facts.py` makes of them. Raises AttributeError or ValueError for anything else."""
+    match expression:
+        case ast.Call(func=ast.Name(id=name), args=values, keywords=named):
+            made: object = getattr(declarations, name)(
+                *map(_value, values), **{str(each.arg): _value(each.value) for each in named}
+            )
+            return made
+        case ast.Name(id=name):
+            return getattr(declarations, name)
+        case ast.Tuple(elts=values):
+            return tuple(map(_value, values))
+        case _:
+            return ast.literal_eval(expression)
+
+
+NO_HOOKS = "none"  # what model.moe.hooks says instead of a part: nothing is called
+OPEN_EXCHANGE = "auto"  # what exchange.algorithm says instead of a part: it depends on the devices
+
+GATE_FACTS = Registry("moe_jax.models.gates", GateFacts)
+ORDER_FACTS = Registry("moe_jax.models.orders", OrderFacts)
+HOOKS_FACTS = Registry("moe_jax.models.hooks", HooksFacts)
+EXCHANGE_FACTS = Registry("moe_jax.parallel.all_to_all", ExchangeFacts)
+REDUCTION_FACTS = Registry("moe_jax.parallel.reductions", ReductionFacts)
+POLICY_FACTS = Registry("moe_jax.schedule.policies", PolicyFacts)
+PIPELINE_FACTS = Registry("moe_jax.schedule.pipelines", PipelineFacts)
