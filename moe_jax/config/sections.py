@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from moe_jax.config import gates as gate_table
+from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
 from moe_jax.config.validate import check_config
 
 
@@ -476,14 +477,16 @@ class Config(Sections):
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
     @property
-    def is_pipelined(self) -> bool:
-        """Whether a step runs a table of ticks."""
-        return self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+    def step_kind(self) -> StepKindName:
+        """Which kind of training step these settings ask for."""
+        if self.mesh.pipeline > 1 or self.schedule.pipeline == "coscheduled":
+            return "pipelined"
         unscheduled = Schedule()
         names = ("policy", "weight_grad", "grad_reduce")
-        same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
-        return same and self.exchange.reduction == "all_reduce" and not self.is_pipelined
+        is_unscheduled = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"
+
+    @property
+    def step_facts(self) -> StepFacts:
+        """What holds for every step of this kind."""
+        return STEP_FACTS[self.step_kind]

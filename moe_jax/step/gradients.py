@@ -32,9 +32,9 @@ def in_parts(token_BN1: jax.Array, config: Config) -> jax.Array:
 
 def plan_of(config: Config, mesh: Mesh) -> Plan | pipeline.Plan | None:
     """In which order a step's tasks run; None: autodiff's and the compiler's. Raises ScheduleError or ConfigError."""
-    if config.is_pipelined:
+    if config.step_kind == "pipelined":
         return pipeline.make_plan(config, mesh)
-    return None if config.is_plain else make_plan(config, mesh)
+    return None if config.step_kind == "plain" else make_plan(config, mesh)
 
 
 def gradients_of(

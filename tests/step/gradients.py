@@ -47,7 +47,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     mesh = mesh_of(config)
     specs = partitions(param_dims(config.model), expert_axis(config.mesh))
     how = Computation.of(config, mesh)
-    plan = None if config.is_plain else make_plan(config, mesh)
+    plan = None if config.step_kind == "plain" else make_plan(config, mesh)
     tokens = token_BN1[:, 1:].size
     when = When(None if step is None else jnp.int32(step))
 
