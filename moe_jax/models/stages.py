@@ -1,7 +1,6 @@
 """Parameters as pipeline stages hold them: blocks in the rows that `moe_jax.config.layer_layout` gives them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.parameters import param_shapes
-
-Tree = Any
+from moe_jax.parallel.trees import Tree
 
 
 def stored_shapes(stages: Stages) -> Tree:

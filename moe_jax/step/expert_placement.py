@@ -17,9 +17,12 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
 from moe_jax.parallel.copies import sum_copies
 from moe_jax.parallel.grad_sync import Experts
-from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.trees import Grads
+from moe_jax.step.context import State, StepContext
+from moe_jax.step.losses import Metrics
+from moe_jax.step.optimizer import unless_bad
 
 Placement = dict[str, jax.Array]
 
@@ -86,8 +89,18 @@ def params_in_order(state: dict[str, Any], stages: Stages) -> Any:
     return by_expert({"params": state["params"]}, slots_of(state), stages)["params"]
 
 
-def experts_here(dims: Any, slot_ME: jax.Array | None, stages: Stages, axis: Axes) -> list[Experts | None]:
+def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[str, Placement]:
+    """The placement of a state, if it has one, with the loads of a step added unless the step was bad."""
+    if "placement" not in state:
+        return {}
+    load_ME = state["placement"]["load_ME"]
+    load_ME = unless_bad(is_good, load_ME + metrics["expert_load"], load_ME)
+    return {"placement": state["placement"] | {"load_ME": load_ME}}
+
+
+def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Experts | None]:
     """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
+    dims, stages, axis = context.dims, context.stages, context.how.expert_axis
     experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
     held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
 
@@ -116,8 +129,14 @@ def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
     return jnp.where(is_first_RS, slot_RE, experts + slots)
 
 
-def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: Axes, platform: str) -> Any:
-    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`."""
+def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepContext) -> Grads:
+    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`.
+
+    The same gradients if no expert has copies (`migration.replicas`).
+    """
+    if expert_MS is None or not context.config.replicas:
+        return grads
+    stages, axis, platform = context.stages, context.how.expert_axis, context.how.platform
     leaves = jax.tree.leaves_with_path(grads)
     groups = {group for path, _ in leaves if (group := expert_group(path)) is not None}
     new: dict[Any, jax.Array] = {}
@@ -127,7 +146,8 @@ def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: A
         expert_RS = _own_rows(expert_MS, group, stages)
         summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others)
         new |= dict(zip(paths, summed, strict=True))
-    return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
+    summed_grads: Grads = jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
+    return summed_grads
 
 
 def _own_rows(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:

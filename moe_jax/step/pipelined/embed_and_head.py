@@ -3,18 +3,15 @@
 b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from moe_jax.models.transformer import Computation, embed
 from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 def embedded(params: Tree, tokens: OwnTokens, how: Computation) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import Parts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms
 from moe_jax.step.pipelined.build import Orders
@@ -22,8 +23,6 @@ from moe_jax.step.scheduled.grad_reduce import Sums
 from moe_jax.step.scheduled.layer_loop import run
 from moe_jax.step.scheduled.scan_residuals import Given, Turn
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 class _Saved(NamedTuple):

@@ -28,6 +28,7 @@ from moe_jax.parallel.all_to_all import exchange_named, ragged
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.async_exchange import Arrival, PendingExchange, start
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
@@ -36,7 +37,6 @@ from moe_jax.step.scheduled.lane_overflow import RareRows, lane_widths
 from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, is_float, with_floats
 from moe_jax.step.scheduled.step_dims import Facts
 
-Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
 
 

@@ -6,21 +6,20 @@ pullbacks again, runs its tasks, and sums the gradients of the turn above.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.seen import Seen
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.turns import Looped
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import Sums
 from moe_jax.step.scheduled.layer_loop_grads import Layout, TurnGradients
 from moe_jax.step.scheduled.scan_residuals import Given, Turn
-
-Tree = Any
 
 
 def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
@@ -31,27 +30,23 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
             runs[action.direction](action)
 
 
+class Stacked(NamedTuple):
+    """What each turn takes its share of. The first three are the looped segment's, by place in its period."""
+
+    params: Tree
+    cuts: Tree  # of its parameters
+    earlier: Tree | None  # gradients that are added to those of the turns
+    seen: Seen | None  # what gates look at besides features, below the blocks
+    slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
+
+
 class Loops:
-    """The loops of a step. `sums` and its tasks run what lies outside.
+    """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
 
-    `params`, their `cuts` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is
-    what gates look at, below the blocks; `slot_ME` where experts of all blocks lie (None: in their order).
-    """
-
-    def __init__(
-        self,
-        looped: Looped,
-        segment: Segment,
-        sums: Sums,
-        params: Tree,
-        cuts: Tree,
-        earlier: Tree,
-        seen: Seen | None,
-        slot_ME: jax.Array | None = None,
-    ):
+    def __init__(self, looped: Looped, segment: Segment, sums: Sums, stacked: Stacked):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = params, cuts, earlier, seen, slot_ME
+        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = stacked
         self.layout = Layout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
         self.gradients: TurnGradients

@@ -8,9 +8,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from moe_jax.models.gates.seen import Seen
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
-
-Tree = Any
 
 
 class Given(NamedTuple):

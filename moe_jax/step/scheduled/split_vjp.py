@@ -15,10 +15,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Var
 from jax.tree_util import Partial
 
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import evaluate, inlined, needed_for, value_of, values_of, variables
 from moe_jax.step.scheduled.min_cut_remat import cut_residuals
 
-Tree = Any
 Pullback = Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]
 _MATRIX_DIMS = 2
 
