@@ -19,7 +19,7 @@ from moe_jax.parallel.copies import sum_copies
 from moe_jax.parallel.grad_sync import Experts
 from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.parallel.trees import Grads
+from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import State, StepContext
 from moe_jax.step.losses import Metrics
 from moe_jax.step.optimizer import unless_bad
@@ -45,7 +45,7 @@ def placement_shapes(model: Model, slots: int, like: NamedSharding) -> dict[str,
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in shapes.items()}
 
 
-def slots_of(state: Mapping[str, Any]) -> Any:
+def slots_of(state: Mapping[str, Any]) -> jax.Array | None:
     """Where experts of each block lie, `slot_ME` or `expert_MS` (`models/placement.py`); None: in their order."""
     placement = state.get("placement")
     return placement and placement["expert_MS" if "expert_MS" in placement else "slot_ME"]
@@ -61,7 +61,7 @@ def fits(placement: Placement, config: Config, ranks: int) -> bool:
     return not twice.any()
 
 
-def with_first_placement(state: dict[str, Any], shapes: Any, config: Config, ranks: int) -> dict[str, Any]:
+def with_first_placement(state: State, shapes: State, config: Config, ranks: int) -> State:
     """A state whose experts lie in their order with a placement that says so, sharded like `shapes`."""
     wanted = jax.tree.map(lambda x: x.sharding, shapes)
     first = partial(first_placement, config.model, ranks, config.replicas)
@@ -73,20 +73,20 @@ def with_first_placement(state: dict[str, Any], shapes: Any, config: Config, ran
     return state | {"placement": placement}
 
 
-def ordered(state: dict[str, Any], shapes: Any, stages: Stages) -> dict[str, Any]:
+def ordered(state: State, shapes: State, stages: Stages) -> State:
     """A state, or a part of it, without its placement: experts in their order, sharded like `shapes`."""
     rest = {name: part for name, part in state.items() if name != "placement"}
     wanted = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in rest})
     sort = jax.jit(partial(by_expert, stages=stages), out_shardings=wanted)
-    sorted_rest: dict[str, Any] = sort(rest, slots_of(state))
+    sorted_rest: State = sort(rest, slots_of(state))
     return sorted_rest
 
 
-def params_in_order(state: dict[str, Any], stages: Stages) -> Any:
+def params_in_order(state: State, stages: Stages) -> Params:
     """A state's parameters with experts in their order, for who knows no placement."""
-    if "placement" not in state:
-        return state["params"]
-    return by_expert({"params": state["params"]}, slots_of(state), stages)["params"]
+    params: Params = state["params"]
+    slot_ME = slots_of(state)
+    return params if slot_ME is None else by_expert({"params": params}, slot_ME, stages)["params"]
 
 
 def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[str, Placement]:

@@ -92,7 +92,7 @@ def train_step(
     token_BN1: Int[Array, "B N1"],
     max_loss: Float[Array, ""] | None,
     context: StepContext,
-    gradients: Gradients = gradients,
+    gradients: Gradients,
 ) -> tuple[State, Metrics]:
     """The state after a step, and its metrics.
 

@@ -24,6 +24,7 @@ from moe_jax.step.scheduled.build import Plan, owned, places, turns_of
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import Sums
 from moe_jax.step.scheduled.layer_loop import Loops, Stacked, run
+from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.step_dims import Facts
 
 
@@ -70,7 +71,7 @@ def _gradients_of_part(
     seen = inputs.seen(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    tasks = Tasks(facts, params, blocks, tokens, partial(_stored, params, model), seen, slots)
+    tasks = Tasks(facts, params, Given(blocks, seen, slots), tokens, partial(_stored, params, model))
     sums = Sums(plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice))
     if looped is None:
         run(issued, tasks, sums)

@@ -4,9 +4,9 @@ A forward turn hands the settled residual stream on and stacks what its pullback
 pullbacks again, runs its tasks, and sums the gradients of the turn above.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class Loops:
             self.tasks.settle(r, self.turns.first)
 
         def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.facts, None, given.blocks, None, seen=given.seen, slots=given.slots)
+            tasks = Tasks(self.tasks.facts, None, given)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
             run(self.looped.up, tasks, self.sums)
             for r in self.microbatches:
@@ -119,10 +119,11 @@ class Loops:
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
             dx, self.gradients.state = carry
             given = self._given(number)
-            tasks = Tasks(self.tasks.facts, None, given.blocks, None)
+            tasks = Tasks(self.tasks.facts, None, Given(given.blocks))
             self._restore(tasks, number, given)
             sums = Sums(self.sums.reductions, tasks, self._earlier(number))
-            tasks.share = partial(self._of_moe_block, share_ME, number)
+            if share_ME is not None:
+                tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
                 self._take(sums, number + 1, self.turns.size)
@@ -152,7 +153,7 @@ class Loops:
 
         def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state
-            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, {}, None), None)
+            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
             self._take(sums, number)
             run(self.looped.sums, sums.tasks, sums)
             self._put_totals(sums, number)
@@ -172,12 +173,12 @@ class Loops:
             owner = block + shift + 1
             self.gradients.put_sum(turn, block, sums.total(owner), sums.from_turns[owner])
 
-    def _earlier(self, turn: jax.Array) -> Any:
+    def _earlier(self, turn: jax.Array) -> Callable[[int], Tree] | None:
         if self.earlier is None:
             return None
         return lambda owner: self.layout.take(self.earlier, turn, owner - 1)
 
-    def _of_moe_block(self, of_all_M: Any, turn: int | jax.Array, block: int) -> jax.Array:
+    def _of_moe_block(self, of_all_M: jax.Array, turn: int | jax.Array, block: int) -> jax.Array:
         """What belongs to a block of a turn."""
         below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
         place = below + turn * len(self.moe) + self.moe.index(block)
