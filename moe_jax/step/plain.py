@@ -2,7 +2,12 @@
 
 A step computes the loss of this device's tokens, differentiates it, sums the gradients over devices, clips them and
 updates the parameters. The two other kinds of step (`kinds.py`) replace `gradients`, and pipelines also `evaluate`, by
-functions that compute the same values in an order of their own: this file is what they are compared with.
+functions that compute the same values in an order of their own. So this file is also their specification.
+
+The mesh has five axes. Tokens are cut over data, context, expert and tensor ranks, experts over expert ranks, heads and
+hidden widths over tensor ranks, and blocks over pipeline stages. `forward` sends rows to experts and back and gathers
+what tensor and context ranks need. `sync_gradients` sums each gradient over the axes on which its parameter is
+replicated. `sum_over_batch` sums over all ranks that have tokens of their own.
 
 B sequences of this device, in A accumulated parts of b; N tokens of each sequence and N1 = N + 1; D model width;
 M blocks with experts, E experts.
