@@ -105,10 +105,10 @@ def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(run, shapes), stages)
     specs: dict[str, Any] = {"mesh": mesh, "in_specs": REPLICATED, "out_specs": REPLICATED, "check_vma": False}
-    compute = jax.jit(
+    run_once = jax.jit(
         jax.shard_map(lambda p, t: unembed(p, forward(p, t, config.model, how)[0], config.model), **specs)
     )
-    return np.asarray(compute(params, tokens))
+    return np.asarray(run_once(params, tokens))
 
 
 def _differences(python: str, pairs: dict[str, Pair]) -> dict[str, dict[str, float]]:

@@ -617,8 +617,8 @@ MUTATIONS = (
     ),
     Mutation(
         "accumulation_keeps_the_last_part",
-        "step/gradients.py",
-        "return _added(total, of_part(*part)), None",
+        "step/plain.py",
+        "return jax.tree.map(jnp.add, total, of_part(*part)), None",
         "return of_part(*part), None",
         "all but the last part of a batch is computed for nothing",
         STEP,
@@ -627,7 +627,7 @@ MUTATIONS = (
     Mutation(
         "z_loss_left_out",
         "step/losses.py",
-        " + moe.z_loss_coeff * parts.router_z_loss",
+        " + moe.z_loss_coeff * self.router_z_loss",
         "",
         "the router z-loss is computed and not minimised",
         STEP,

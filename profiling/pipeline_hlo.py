@@ -32,13 +32,12 @@ from moe_jax.measure.provenance import provenance
 from moe_jax.measure.targets import Target, target_devices
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.traffic import exchanges
-from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import stored_shapes
-from moe_jax.models.transformer import Computation
-from moe_jax.parallel.mesh import expert_axis, make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.pipelines.tick import side_of
+from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.pipelined.build import make_plan
 from moe_jax.step.pipelined.executor import Stage
 
@@ -73,13 +72,14 @@ _SIDES = {"F": {"F", "keep_forward"}, "B": {"B", "add_gradients"}}
 
 def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     """Of a device: what outlives a tick, by field of `State`, and the sums of gradients."""
-    plan, specs = make_plan(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
-    how, tokens = Computation.of(config, mesh), config.train.batch_size * config.data.seq_len
+    plan, context = make_plan(config, mesh), StepContext.of(config, mesh)
 
     def body(params: Any, token_BN1: jax.Array) -> dict[str, Any]:
-        return Stage(params, token_BN1, config, how, tokens, plan).first_state()._asdict()
+        return Stage(params, StepInputs(token_BN1), context, plan).first_state()._asdict()
 
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=REPLICATED, check_vma=False)
+    on_mesh = jax.shard_map(
+        body, mesh=mesh, in_specs=(context.specs, BATCH_SPEC), out_specs=REPLICATED, check_vma=False
+    )
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), np.int32)
     state = jax.eval_shape(on_mesh, stored_shapes(Stages.of(config)), batch)
     return {

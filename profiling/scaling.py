@@ -54,7 +54,7 @@ def planned(case: Case) -> dict[str, Any]:
         "experts_over_context": found.config.mesh.experts_over_context,
         "policy": schedule.policy,
         "microbatches": schedule.microbatches,
-        "pipeline": schedule.pipeline if found.config.is_pipelined else None,
+        "pipeline": schedule.pipeline if found.config.step_facts.has_ticks else None,
         "remat": schedule.remat,
         "parts": found.config.train.grad_accumulation,
         "zero": found.config.optimizer.zero,

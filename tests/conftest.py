@@ -31,7 +31,9 @@ gc.set_threshold(100_000, 50, 50)
 pytest_plugins = ("tests.cost",)
 
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(["moe_jax.models", "moe_jax.parallel", "moe_jax.step.losses"], "beartype.beartype")
+install_import_hook(
+    ["moe_jax.models", "moe_jax.parallel", "moe_jax.step.losses", "moe_jax.step.plain"], "beartype.beartype"
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

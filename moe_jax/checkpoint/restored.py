@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.checkpoint.record import Record
-from moe_jax.step.trainer import State
+from moe_jax.step.context import State
 
 
 class Restored(NamedTuple):

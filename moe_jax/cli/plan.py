@@ -126,7 +126,7 @@ def _title(plans: Plans) -> str:
     found, config = plans.best.estimate, plans.config
     parts = config.train.grad_accumulation
     shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]
-    if config.is_pipelined:
+    if config.step_facts.has_ticks:
         where = ", on one pipeline stage" if config.mesh.pipeline > 1 else ""
         shown.append(f"one of {parts} parts of the batch{where}")
     elif parts > 1:

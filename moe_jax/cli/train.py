@@ -25,8 +25,8 @@ from moe_jax.run.describe import dry_run, table
 from moe_jax.run.loop import train
 from moe_jax.run.resolve_auto import choose
 from moe_jax.run.sample import write_sample
+from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order
-from moe_jax.step.trainer import State
 
 
 def main() -> None:

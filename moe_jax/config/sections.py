@@ -37,6 +37,7 @@ from moe_jax.config.registry import (
     POLICY_FACTS,
     REDUCTION_FACTS,
 )
+from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
 
 if TYPE_CHECKING:  # a type checker does not read the files of parts
     PipelineName = str
@@ -546,14 +547,16 @@ class Sections:
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
     @property
-    def is_pipelined(self) -> bool:
-        """Whether a step runs a table of ticks."""
-        return self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is scheduled: autodiff and the compiler choose the order."""
+    def step_kind(self) -> StepKindName:
+        """Which kind of training step these settings ask for."""
+        if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
+            return "pipelined"
         unscheduled = Schedule()
         names = ("policy", "weight_grad", "grad_reduce")
-        same = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
-        return same and self.exchange.reduction == "all_reduce" and not self.is_pipelined
+        is_unscheduled = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"
+
+    @property
+    def step_facts(self) -> StepFacts:
+        """What holds for every step of this kind."""
+        return STEP_FACTS[self.step_kind]

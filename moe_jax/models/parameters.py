@@ -15,8 +15,7 @@ from moe_jax.config import Model
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
-
-Params = dict[Any, Any]
+from moe_jax.parallel.trees import ParamDims, Params, Tree
 
 _GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}  # matrices by whose names an MLP is known
 _ROUTER_STD = 0.01  # small: at first every expert is about as likely as any other
@@ -188,14 +187,14 @@ def param_shapes(model: Model) -> Params:
     return jax.eval_shape(lambda: init_params(model, 0))
 
 
-def param_dims(model: Model) -> Params:
+def param_dims(model: Model) -> ParamDims:
     """The parameters' tree with each array replaced by the names of its dimensions."""
     state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
     named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
 
 
-def blocks_of(tree: Params, model: Model, take: Callable[[Any, int], Any]) -> list[Params]:
+def blocks_of(tree: Tree, model: Model, take: Callable[[Any, int], Any]) -> list[Tree]:
     """Each block's own part of a tree laid out like the parameters, from the bottom up.
 
     `take(leaf, turn)` gives one block's share of a leaf that is stacked over the periods of a segment.
@@ -208,6 +207,6 @@ def blocks_of(tree: Params, model: Model, take: Callable[[Any, int], Any]) -> li
     ]
 
 
-def block_params(params: Params, model: Model) -> list[Params]:
+def block_params(params: Params, model: Model) -> list[Tree]:
     """Each block's own parameters, from the bottom up."""
     return blocks_of(params, model, lambda leaf, turn: leaf[turn])

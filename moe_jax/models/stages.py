@@ -1,7 +1,6 @@
 """Parameters as pipeline stages hold them: blocks in the rows that `moe_jax.config.layer_layout` gives them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +9,15 @@ from numpy.typing import NDArray
 
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.trees import Params
 
-Tree = Any
 
-
-def stored_shapes(stages: Stages) -> Tree:
+def stored_shapes(stages: Stages) -> Params:
     """Of the parameters as stages hold them; nothing is allocated."""
     return jax.eval_shape(lambda params: stored(params, stages), param_shapes(stages.model))
 
 
-def stored(params: Tree, stages: Stages) -> Tree:
+def stored(params: Params, stages: Stages) -> Params:
     """Parameters as stages hold them, from those in the order of blocks; unused rows are 0."""
 
     def put(leaf: jax.Array, row: NDArray[np.int64], total: int) -> jax.Array:
@@ -28,12 +26,14 @@ def stored(params: Tree, stages: Stages) -> Tree:
     return _rearranged(params, stages, put)
 
 
-def in_order(params: Tree, stages: Stages) -> Tree:
+def in_order(params: Params, stages: Stages) -> Params:
     """The inverse of `stored`."""
     return _rearranged(params, stages, lambda leaf, row, total: leaf[row])
 
 
-def _rearranged(params: Tree, stages: Stages, move: Callable[[jax.Array, NDArray[np.int64], int], jax.Array]) -> Tree:
+def _rearranged(
+    params: Params, stages: Stages, move: Callable[[jax.Array, NDArray[np.int64], int], jax.Array]
+) -> Params:
     moved = {}
     for number, tree in params["segments"].items():
         total, *rows = stages.layout[number]

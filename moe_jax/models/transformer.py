@@ -35,6 +35,7 @@ from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import gathered, summed
+from moe_jax.parallel.trees import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +226,7 @@ def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Comp
 
 
 def forward(
-    params: Any,
+    params: Params,
     token_BN: Int[Array, "B N"],
     model: Model,
     how: Computation,

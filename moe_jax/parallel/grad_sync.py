@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
+from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import Cut
 
 
-def sync_gradients(grads: Any, specs: Any, cuts: Any, platform: str) -> Any:
+def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
     """Sum each gradient over the axes that cut tokens or blocks and that its parameter is replicated on.
 
     Of what is cut over some of them, a device gets the sum of its own part.
@@ -43,7 +44,7 @@ class Experts(NamedTuple):
 
 
 def global_norm(
-    grads: Any, specs: Any, platform: str, experts: Iterable[Experts | None] = itertools.repeat(None)
+    grads: Tree, specs: Tree, platform: str, experts: Iterable[Experts | None] = itertools.repeat(None)
 ) -> Float[Array, ""]:
     """The L2 norm of synchronised gradients, each parameter counted once however it, or its gradient, is cut.
 
@@ -76,7 +77,7 @@ def _square(grad: jax.Array, experts: Experts | None) -> jax.Array:
     return zeros_RE.at[jnp.arange(rows)[:, None], experts.number_RL].set(square_RL, unique_indices=True)
 
 
-def sum_over_batch(tree: Any) -> Any:
+def sum_over_batch(tree: Tree) -> Tree:
     """Sum every leaf over the devices that hold different tokens, in one collective for each type of number.
 
     Not to be differentiated.

@@ -1,7 +1,7 @@
 """The pipeline axis: a ring of stages, each with its own blocks. All functions run inside `shard_map`."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.permute import permuted
+from moe_jax.parallel.trees import Tree
 
 Arriving = Callable[[jax.Array], jax.Array]  # gives what came, once its argument is computed
 
@@ -52,7 +53,7 @@ def arriving(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Arriving:
         return lambda beside: background.finish(after(ticket, beside, "cpu"), x)
 
 
-def sum_over_stages(tree: Any) -> Any:
+def sum_over_stages(tree: Tree) -> Tree:
     """Sum every leaf over the stages. Not to be differentiated."""
     with jax.named_scope("sum_over_stages"):
         return jax.lax.psum(tree, Axis.PIPELINE)

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axes, Axis
+from moe_jax.parallel.trees import Tree
 
 Dims = tuple[str, ...]
 
@@ -41,17 +42,17 @@ def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
     return PartitionSpec(*(group if len(group) > 1 else group[0] if group else None for group in axes))
 
 
-def partitions(dims: Any, experts: Axes) -> Any:
+def partitions(dims: Tree, experts: Axes) -> Tree:
     """`partition` of each leaf of a tree of dimension tuples."""
     return map_dims(lambda leaf: partition(leaf, experts), dims)
 
 
-def map_dims(function: Callable[[Dims], Any], dims: Any) -> Any:
+def map_dims(function: Callable[[Dims], Any], dims: Tree) -> Tree:
     """`jax.tree.map` over a tree whose leaves are dimension tuples."""
     return jax.tree.map(function, dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def shardings(mesh: Mesh, specs: Any) -> Any:
+def shardings(mesh: Mesh, specs: Tree) -> Tree:
     """A NamedSharding for each PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
@@ -64,7 +65,7 @@ def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(names)
 
 
-def drawn_in_parts(params: Any, placed: Any) -> Any:
+def drawn_in_parts(params: Tree, placed: Tree) -> Tree:
     """Random parameters of which simulated devices, which share a processor, each draw a part where all have the whole.
 
     Inside jit; `placed` are their shardings. No value depends on who draws it (jax_threefry_partitionable).

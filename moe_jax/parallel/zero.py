@@ -20,6 +20,7 @@ from jaxtyping import Array, Num
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.sharding import sharded_axes
+from moe_jax.parallel.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def ranks_of(axes: tuple[Axis, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def cuts_of(shapes: Any, specs: Any, mesh_shape: Mapping[str, int]) -> Any:
+def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int]) -> Tree:
     """A cut of each parameter: a dimension that no mesh axis cuts, over as many devices as divide it.
 
     The stacked dimension of blocks is the pipeline's: each block is cut for itself.
@@ -87,17 +88,17 @@ def cuts_of(shapes: Any, specs: Any, mesh_shape: Mapping[str, int]) -> Any:
     return jax.tree.map(lambda shape, spec: _cut_of(shape.shape, spec, mesh_shape), shapes, specs)
 
 
-def no_cuts(specs: Any) -> Any:
+def no_cuts(specs: Tree) -> Tree:
     """Of parameters that stay whole."""
     return jax.tree.map(lambda _: Cut(), specs)
 
 
-def own_parts(cuts: Any, tree: Any) -> Any:
+def own_parts(cuts: Tree, tree: Tree) -> Tree:
     """This device's parts of a tree of whole arrays."""
     return jax.tree.map(lambda cut, x: cut.own(x), cuts, tree)
 
 
-def gathered(cuts: Any, tree: Any, platform: str) -> Any:
+def gathered(cuts: Tree, tree: Tree, platform: str) -> Tree:
     """Whole arrays of a tree of parts, one after another: compilers put together elsewhere what comes in pieces."""
     leaves, structure = jax.tree.flatten(tree)
     before: jax.Array | None = None
@@ -107,7 +108,7 @@ def gathered(cuts: Any, tree: Any, platform: str) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def part_specs(cuts: Any, specs: Any) -> Any:
+def part_specs(cuts: Tree, specs: Tree) -> Tree:
     """The shardings of a tree of parts."""
     return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
 

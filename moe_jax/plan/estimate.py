@@ -81,7 +81,7 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
 
     Raises ScheduleError, and ConfigError if stages have too few blocks.
     """
-    if config.is_pipelined:
+    if config.step_facts.has_ticks:
         return _pipelined(config, cluster)
     moe, blocks = config.model.moe, config.model.num_layers
     bottom, period = (moe.first_k_dense_replace, moe.moe_layer_freq) if moe.num_experts else (0, 1)

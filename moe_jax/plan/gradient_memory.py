@@ -28,9 +28,11 @@ def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int],
     """Of a device with `count` parameters."""
     model, stage, in_parts = config.model, config.optimizer.zero, config.train.grad_accumulation > 1
     own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.hidden_size
-    each_summed = stage == 2 and not (config.is_plain and compiler.sums_behind_parts)
+    each_summed = stage == 2 and (config.step_facts.orders_sums or not compiler.sums_behind_parts)
     earlier = (own if each_summed else count) if in_parts else 0.0
-    behind = stage == 0 or config.is_plain or config.schedule.grad_reduce == "end"  # the backward pass
+    behind = (
+        stage == 0 or not config.step_facts.orders_sums or config.schedule.grad_reduce == "end"
+    )  # the backward pass
     summed = float(count) if behind else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
     backward = summed - (matrix if behind and not model.tie_word_embeddings else 0)  # the embedding's comes last
     update = earlier + summed

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from moe_jax.config import Config, Model
 from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.config.registry import OPEN_EXCHANGE
+from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]
@@ -96,7 +97,7 @@ def mode_of(config: Config, platform: str) -> Mode:
     """Of a config's blocks."""
     if config.schedule.remat != "none":
         return config.schedule.remat
-    return "least" if platform == "tpu" and not config.is_plain else "all"
+    return "least" if platform == "tpu" and config.step_facts.orders_tasks else "all"
 
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> Rows:
@@ -146,7 +147,7 @@ def _mlps(model: Model, kind: str) -> list[int]:
     return [width for width in widths[kind] if width]
 
 
-def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: bool) -> float:
+def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
@@ -183,7 +184,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, scheduled: boo
     if mode in ("all", "least"):
         total += filled_up
     total += _latent_bytes(sizes, model, mode)
-    if kind == "dense" or (mode in ("dots", "full") and not scheduled):
+    if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     total += (
         item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
@@ -253,5 +254,5 @@ def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
     pairs = 0 if sizes.ring else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
     waiting = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
-    room = 4 * pairs if mode == "least" else kept_bytes(sizes, model, kind, mode, scheduled=True)
+    room = 4 * pairs if mode == "least" else kept_bytes(sizes, model, kind, mode, "task")
     return max(0.0, waiting - room)

@@ -36,9 +36,9 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     for axis, size in mesh.items():
         if size < 1:
             raise ConfigError(f"mesh.{axis}={size} leaves memory open: say how many devices there are along this axis")
-    if config.is_pipelined:
+    if config.step_facts.has_ticks:
         return pipelined_memory(config, platform, mesh)
-    model, sizes = config.model, sizes_of(config, platform, mesh)
+    model, sizes, facts = config.model, sizes_of(config, platform, mesh), config.step_facts
     count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
     matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
@@ -47,7 +47,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts:
         kept += sizes.item * in_products
     gradients = gradient_memory(config, compiler, mesh, count)
-    flat = 0 if config.is_plain or math.prod(mesh.values()) == 1 else compiler.flat_copies
+    flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": kept,
@@ -62,7 +62,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         "update": {"gradients": gradients.update},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
-    gaps = compiler.gaps if config.is_plain else compiler.scheduled_gaps
+    gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
     parts = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
     return StepMemory(
         moment=moment,
@@ -76,8 +76,8 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
 
 def _kept(config: Config, sizes: Sizes, mode: Mode, in_products: float) -> float:
     """By all blocks."""
-    model, blocks = config.model, Counter(config.model.block_kinds)
-    total = sum(count * kept_bytes(sizes, model, kind, mode, not config.is_plain) for kind, count in blocks.items())
-    if config.is_plain and mode == "all":
+    model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
+    total = sum(count * kept_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
+    if facts.keeps_weight_casts and mode == "all":
         total += sizes.item * in_products  # casts of weights, stacked like activations
-    return total / period_of(config) if config.is_plain and mode == "full" else total
+    return total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total

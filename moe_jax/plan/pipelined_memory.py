@@ -31,8 +31,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     no_mlp = dataclasses.replace(model, intermediate_size=0)
     slot = stream + _largest(
         stages,
-        kept_bytes(sizes, no_mlp, "dense", mode, scheduled=True),
-        lambda kind: kept_bytes(sizes, model, kind, mode, scheduled=True),
+        kept_bytes(sizes, no_mlp, "dense", mode, "task"),
+        lambda kind: kept_bytes(sizes, model, kind, mode, "task"),
     )
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
     if outline.has_pairs and platform == "cpu":
@@ -49,7 +49,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     at_work = compiler.slots_at_work_of_pairs if outline.has_pairs else compiler.slots_at_work
     working = new + at_work * slot
     # sums of gradients and buffers are there all the time, and so without gaps
-    working += working_bytes(config, sizes, compiler._replace(scheduled_gradients=False), mode, mesh, blocks)
+    working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,

@@ -136,7 +136,7 @@ def _schedule(candidate: Candidate) -> str:
     if settings.expert_chunks > 1:
         degrees += f" × {settings.expert_chunks}"
     words = [settings.policy + (f" {degrees}" if settings.policy_facts.cuts else "")]
-    if candidate.config.is_pipelined:
+    if candidate.config.step_facts.has_ticks:
         words.append(settings.pipeline + (f" × {settings.virtual_stages}" if settings.virtual_stages > 1 else ""))
         head = settings.head_blocks
         words += [f"head as {head} block{'s' if head > 1 else ''}"] if head else []

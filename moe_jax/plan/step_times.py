@@ -201,8 +201,8 @@ class Step:
             for kind, part in of_kind.items()
         }
         experts = of_kind.get("moe", Owned())
-        # autodiff's backward pass exchanges again what it does not keep, with nothing beside it
-        again = self.config.is_plain and self.config.schedule.remat != "none"
+        # remat of whole periods repeats their exchanges in the backward pass, with nothing beside them
+        again = self.config.schedule.remat != "none" and self.config.step_facts.remat_unit == "period"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         exchanged = 2 * self.exchange_seconds(own) if again else 0.0
         head = self._task(

@@ -24,8 +24,8 @@ def working_bytes(
     hidden = rows.computed * model.moe.intermediate_size / sizes.tensor
     flowing = 4 * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
-        blocks = period_of(config) if config.is_plain else 1
-        of_kind = {kind: kept_bytes(sizes, model, kind, "all", scheduled=True) for kind in set(model.block_kinds)}
+        blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
+        of_kind = {kind: kept_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
         kinds = model.block_kinds[-blocks:]
         again = sum(of_kind[kind] for kind in kinds)
         again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are made anew
@@ -37,7 +37,7 @@ def working_bytes(
         total = max(squares, flowing) / sizes.microbatches
     if rows.ragged:
         total += item * model.hidden_size * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
-    if not config.is_plain:
+    if config.step_facts.orders_sums:
         total += _gradients_under_way(config, mesh)
         total += (4 + item) * in_block if compiler.scheduled_gradients else 0
     if mode == "all" and compiler.turned_heads:

@@ -22,7 +22,8 @@ from moe_jax.parallel.migrate import Trips, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.moves import Move, Trip, trips_of
 from moe_jax.step.compile_cache import compiled
-from moe_jax.step.trainer import State, Trainer
+from moe_jax.step.context import State
+from moe_jax.step.trainer import Trainer
 
 _MOST_TRIPS = 32  # of a call; more take several
 _PARTS = ("params", "optimizer")

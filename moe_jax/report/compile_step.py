@@ -25,7 +25,6 @@ from moe_jax.report.compiled import CompileError, Job, Outcome
 from moe_jax.run.choose_grouped_matmul import is_timed
 from moe_jax.run.tuning_space import config_of_first_step
 from moe_jax.step.compile import StepProgram, batch_shape, step_program
-from moe_jax.step.pipelined.build import Plan
 from moe_jax.step.trainer import Trainer, make_trainer
 
 # jax and where the compiler is
@@ -84,9 +83,8 @@ def devices_for(config: Config, target: Target) -> list[Any]:
 
 
 def _passes(trainer: Trainer) -> dict[str, list[list[int]]] | None:
-    if not isinstance(trainer.plan, Plan):
-        return None
-    return {name: runs.tolist() for name, runs in trainer.plan.turns.items()}
+    pipeline = trainer.kind.pipeline
+    return {name: runs.tolist() for name, runs in pipeline.turns.items()} if pipeline else None
 
 
 def _versions(target: Target) -> dict[str, str]:

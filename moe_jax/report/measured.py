@@ -91,13 +91,17 @@ def _steps(program: Program, operations: Sequence[Operation]) -> int:
 def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:
     """The variant that is the config itself, or else the first scheduled one of its policy. Raises TraceError."""
     own = load_config(config, overrides)
-    if own.is_plain:
+    if not own.step_facts.orders_tasks:
         raise TraceError(
             f"--trace is of a scheduled step, and --config {config} schedules nothing "
             f"(schedule.policy={own.schedule.policy}): name the config of the run that was traced"
         )
     others = {name: load_config(config, settings) for name, settings in variants.items()}
-    alike = [name for name, each in others.items() if not each.is_plain and each.schedule.policy == own.schedule.policy]
+    alike = [
+        name
+        for name, each in others.items()
+        if each.step_facts.orders_tasks and each.schedule.policy == own.schedule.policy
+    ]
     if not alike:
         raise TraceError(
             f"--policies {','.join(variants)} lacks schedule.policy={own.schedule.policy} of the traced run: add it"

@@ -84,7 +84,7 @@ def router_text(config: Config) -> dict[str, str]:
 def unused(config: Config) -> dict[str, str]:
     """Settings that have no effect here, though they may be meant to in other runs of the same config."""
     told, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
-    if config.is_plain and config.schedule.task_times:
+    if config.schedule.task_times and not config.step_facts.orders_tasks:
         told.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
     if config.train.quick_compile and not (config.mesh.cpu_devices and OLDER_EMITTERS):
         told.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")

@@ -7,7 +7,7 @@ from moe_jax.distributed.heartbeat import end_of_progress
 from moe_jax.errors import DivergedError
 from moe_jax.run.locate_nonfinite import FILE_NAME, write_first_bad
 from moe_jax.run.setup import Run
-from moe_jax.step.trainer import State
+from moe_jax.step.context import State
 from moe_jax.telemetry.nonfinite_steps import BadSteps, slower
 from moe_jax.telemetry.run_log import RunLog
 

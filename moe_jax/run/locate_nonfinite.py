@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Segment, Stages, segments
@@ -24,22 +24,19 @@ from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.gates.seen import When
 from moe_jax.models.head import unembed
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.transformer import Computation, block, embed
+from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
-from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.ranks import of_all_devices
-from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, partitions
-from moe_jax.parallel.zero import part_specs
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
+from moe_jax.parallel.trees import Params
 from moe_jax.run.setup import Run
 from moe_jax.step import fault_injection as faults
 from moe_jax.step.compile import config_at
+from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import slots_of
-from moe_jax.step.gradients import gradients_of, in_parts, plan_of
-from moe_jax.step.optimizer import state_cuts
-from moe_jax.step.trainer import State
+from moe_jax.step.kinds import step_kind
 from moe_jax.telemetry.nonfinite_steps import BadStep
 
 FILE_NAME = "bad_step.json"
@@ -77,8 +74,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
 
 def _outputs(config: Config, mesh: Mesh) -> Any:
     """The program that says which places' outputs are not finite [W, P], in the model's order of blocks."""
-    how, specs = Computation.of(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
-    count = config.train.grad_accumulation
+    context, count = StepContext.of(config, mesh), config.train.grad_accumulation
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
@@ -86,27 +82,23 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
 
         def of_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, token_bN1 = part
-            return _wrong_outputs(params, token_bN1, config, how, When(step, number, count), slot_ME)
+            return _wrong_outputs(params, inputs.part(token_bN1, number, count), context)
 
-        part_AbN1 = in_parts(token_BN1, config)
-        wrong_W = jax.lax.map(of_part, (jnp.arange(count), part_AbN1)).any(axis=0)
+        inputs = StepInputs(token_BN1, When(step), slot_ME)
+        wrong_W = jax.lax.map(of_part, (jnp.arange(count), inputs.in_parts(count))).any(axis=0)
         return of_all_devices(wrong_W)
 
-    in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False))
 
 
-def _wrong_outputs(
-    params: Any,
-    token_bN1: Int[Array, "b N1"],
-    config: Config,
-    how: Computation,
-    when: When,
-    slot_ME: Int[Array, "M E"] | None,
-) -> Bool[Array, " W"]:
-    """Of this device. Every pipeline stage computes all blocks, whose parameters it gets one after another."""
-    model, stages = config.model, Stages.of(config)
-    seen = when.seen(token_bN1[:, :-1], model.moe, how.seed)
+def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> Bool[Array, " W"]:
+    """Which places are not finite on this device.
+
+    Every pipeline stage computes all blocks, whose parameters it gets one after another.
+    """
+    model, stages, how, slot_ME = context.config.model, context.stages, context.how, inputs.slot_ME
+    seen = inputs.seen(context)
 
     def through(number: int, segment: Segment, x_bND: jax.Array, below: int, moe_below: int) -> Any:
         total, *rows = stages.layout[number]
@@ -125,7 +117,7 @@ def _wrong_outputs(
 
         return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
 
-    x_bND = embed(params["embedding"], own_tokens(token_bN1)[0], how)
+    x_bND = embed(params["embedding"], own_tokens(inputs.token_BN1)[0], how)
     found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
     for number, segment in enumerate(segments(model)):
         x_bND, wrong = through(number, segment, x_bND, below, moe_below)
@@ -154,18 +146,14 @@ def _is_wrong(x: jax.Array) -> jax.Array:
 
 def _gradients(config: Config, mesh: Mesh) -> Any:
     """The program that counts numbers that are not finite in each gradient of a step."""
-    how, specs = Computation.of(config, mesh), partitions(param_dims(config.model), expert_axis(config.mesh))
-    cuts, plan = state_cuts(config, mesh), plan_of(config, mesh)
-    tokens = config.train.batch_size * config.data.seq_len
+    context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
         background.new_program()
-        seen = faults.struck(params, step)
-        return gradients_of(seen, token_BN1, config, how, tokens, specs, cuts, plan, step, slot_ME)[0]
+        return kind.gradients(faults.struck(params, step), StepInputs(token_BN1, When(step), slot_ME), context)[0]
 
-    in_specs = (specs, BATCH_SPEC, REPLICATED, REPLICATED)
-    own_specs = part_specs(cuts, specs)
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=own_specs, check_vma=False)
+    in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=context.grad_specs, check_vma=False)
     return _counted(on_mesh, mesh)
 
 

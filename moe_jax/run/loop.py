@@ -31,7 +31,7 @@ from moe_jax.run.step_hooks import Behind
 from moe_jax.run.tuning import Tuning
 from moe_jax.step import fault_injection as faults
 from moe_jax.step.compile_cache import kept
-from moe_jax.step.trainer import State
+from moe_jax.step.context import State
 from moe_jax.telemetry.energy import energy_counter
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog

@@ -16,7 +16,7 @@ from moe_jax.rebalance.costs import MigrationCosts, migration_costs
 from moe_jax.rebalance.planner import Plan, Prices, is_due, load_ratio, num_swaps, plan
 from moe_jax.rebalance.transfer import Moved, Mover
 from moe_jax.run.setup import Run
-from moe_jax.step.trainer import State
+from moe_jax.step.context import State
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog, human_seconds
 

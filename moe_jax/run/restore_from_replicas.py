@@ -28,7 +28,7 @@ from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_text
 from moe_jax.parallel.pieces import by_device, sum_words
 from moe_jax.run.setup import Run, about
-from moe_jax.step.trainer import State
+from moe_jax.step.context import State
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 RUN_ID = "run_id"  # the file with the number that tells a run's copies from those of an earlier one in its folder

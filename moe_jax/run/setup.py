@@ -44,8 +44,9 @@ from moe_jax.run.sample import encode_prompt
 from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.step.compile import batch_shape, config_at, step_program, switch_off_pgle, target_here
 from moe_jax.step.compile_cache import Later
+from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
-from moe_jax.step.trainer import State, Trainer, make_trainer
+from moe_jax.step.trainer import Trainer, make_trainer
 from moe_jax.telemetry.wandb import check_wandb
 
 

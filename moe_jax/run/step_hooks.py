@@ -13,8 +13,8 @@ from moe_jax.run.replicator import Safety
 from moe_jax.run.setup import Programs, Run, write_start
 from moe_jax.run.tuning import Tuning
 from moe_jax.step.compile_cache import Pending
+from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
-from moe_jax.step.trainer import State
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog
 

@@ -69,7 +69,7 @@ def step_program(
     """
     switch_off_pgle()
     chosen = {**trainer.options, **(options or {})}
-    is_scheduled_gpu = trainer.plan is not None and target is not None and target.platform == "gpu"
+    is_scheduled_gpu = trainer.kind.facts.orders_tasks and target is not None and target.platform == "gpu"
     return StepProgram(
         lowered=trainer.step.lower(*trainer.step_shapes(batch)),
         options=chosen,
@@ -87,7 +87,7 @@ def target_here(trainer: Trainer) -> Target | None:
     if devices[0].platform != "gpu":
         return None
     target = target_of(devices, allgather(zlib.crc32(socket.gethostname().encode())))
-    if trainer.plan is None:
+    if not trainer.kind.facts.orders_tasks:
         return target
     if _has_profile({}):
         _say(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")

@@ -17,9 +17,12 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
 from moe_jax.parallel.copies import sum_copies
 from moe_jax.parallel.grad_sync import Experts
-from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.trees import Grads, Params
+from moe_jax.step.context import State, StepContext
+from moe_jax.step.losses import Metrics
+from moe_jax.step.optimizer import unless_bad
 
 Placement = dict[str, jax.Array]
 
@@ -42,7 +45,7 @@ def placement_shapes(model: Model, slots: int, like: NamedSharding) -> dict[str,
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in shapes.items()}
 
 
-def slots_of(state: Mapping[str, Any]) -> Any:
+def slots_of(state: Mapping[str, Any]) -> jax.Array | None:
     """Where experts of each block lie, `slot_ME` or `expert_MS` (`models/placement.py`); None: in their order."""
     placement = state.get("placement")
     return placement and placement["expert_MS" if "expert_MS" in placement else "slot_ME"]
@@ -58,7 +61,7 @@ def fits(placement: Placement, config: Config, ranks: int) -> bool:
     return not twice.any()
 
 
-def with_first_placement(state: dict[str, Any], shapes: Any, config: Config, ranks: int) -> dict[str, Any]:
+def with_first_placement(state: State, shapes: State, config: Config, ranks: int) -> State:
     """A state whose experts lie in their order with a placement that says so, sharded like `shapes`."""
     wanted = jax.tree.map(lambda x: x.sharding, shapes)
     first = partial(first_placement, config.model, ranks, config.replicas)
@@ -70,24 +73,34 @@ def with_first_placement(state: dict[str, Any], shapes: Any, config: Config, ran
     return state | {"placement": placement}
 
 
-def ordered(state: dict[str, Any], shapes: Any, stages: Stages) -> dict[str, Any]:
+def ordered(state: State, shapes: State, stages: Stages) -> State:
     """A state, or a part of it, without its placement: experts in their order, sharded like `shapes`."""
     rest = {name: part for name, part in state.items() if name != "placement"}
     wanted = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in rest})
     sort = jax.jit(partial(by_expert, stages=stages), out_shardings=wanted)
-    sorted_rest: dict[str, Any] = sort(rest, slots_of(state))
+    sorted_rest: State = sort(rest, slots_of(state))
     return sorted_rest
 
 
-def params_in_order(state: dict[str, Any], stages: Stages) -> Any:
+def params_in_order(state: State, stages: Stages) -> Params:
     """A state's parameters with experts in their order, for who knows no placement."""
+    params: Params = state["params"]
+    slot_ME = slots_of(state)
+    return params if slot_ME is None else by_expert({"params": params}, slot_ME, stages)["params"]
+
+
+def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[str, Placement]:
+    """The placement of a state, if it has one, with the loads of a step added unless the step was bad."""
     if "placement" not in state:
-        return state["params"]
-    return by_expert({"params": state["params"]}, slots_of(state), stages)["params"]
+        return {}
+    load_ME = state["placement"]["load_ME"]
+    load_ME = unless_bad(is_good, load_ME + metrics["expert_load"], load_ME)
+    return {"placement": state["placement"] | {"load_ME": load_ME}}
 
 
-def experts_here(dims: Any, slot_ME: jax.Array | None, stages: Stages, axis: Axes) -> list[Experts | None]:
+def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Experts | None]:
     """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
+    dims, stages, axis = context.dims, context.stages, context.how.expert_axis
     experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
     held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
 
@@ -116,8 +129,14 @@ def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
     return jnp.where(is_first_RS, slot_RE, experts + slots)
 
 
-def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: Axes, platform: str) -> Any:
-    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`."""
+def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepContext) -> Grads:
+    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`.
+
+    The same gradients if no expert has copies (`migration.replicas`).
+    """
+    if expert_MS is None or not context.config.replicas:
+        return grads
+    stages, axis, platform = context.stages, context.how.expert_axis, context.how.platform
     leaves = jax.tree.leaves_with_path(grads)
     groups = {group for path, _ in leaves if (group := expert_group(path)) is not None}
     new: dict[Any, jax.Array] = {}
@@ -127,7 +146,8 @@ def with_copies_summed(grads: Any, expert_MS: jax.Array, stages: Stages, axis: A
         expert_RS = _own_rows(expert_MS, group, stages)
         summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others)
         new |= dict(zip(paths, summed, strict=True))
-    return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
+    summed_grads: Grads = jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
+    return summed_grads
 
 
 def _own_rows(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.parallel.mesh import ALL_AXES
+from moe_jax.parallel.trees import Params
 
 FOLDER = "MOE_JAX_FAULTS"  # environment variable: where a file `nan-RANK` asks for NaN in what that process holds
 
@@ -42,7 +43,7 @@ def nan_at(step: int, device: int, parameter: str = "norm", steps: int = 1) -> I
         _faults.remove(fault)
 
 
-def struck(params: Any, step: jax.Array | None) -> Any:
+def struck(params: Params, step: jax.Array | None) -> Params:
     """Parameters as this device computes with them behind `step` done steps; inside `shard_map`."""
     if step is None or not _faults:
         return params

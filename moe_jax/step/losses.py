@@ -1,24 +1,22 @@
-"""What is minimised, as sums over this device's tokens: adding up devices gives the global objective.
+"""The parts of the loss, and the metrics that are made of them.
 
-B sequences of this device, N tokens of each and N1 = N + 1, M blocks with experts, E experts.
+M blocks with experts, E experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Model, MoE
-from moe_jax.models.gates.seen import EVALUATION, When
-from moe_jax.models.head import cross_entropy
+from moe_jax.config import MoE
 from moe_jax.models.moe import RouterStats, load_balance_loss
-from moe_jax.models.transformer import Computation, forward
-from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.own_tokens import own_tokens
+
+Metrics = dict[str, jax.Array]
 
 
 class Parts(NamedTuple):
-    """This device's share of each part of the global objective, and of the routing counts."""
+    """Each part of the loss, and routing counts: one device's share, whose sum over devices is the whole."""
 
     cross_entropy: Float[Array, ""]  # mean nats per token of the global batch
     load_balance_loss: Float[Array, ""]
@@ -26,31 +24,9 @@ class Parts(NamedTuple):
     count_ME: Int[Array, "M E"]
     num_dropped_M: Float[Array, " M"]
 
-
-def local_objective(
-    params: Any,
-    token_BN1: Int[Array, "B N1"],
-    model: Model,
-    how: Computation,
-    global_tokens: int,
-    when: When = EVALUATION,
-    slot_ME: Int[Array, "M E"] | None = None,
-) -> tuple[Float[Array, ""], Parts]:
-    """This device's share of cross-entropy + weighted load-balance and router z losses.
-
-    `global_tokens` counts the predicted tokens of all devices; `when` says which part of which step this is, `slot_ME`
-    where experts lie (None: in their order). No collective here is differentiated but the exchanges, those of tensor
-    ranks, which are each other's transposes, and those of context ranks, whose transposes move the same values back.
-    """
-    input_Bn, target_Bn = own_tokens(token_BN1)
-    seen = when.seen(token_BN1[:, :-1], model.moe, how.seed)
-    x_BnD, stats = forward(params, input_Bn, model, how, seen, slot_ME)
-    nats = cross_entropy(params, x_BnD, target_Bn, model, how.loss_chunk) / global_tokens
-    counts_ME = None if stats is None else sum_over_batch(stats.count_E)
-    moe = model.moe
-    parts = parts_of(nats, stats, counts_ME, global_tokens, moe)
-    auxiliary = moe.aux_loss_coeff * parts.load_balance_loss + moe.z_loss_coeff * parts.router_z_loss
-    return nats + auxiliary, parts
+    def auxiliary(self, moe: MoE) -> Float[Array, ""]:
+        """The weighted losses that are added to the cross-entropy."""
+        return moe.aux_loss_coeff * self.load_balance_loss + moe.z_loss_coeff * self.router_z_loss
 
 
 def parts_of(
@@ -70,3 +46,26 @@ def parts_of(
         count_ME=stats.count_E,
         num_dropped_M=stats.num_dropped.astype(jnp.float32),
     )
+
+
+def metrics_of(total: Parts, norm: jax.Array, rate: jax.Array, moe: MoE) -> Metrics:
+    """The metrics of a step, from the sums over devices, the gradients' norm and the learning rate."""
+    metrics = {
+        "cross_entropy": total.cross_entropy,
+        "grad_norm": norm,
+        "learning_rate": rate,
+    }
+    if not total.count_ME.size:
+        return metrics | {"loss": total.cross_entropy}
+    auxiliary = total.auxiliary(moe)
+    pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
+    pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # the pairs of all blocks may exceed 32 bits
+    return metrics | {
+        "loss": total.cross_entropy + auxiliary,
+        "load_balance_loss": total.load_balance_loss,
+        "router_z_loss": total.router_z_loss,
+        "dropped_fraction": total.num_dropped_M.sum() / pairs_M.sum(),
+        "block_dropped_fraction": total.num_dropped_M / pairs_M,
+        "expert_load": total.count_ME / pairs_M1,
+        "load_max_over_mean": jnp.max(total.count_ME / pairs_M1) * moe.num_experts,
+    }

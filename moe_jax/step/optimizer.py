@@ -10,6 +10,7 @@ from moe_jax.config import Config
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
+from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
 from moe_jax.parallel.zero import Cut, cuts_of, no_cuts
 from moe_jax.step.router_bias import score_biases
 
@@ -33,7 +34,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [settings.warmup_steps])
 
 
-def make_optimizer(config: Config, dims: Any) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config, dims: ParamDims) -> optax.GradientTransformationExtraArgs:
     """AdamW, as `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
 
     Its update takes `is_good`, too: whether moments change. Score biases are none of its business: they have no
@@ -57,7 +58,9 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
-    def update(grads: Any, state: Any, params: Any = None, *, is_good: jax.Array, **_: Any) -> tuple[Any, Any]:
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, is_good: jax.Array, **_: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
         moved = adam.update(grads, state, params)[1]
         mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
         mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
@@ -68,12 +71,12 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
-def unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+def unless_bad(is_good: jax.Array, new: Tree, old: Tree) -> Tree:
     """The new tree, or bit for bit the old one."""
     return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
 
 
-def with_counts_unless_bad(is_good: jax.Array, new: Any, old: Any) -> Any:
+def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """The new state of an optimiser whose moments are right already."""
     return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
 
@@ -83,7 +86,7 @@ def _is_matrix(dims: Dims) -> bool:
     return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
 
 
-def state_partitions(optimizer: optax.GradientTransformation, params: Any, specs: Any) -> Any:
+def state_partitions(optimizer: optax.GradientTransformation, params: Params, specs: Specs) -> Tree:
     """PartitionSpecs of the optimiser state: moments like their parameters, counters everywhere."""
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_utils.tree_map_params(
@@ -101,17 +104,19 @@ def _is_missing(moment: Any) -> bool:
     return isinstance(moment, optax.MaskedNode)
 
 
-def state_cuts(config: Config, mesh: Mesh) -> Any:
+def state_cuts(config: Config, mesh: Mesh) -> Cuts:
     """How each parameter's moments, and the gradient that they are made of, are cut over devices."""
     dims = param_dims(config.model)
     specs = partitions(dims, expert_axis(config.mesh))
     if not config.optimizer.zero:
-        return no_cuts(specs)
+        whole: Cuts = no_cuts(specs)
+        return whole
     cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
-    return jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
+    moved: Cuts = jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
+    return moved
 
 
-def updates_done(state: Any) -> jax.Array:
+def updates_done(state: optax.OptState) -> jax.Array:
     """How many updates an optimiser state has seen: steps without the bad ones."""
     count: jax.Array = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
     return count

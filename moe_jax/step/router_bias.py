@@ -7,8 +7,6 @@ the same on all devices.
 M blocks with experts, E experts, R rows of a stacked array, some of them unused (see `moe_jax.config.layer_layout`).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +17,7 @@ from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.pipeline import stage
-
-Tree = Any
+from moe_jax.parallel.trees import Tree
 
 _UNUSED = -1
 

@@ -13,15 +13,13 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import Config, Model
 from moe_jax.models.gates.seen import When
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.transformer import Computation
 from moe_jax.parallel import background
-from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
-from moe_jax.parallel.mesh import expert_axis, make_mesh
-from moe_jax.parallel.sharding import BATCH_SPEC, partitions
-from moe_jax.parallel.zero import no_cuts
-from moe_jax.step.losses import Parts, local_objective
-from moe_jax.step.scheduled.build import make_plan, scheduled_gradients
+from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.step.context import StepContext, StepInputs
+from moe_jax.step.kinds import step_kind
+from moe_jax.step.losses import Parts
 from tests import references
 from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
@@ -43,29 +41,22 @@ def mesh_of(config: Config) -> jax.sharding.Mesh:
 
 
 def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: int | None = None) -> Result:
-    """On the config's mesh and by its schedule; by autodiff if nothing is scheduled. Gates draw in a `step`."""
+    """On the config's mesh, by a step of its kind. Gates draw random numbers in a `step`."""
     mesh = mesh_of(config)
-    specs = partitions(param_dims(config.model), expert_axis(config.mesh))
-    how = Computation.of(config, mesh)
-    plan = None if config.is_plain else make_plan(config, mesh)
-    tokens = token_BN1[:, 1:].size
-    when = When(None if step is None else jnp.int32(step))
+    context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
+    specs, when = context.specs, When(None if step is None else jnp.int32(step))
+    assert token_BN1[:, 1:].size == context.global_tokens
 
     def body(params: Any, token_bN1: jax.Array) -> Result:
-        if plan is None:
-            grads, parts = jax.grad(local_objective, has_aux=True)(params, token_bN1, config.model, how, tokens, when)
-            grads = sync_gradients(grads, specs, no_cuts(specs), "cpu")
-        else:
-            grads, parts = scheduled_gradients(params, token_bN1, config, how, tokens, plan, when=when)
-        total, moe = sum_over_batch(parts), config.model.moe
-        loss = total.cross_entropy
-        loss += moe.aux_loss_coeff * total.load_balance_loss + moe.z_loss_coeff * total.router_z_loss
+        grads, parts = kind.gradients(params, StepInputs(token_bN1, when), context)
+        total = sum_over_batch(parts)
+        loss = total.cross_entropy + total.auxiliary(config.model.moe)
         return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
 
     everywhere = PartitionSpec()
     out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
-    if how.platform != "cpu":  # what others run, small enough here to run one operation after another
+    if context.how.platform != "cpu":  # what others run, small enough here to run one operation after another
         return jax.device_get(run(params, token_BN1))
     return run_checked(run, params, token_BN1)
 

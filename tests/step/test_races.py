@@ -104,6 +104,6 @@ def test_a_whole_batch_is_what_its_parts_wait_for(monkeypatch):
     settings = "mesh.data=1 mesh.context=2 train.grad_accumulation=2 schedule.weight_grad=greedy"
     config = config_of(settings)
     check_races(step_text(config))
-    monkeypatch.setattr("moe_jax.step.gradients.after_all", lambda x, *_: x)
+    monkeypatch.setattr("moe_jax.step.scheduled.gradients.after_all", lambda x, *_: x)
     with pytest.raises(RaceError, match="ppermute"):
         check_races(step_text(dataclasses.replace(config)))

@@ -18,6 +18,7 @@ from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.step_dims import Facts
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import mesh_of
@@ -36,7 +37,8 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
     def body(params: Any, token_BN1: jax.Array) -> jax.Array:
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
-        tasks = Tasks(Facts(config, how, plan.schedule.shape, tokens, tokens), params, blocks, own_tokens(token_BN1))
+        facts = Facts(config, how, plan.schedule.shape, tokens, tokens)
+        tasks = Tasks(facts, params, Given(blocks), own_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:
             if action.direction == "F":

@@ -29,7 +29,7 @@ def check_pipeline(config: Sections) -> None:
             f"schedule.pipeline={name} orders what pipeline stages do, and mesh.pipeline=1: set mesh.pipeline, or "
             "schedule.pipeline=1f1b"
         )
-    if config.is_pipelined and stages == 1 and config.train.grad_accumulation == 1:
+    if config.step_facts.has_ticks and stages == 1 and config.train.grad_accumulation == 1:
         raise ConfigError(
             f"schedule.pipeline={name} without stages runs parts of a batch beside each other, and "
             "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
@@ -51,13 +51,13 @@ def check_pipeline(config: Sections) -> None:
             f"train.grad_accumulation={parts} (the pipeline's microbatches) is not divisible by mesh.pipeline="
             f"{stages}, which schedule.virtual_stages={chunks} needs: use {nearest_multiples(parts, stages)}"
         )
-    if config.is_pipelined and stages * parts * chunks > _MOST_PASSES:
+    if config.step_facts.has_ticks and stages * parts * chunks > _MOST_PASSES:
         raise ConfigError(
             f"mesh.pipeline={stages} × train.grad_accumulation={parts} × schedule.virtual_stages={chunks} are "
             f"{stages * parts * chunks} passes, more than {_MOST_PASSES}: use train.grad_accumulation="
             f"{max(_MOST_PASSES // stages // chunks, 1)} or fewer"
         )
-    if config.is_pipelined:
+    if config.step_facts.has_ticks:
         _check_collectives(config)
 
 

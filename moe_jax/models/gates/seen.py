@@ -1,6 +1,6 @@
-"""What some gates look at beside features: which token it is, where it stands, and the random numbers of the step.
+"""What some gates read besides a token's features: its id, its place in the batch, and the random numbers of the step.
 
-A token's random numbers follow from train.seed, the step, the block and the token's place in the global batch, so that
+A token's random numbers depend on train.seed, the step, the block and the token's place in the global batch only, so
 they are the same on every mesh and however a batch is cut. B sequences of this device, N tokens of each, n of them its
 own, T = B·n.
 """
@@ -18,28 +18,28 @@ from moe_jax.parallel.own_tokens import own_part
 
 
 class Seen(NamedTuple):
-    """Of some tokens: [B, n] of a part of the batch, [T] for a gate."""
+    """What gates read about some tokens: [B, n] for a part of the batch, [T] for one call of a gate."""
 
     id: Int[Array, "..."]  # in the vocabulary
     place: Int[Array, "..."]  # in the global batch
-    key: UInt32[Array, " 2"] | None  # of the seed and the step; None: evaluation, nothing is disturbed
-    block: Int[Array, ""]  # the number of the model's
+    key: UInt32[Array, " 2"] | None  # made of the seed and the step; None: evaluation, without noise
+    block: Int[Array, ""]  # its number in the model
 
     def above(self, blocks: int | jax.Array) -> "Seen":
-        """The same tokens so many blocks above."""
+        """The same tokens, this many blocks higher."""
         return self._replace(block=self.block + blocks)
 
     def flat(self) -> "Seen":
-        """As one dimension of tokens."""
+        """The same tokens along one dimension, [T]."""
         return self._replace(id=self.id.ravel(), place=self.place.ravel())
 
     def parts(self, count: int) -> list["Seen"]:
-        """Equal parts of the sequences."""
+        """The sequences in `count` equal parts."""
         halves = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
         return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*halves, strict=True)]
 
     def keys(self) -> Key[Array, " T"]:
-        """Of each token in this block; at evaluation of no seed and no step."""
+        """A key for each token in this block; in evaluation it depends on neither seed nor step."""
         key = jax.random.key(0) if self.key is None else jax.random.wrap_key_data(self.key)
         key = jax.random.fold_in(key, self.block)
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, self.place)
@@ -47,14 +47,14 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """The step in which a part of a device's batch is seen (None: evaluation), and which one of how many it is."""
+    """Which part of a device's batch some tokens are, and in which step."""
 
-    step: jax.Array | None = None
+    step: jax.Array | None = None  # None: evaluation
     part: int | jax.Array = 0
     parts: int = 1
 
     def seen(self, id_BN: Int[Array, "B N"], moe: MoE, seed: int) -> Seen | None:
-        """This device's own tokens of these sequences; None if no gate looks. Runs inside `shard_map`."""
+        """The inputs of this device's own tokens of these sequences; None if no gate reads them. Inside `shard_map`."""
         if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
             return None
         sequences, length = id_BN.shape

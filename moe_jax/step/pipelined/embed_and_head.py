@@ -3,18 +3,16 @@
 b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from moe_jax.models.transformer import Computation, embed
 from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 def embedded(params: Tree, tokens: OwnTokens, how: Computation) -> jax.Array:
@@ -54,6 +52,6 @@ def through_head(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens
 
 
 def _tasks(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
-    tasks = Tasks(facts, params, {}, tokens)
+    tasks = Tasks(facts, params, Given({}), tokens)
     tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
     return tasks

@@ -9,18 +9,17 @@ M microbatches of b sequences on this device, N tokens of each that are its own,
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import Config
 from moe_jax.config.registry import EXCHANGE_FACTS
-from moe_jax.models.gates.seen import EVALUATION, When
-from moe_jax.models.transformer import Computation
 from moe_jax.parallel.ordering import computed_after
 from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
 from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
+from moe_jax.parallel.trees import Grads, Params
+from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import Parts
 from moe_jax.step.pipelined.buffers import Buffers
 from moe_jax.step.pipelined.build import Plan
@@ -31,8 +30,6 @@ from moe_jax.step.pipelined.stage_params import added, no_sums, weights_of
 from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Pass, Row, rows_of
 from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 class State(NamedTuple):
@@ -46,37 +43,27 @@ class State(NamedTuple):
     saved: list[jax.Array]  # buffers of what forward passes keep
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
     taken: list[jax.Array]  # on CPUs: of `saved`, for a pass that also writes there
-    grads: Tree  # sums of them, float32, see `no_sums`
+    grads: Grads  # sums of them, float32, see `no_sums`
     parts: Parts
 
 
 class Stage:
     """The passes of this device's stage. `params` are its own blocks', and what all stages have."""
 
-    def __init__(
-        self,
-        params: Tree,
-        token_BN1: jax.Array,
-        config: Config,
-        how: Computation,
-        global_tokens: int,
-        plan: Plan,
-        when: When = EVALUATION,
-        slot_ME: jax.Array | None = None,
-    ):
+    def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: Plan):
+        config, how = context.config, context.how
         self.params, self.plan, self.how, self._model = params, plan, how, config.model
-        self.slot_ME = slot_ME  # where experts of all blocks lie; None: in their order
+        self.slot_ME = inputs.slot_ME  # where experts of all blocks lie; None: in their order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
-        self.tokens = OwnTokens(*map(by_microbatch, own_tokens(token_BN1)))
-        seen = when.seen(token_BN1[:, :-1], config.model.moe, how.seed)
+        self.tokens = OwnTokens(*map(by_microbatch, own_tokens(inputs.token_BN1)))
+        seen = inputs.seen(context)
         self.seen = seen and seen._replace(id=by_microbatch(seen.id), place=by_microbatch(seen.place))
         _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(how.dtype))
         self.chunks = []
         for number, orders in enumerate(plan.orders):
-            facts = Facts(
-                config, how, orders.shape, global_tokens, sequences * length, first_block=plan.first_block(number)
-            )
+            tokens, first_block = sequences * length, plan.first_block(number)
+            facts = Facts(config, how, orders.shape, context.global_tokens, tokens, first_block)
             given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
             self.chunks.append(Chunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
@@ -321,7 +308,7 @@ class Stage:
     def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
         return taken_out(self.saved.read(state.saved, number, work.saved), self.how.platform)
 
-    def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Tree]) -> State:
+    def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Grads]) -> State:
         with jax.named_scope("add_gradients"):
             return state._replace(grads=added(state.grads, self.plan, number, work.chunk, grads))
 

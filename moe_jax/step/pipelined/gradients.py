@@ -1,34 +1,35 @@
 """The gradients and the loss of a pipelined step: a loop over the ticks of a table."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from moe_jax.parallel.grad_sync import sync_gradients
 from moe_jax.parallel.pipeline import stage, sum_over_stages
+from moe_jax.parallel.trees import Grads, Params
+from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import Parts
+from moe_jax.step.pipelined.build import Plan
 from moe_jax.step.pipelined.executor import Stage, State
 from moe_jax.step.pipelined.stage_params import like_parameters
 from moe_jax.step.pipelined.tick_table import Row
 
-Tree = Any
 
+def pipelined_gradients(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> tuple[Grads, Parts]:
+    """The same as `plain.gradients`, to round-off; the parts of the objective are summed over stages.
 
-def pipelined_gradients(own: Stage, specs: Tree, cuts: Tree) -> tuple[Tree, Parts]:
-    """Gradients of the objective, summed over devices, and this device's share of its parts, summed over stages.
-
-    Of what `cuts` cut a device gets the sum of its own part. The parts of `train.grad_accumulation` are the pipeline's
-    microbatches: each fills slots and is balanced by itself.
+    The parts of `train.grad_accumulation` are the pipeline's microbatches: each fills slots and is balanced by itself.
     """
+    own = Stage(params, inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
-    grads = sync_gradients(like_parameters(state.grads), specs, cuts, own.how.platform)
+    grads = sync_gradients(like_parameters(state.grads), context.specs, context.cuts, context.how.platform)
     return grads, sum_over_stages(state.parts)
 
 
-def pipelined_loss(own: Stage) -> jax.Array:
-    """This device's share of the cross-entropy, summed over stages; nothing is kept."""
-    state = _walk(own.forward_tick, own.first_state(backward=False), own.plan.forward_rows())
+def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> jax.Array:
+    """The same as `plain.evaluate`, summed over stages; nothing is kept for a backward pass."""
+    own = Stage(params, inputs, context, plan)
+    state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 
 

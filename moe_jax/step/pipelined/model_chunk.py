@@ -7,31 +7,32 @@ E experts.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
+from moe_jax.models.orders.irregular import Overflow
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import Parts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms
 from moe_jax.step.pipelined.build import Orders
-from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.executor import Key, Tasks
 from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import Sums
 from moe_jax.step.scheduled.layer_loop import run
 from moe_jax.step.scheduled.scan_residuals import Given, Turn
+from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 class _Saved(NamedTuple):
     """What the backward pass needs of the forward pass."""
 
-    pullbacks: Any
-    overflows: Any
-    share_mE: Any  # of all pairs of a block that chose each expert; None without experts
+    pullbacks: dict[Key, Pullback]
+    overflows: dict[tuple[int, int], Overflow]
+    share_mE: jax.Array | None  # of all pairs of a block that chose each expert; None without experts
     x_bND: jax.Array  # behind the highest block
 
 
@@ -151,7 +152,7 @@ class Chunk:
 
     def _run_input_gradient(
         self, behind: tuple[jax.Array, list[jax.Array]], given: Given
-    ) -> tuple[jax.Array, None, Any]:
+    ) -> tuple[jax.Array, None, Tree]:
         tasks = self._traced = self._start_backward(behind[0], given, behind[1])
         run(self._orders.backward, tasks, self._sums(tasks))
         return self._joined(tasks.dx), None, _waiting(tasks)
@@ -185,7 +186,9 @@ class Chunk:
         tasks = self._tasks(given)
         tasks.pullbacks, tasks.rare.overflows = saved.pullbacks, saved.overflows
         tasks.widths = self._widths
-        tasks.share = lambda block: saved.share_mE[self._moe.index(block)]
+        share_mE = saved.share_mE
+        if share_mE is not None:
+            tasks.share = lambda block: share_mE[self._moe.index(block)]
         tasks.dx = dict(enumerate(jnp.split(dx_bND, len(self._microbatches))))
         for r in reversed(self._microbatches):
             tasks.settle_back(r, self._num_blocks)
@@ -199,13 +202,13 @@ class Chunk:
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
     def _tasks(self, given: Given) -> Tasks:
-        return Tasks(self.facts, None, given.blocks, None, seen=given.seen, slots=given.slots)
+        return Tasks(self.facts, None, given)
 
     def _sums(self, tasks: Tasks) -> Sums:
         nothing = Reduction(vectors=(), cuts=(), chunks=())
         return Sums((nothing,) * (self._num_blocks + 2), tasks, None)
 
 
-def _waiting(tasks: Tasks) -> Any:
+def _waiting(tasks: Tasks) -> Tree:
     """What weight gradients wait for."""
     return {key: pullback.held() for key, pullback in tasks.waiting.items()}, tasks.rare.held()

@@ -1,15 +1,13 @@
 """Parameters and gradients of a model chunk's blocks, in the stacked arrays of a stage."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.pipelined.build import Plan
 from moe_jax.step.pipelined.slot_ops import get, put
-
-Tree = Any
 
 
 def weights_of(params: Tree, plan: Plan, structure: int, chunk: jax.Array) -> dict[int, Tree]:

@@ -13,7 +13,10 @@ PASS_SCOPE = "pass_"  # around a pass in the program, in front of its name
 
 
 class Pass(NamedTuple):
-    """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts."""
+    """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts.
+
+    Arrays of numpy when a table is made, of jax inside a step, and single numbers when a tick is filled in.
+    """
 
     runs: Any  # 1: it does, 0: it does not
     microbatch: Any

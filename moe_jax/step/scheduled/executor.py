@@ -3,14 +3,13 @@
 B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `facts`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.gates.seen import Seen
 from moe_jax.models.head import cross_entropy
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.orders import irregular
@@ -28,44 +27,43 @@ from moe_jax.parallel.all_to_all import exchange_named, ragged
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.async_exchange import Arrival, PendingExchange, start
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.issue_order import Ties
 from moe_jax.step.scheduled.lane_overflow import RareRows, lane_widths
+from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, is_float, with_floats
 from moe_jax.step.scheduled.step_dims import Facts
 
-Tree = Any
 Key = tuple[str, int, int]  # op, block, microbatch or piece
 
 
 class Tasks:
     """Runs forward and backward tasks and keeps what lies between them.
 
-    `blocks` are parameters by block number; `ends` holds embedding, norm and head. A turn of a loop over blocks has
-    neither ends nor tokens.
+    `ends` holds embedding, norm and head. A turn of a loop over blocks has neither ends nor tokens.
     """
 
     def __init__(
         self,
         facts: Facts,
-        ends: Tree,
-        blocks: dict[int, Tree],
-        tokens: OwnTokens | None,
+        ends: Params | None,
+        given: Given,
+        tokens: OwnTokens | None = None,
         stored: Callable[[int], irregular.Stored] | None = None,
-        seen: Seen | None = None,
-        slots: Mapping[int, jax.Array] | None = None,
     ):
-        self.facts, self.ends, self.blocks = facts, ends, blocks
-        self.expert_weights = ExpertWeights(facts, blocks, stored)
+        self.facts, self.blocks = facts, given.blocks
+        self.ends: Params = ends or {}
+        self.expert_weights = ExpertWeights(facts, given.blocks, stored)
         self.rare = RareRows(facts, self.expert_weights)
         self.tokens: list[OwnTokens] = []  # of each microbatch
         if tokens is not None:
             parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
-        self.seen = seen and seen.parts(facts.microbatches)  # what gates look at, below the blocks
-        self.slots = slots or {}  # where the experts of each block lie, if not in their order
+        self.seen = given.seen and given.seen.parts(facts.microbatches)  # what gates look at, below the blocks
+        self.slots = given.slots  # where the experts of each block lie, if not in their order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
         self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned

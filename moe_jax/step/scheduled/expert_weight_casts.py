@@ -1,14 +1,12 @@
 """The experts' weights of each block in the form that a product needs now: irregular exchanges."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from moe_jax.models.orders.irregular import Stored
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.step_dims import Facts
-
-Tree = Any
 
 
 class ExpertWeights:

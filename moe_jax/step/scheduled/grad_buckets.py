@@ -6,7 +6,7 @@ A sum goes to all devices as [n], or each of P ranks gets its own part, [n], of 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Num
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
+from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import Cut
 from moe_jax.schedule.grad_buckets import Chunk, cut
 
@@ -46,7 +47,7 @@ class Reduction:
 
     @classmethod
     def of(
-        cls, shapes: Any, specs: Any, cuts: Any, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
+        cls, shapes: Tree, specs: Tree, cuts: Tree, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
     ) -> "Reduction":
         """For gradients of these shapes (per device); chunks of at most `bucket_cap_mb` MB (None: no limit).
 
@@ -83,7 +84,7 @@ class Reduction:
         others = math.prod(mesh_shape[axis] for axis in vector.over.others)
         return ((vector.ranks - 1) + 2 * (others - 1) / others) * size * _ITEM_BYTES
 
-    def flatten(self, grads: Any) -> list[Num[Array, "*P n"]]:
+    def flatten(self, grads: Tree) -> list[Num[Array, "*P n"]]:
         """The owner's gradients as vectors; those that are in none may be None."""
         leaves = jax.tree.leaves(grads, is_leaf=lambda leaf: leaf is None)
         parts = [
@@ -98,7 +99,7 @@ class Reduction:
         whole = stop - start == vectors[group].shape[-1]
         return vectors[group] if whole else jax.lax.slice_in_dim(vectors[group], start, stop, axis=-1)
 
-    def restore(self, grads: Any, sums: Sequence[Num[Array, " n"]]) -> Any:
+    def restore(self, grads: Tree, sums: Sequence[Num[Array, " n"]]) -> Tree:
         """The owner's gradients with every chunk replaced by its sum, or by this device's part of it."""
         leaves, structure = jax.tree.flatten(grads)
         for group, vector in enumerate(self.vectors):

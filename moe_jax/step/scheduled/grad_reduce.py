@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from moe_jax.models.moe import RouterStats, balance_shares
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.reductions import REDUCTIONS, Way, scatter_of
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_buckets import Over, Reduction
-
-Tree = Any
 
 
 class Started(NamedTuple):

@@ -1,13 +1,14 @@
 """Rows that find no room in their expert's lane, through a step: see `models.orders.irregular.Overflow`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from moe_jax.models.orders import irregular
 from moe_jax.models.orders.protocol import Room
 from moe_jax.parallel.all_to_all import ragged
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.step_dims import Facts
 
@@ -77,7 +78,7 @@ class RareRows:
             self.overflows[key], self._d_rest[key] = overflow, d_rest_R
             self._rest[key] = other._rest[key]._replace(rows_R=rows_R)
 
-    def add_weights(self, block: int, gradient: Any) -> Any:
+    def add_weights(self, block: int, gradient: Tree) -> Tree:
         """The gradient of a block's experts, with these rows' part of all pieces that have been backward."""
         for key in [key for key in self._d_rest if key[0] == block]:
             gradient = self.overflows.pop(key).add_weights(

@@ -4,23 +4,22 @@ A forward turn hands the settled residual stream on and stacks what its pullback
 pullbacks again, runs its tasks, and sums the gradients of the turn above.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.seen import Seen
+from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.turns import Looped
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import Sums
 from moe_jax.step.scheduled.layer_loop_grads import Layout, TurnGradients
 from moe_jax.step.scheduled.scan_residuals import Given, Turn
-
-Tree = Any
 
 
 def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
@@ -31,27 +30,23 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
             runs[action.direction](action)
 
 
+class Stacked(NamedTuple):
+    """What each turn takes its share of. The first three are the looped segment's, by place in its period."""
+
+    params: Tree
+    cuts: Tree  # of its parameters
+    earlier: Tree | None  # gradients that are added to those of the turns
+    seen: Seen | None  # what gates look at besides features, below the blocks
+    slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
+
+
 class Loops:
-    """The loops of a step. `sums` and its tasks run what lies outside.
+    """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
 
-    `params`, their `cuts` and `earlier` (gradients to be added, or None) are those of the looped segment; `seen` is
-    what gates look at, below the blocks; `slot_ME` where experts of all blocks lie (None: in their order).
-    """
-
-    def __init__(
-        self,
-        looped: Looped,
-        segment: Segment,
-        sums: Sums,
-        params: Tree,
-        cuts: Tree,
-        earlier: Tree,
-        seen: Seen | None,
-        slot_ME: jax.Array | None = None,
-    ):
+    def __init__(self, looped: Looped, segment: Segment, sums: Sums, stacked: Stacked):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = params, cuts, earlier, seen, slot_ME
+        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = stacked
         self.layout = Layout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
         self.gradients: TurnGradients
@@ -73,7 +68,7 @@ class Loops:
             self.tasks.settle(r, self.turns.first)
 
         def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.facts, None, given.blocks, None, seen=given.seen, slots=given.slots)
+            tasks = Tasks(self.tasks.facts, None, given)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
             run(self.looped.up, tasks, self.sums)
             for r in self.microbatches:
@@ -124,10 +119,11 @@ class Loops:
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
             dx, self.gradients.state = carry
             given = self._given(number)
-            tasks = Tasks(self.tasks.facts, None, given.blocks, None)
+            tasks = Tasks(self.tasks.facts, None, Given(given.blocks))
             self._restore(tasks, number, given)
             sums = Sums(self.sums.reductions, tasks, self._earlier(number))
-            tasks.share = partial(self._of_moe_block, share_ME, number)
+            if share_ME is not None:
+                tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
                 self._take(sums, number + 1, self.turns.size)
@@ -157,7 +153,7 @@ class Loops:
 
         def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state
-            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, {}, None), None)
+            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
             self._take(sums, number)
             run(self.looped.sums, sums.tasks, sums)
             self._put_totals(sums, number)
@@ -177,12 +173,12 @@ class Loops:
             owner = block + shift + 1
             self.gradients.put_sum(turn, block, sums.total(owner), sums.from_turns[owner])
 
-    def _earlier(self, turn: jax.Array) -> Any:
+    def _earlier(self, turn: jax.Array) -> Callable[[int], Tree] | None:
         if self.earlier is None:
             return None
         return lambda owner: self.layout.take(self.earlier, turn, owner - 1)
 
-    def _of_moe_block(self, of_all_M: Any, turn: int | jax.Array, block: int) -> jax.Array:
+    def _of_moe_block(self, of_all_M: jax.Array, turn: int | jax.Array, block: int) -> jax.Array:
         """What belongs to a block of a turn."""
         below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
         place = below + turn * len(self.moe) + self.moe.index(block)

@@ -3,15 +3,15 @@
 Only a part of what is cut over devices (ZeRO) has a place there: until it is summed, the whole of it waits apart.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
 from moe_jax.schedule.turns import Turns
 
-Tree = Any
 Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of the leaf in the tree of a block
 
 

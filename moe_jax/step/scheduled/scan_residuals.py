@@ -1,24 +1,25 @@
 """What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.tree_util import PyTreeDef
 
 from moe_jax.models.gates.seen import Seen
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
-
-Tree = Any
 
 
 class Given(NamedTuple):
-    """What a turn is given beside its carry."""
+    """What the tasks of some blocks are given besides the residual stream."""
 
-    blocks: dict[int, Tree]  # weights
-    seen: Seen | None  # what gates look at, below these blocks
-    slots: dict[int, jax.Array]  # where experts lie; none: in their order
+    blocks: dict[int, Tree]  # weights, by the block's number
+    seen: Seen | None = None  # what gates look at besides features, below these blocks
+    slots: Mapping[int, jax.Array] = MappingProxyType({})  # where a block's experts lie, if not in their order
 
 
 class Turn:
@@ -31,7 +32,7 @@ class Turn:
     """
 
     def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, given: Tree):
-        structures: list[Any] = []  # of carry, results and saved
+        structures: list[PyTreeDef] = []  # of carry, results and saved
 
         def flat(carry: Tree, given: Tree) -> list[jax.Array]:
             leaves, structure = zip(*map(jax.tree.flatten, function(carry, given)), strict=True)

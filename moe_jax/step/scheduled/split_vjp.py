@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Var
-from jax.tree_util import Partial
+from jax.tree_util import Partial, PyTreeDef
 
+from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import evaluate, inlined, needed_for, value_of, values_of, variables
 from moe_jax.step.scheduled.min_cut_remat import cut_residuals
 
-Tree = Any
 Pullback = Callable[[Sequence[jax.Array]], tuple[Tree, list[jax.Array]]]
 _MATRIX_DIMS = 2
 
@@ -48,7 +48,7 @@ def differentiate(
 
     `least`: the pullback keeps as little as it can, see `residual_cut`.
     """
-    traced: list[tuple[Any, list[bool]]] = []
+    traced: list[tuple[PyTreeDef, list[bool]]] = []
 
     def on_floats(weights: Tree, floats: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         leaves, structure = jax.tree.flatten(function(weights, with_floats(inputs, floats)))
@@ -67,7 +67,7 @@ class _Forward(NamedTuple):
 
     num_results: int
     num_residuals: int
-    structure: Any  # of the pullback whose leaves residuals are
+    structure: PyTreeDef  # of the pullback whose leaves residuals are
 
 
 def _least(

@@ -1,0 +1,83 @@
+"""What a step is given: what holds for the whole run, and what changes with every step.
+
+B sequences of this device, in A accumulated parts of b; N tokens of a sequence and N1 = N + 1; M blocks with experts,
+E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.gates.seen import EVALUATION, Seen, When
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.transformer import Computation
+from moe_jax.parallel import zero
+from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.sharding import partitions
+from moe_jax.parallel.trees import Cuts, ParamDims, Specs
+from moe_jax.step.optimizer import make_optimizer, state_cuts
+
+State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What holds for every step of a run."""
+
+    config: Config
+    how: Computation
+    stages: Stages  # which blocks each pipeline stage holds
+    dims: ParamDims
+    specs: Specs  # how parameters are sharded
+    cuts: Cuts  # how moments, and the gradients that they are made of, are cut over devices (`optimizer.zero`)
+    optimizer: optax.GradientTransformationExtraArgs
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> "StepContext":
+        """The context that a config asks for. Raises ConfigError."""
+        dims = param_dims(config.model)
+        return cls(
+            config=config,
+            how=Computation.of(config, mesh),
+            stages=Stages.of(config),
+            dims=dims,
+            specs=partitions(dims, expert_axis(config.mesh)),
+            cuts=state_cuts(config, mesh),
+            optimizer=make_optimizer(config, dims),
+        )
+
+    @property
+    def grad_specs(self) -> Specs:
+        """How gradients and moments are sharded once gradients are summed."""
+        return zero.part_specs(self.cuts, self.specs)
+
+    @property
+    def global_tokens(self) -> int:
+        """Predicted tokens of the global batch."""
+        return self.config.train.batch_size * self.config.data.seq_len
+
+
+class StepInputs(NamedTuple):
+    """What changes with every step besides parameters: this device's tokens, or those of one part of its batch."""
+
+    token_BN1: Int[Array, "B N1"]
+    when: When = EVALUATION
+    slot_ME: Int[Array, "M E"] | None = None  # where experts lie (`models/placement.py`); None: in their order
+
+    def in_parts(self, count: int) -> Int[Array, "A b N1"]:
+        """The tokens of the `train.grad_accumulation` parts."""
+        return self.token_BN1.reshape(count, -1, self.token_BN1.shape[-1])
+
+    def part(self, token_bN1: Int[Array, "b N1"], number: int | jax.Array, count: int) -> "StepInputs":
+        """The inputs of part `number` of `count`, whose tokens these are."""
+        return self._replace(token_BN1=token_bN1, when=When(self.when.step, number, count))
+
+    def seen(self, context: StepContext) -> Seen | None:
+        """What gates look at besides features; None if no gate does."""
+        return self.when.seen(self.token_BN1[:, :-1], context.config.model.moe, context.how.seed)

@@ -1,0 +1,145 @@
+"""The plain training step: what each device runs, inside `shard_map`. Read this file first.
+
+A step computes the loss of this device's tokens, differentiates it, sums the gradients over devices, clips them and
+updates the parameters. The two other kinds of step (`kinds.py`) replace `gradients`, and pipelines also `evaluate`, by
+functions that compute the same values in an order of their own. So this file is also their specification.
+
+The mesh has five axes. Tokens are cut over data, context, expert and tensor ranks, experts over expert ranks, heads and
+hidden widths over tensor ranks, and blocks over pipeline stages. `forward` sends rows to experts and back and gathers
+what tensor and context ranks need. `sync_gradients` sums each gradient over the axes on which its parameter is
+replicated. `sum_over_batch` sums over all ranks that have tokens of their own.
+
+B sequences of this device, in A accumulated parts of b; N tokens of each sequence and N1 = N + 1; D model width;
+M blocks with experts, E experts.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.models.gates.seen import When
+from moe_jax.models.head import cross_entropy
+from moe_jax.models.transformer import forward
+from moe_jax.parallel import background, zero
+from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
+from moe_jax.parallel.ordering import after
+from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.trees import Grads, Params
+from moe_jax.step import fault_injection
+from moe_jax.step.context import State, StepContext, StepInputs
+from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
+from moe_jax.step.losses import Metrics, Parts, metrics_of, parts_of
+from moe_jax.step.optimizer import clip_factor, learning_rate, unless_bad, updates_done, with_counts_unless_bad
+from moe_jax.step.router_bias import with_moved_biases
+
+Gradients = Callable[[Params, StepInputs, StepContext], tuple[Grads, Parts]]
+_Sum = TypeVar("_Sum")
+
+
+def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], Parts]:
+    """This device's share of cross-entropy + weighted load-balance and router z losses, and its parts.
+
+    The shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum
+    over devices is differentiated, only exchanges and what tensor and context ranks send each other.
+    """
+    model, how, tokens = context.config.model, context.how, context.global_tokens
+    input_Bn, target_Bn = own_tokens(inputs.token_BN1)  # context and tensor ranks have n of N tokens each
+    x_BnD, stats = forward(params, input_Bn, model, how, inputs.seen(context), inputs.slot_ME)
+    nats = cross_entropy(params, x_BnD, target_Bn, model, how.loss_chunk) / tokens
+    count_ME = None if stats is None else sum_over_batch(stats.count_E)
+    parts = parts_of(nats, stats, count_ME, tokens, model.moe)
+    return nats + parts.auxiliary(model.moe), parts
+
+
+def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Grads, Parts]:
+    """Gradients of the objective, summed over devices, and this device's parts of it.
+
+    Parts of a batch (`train.grad_accumulation`) run one after another, fill slots and are balanced by themselves.
+    Devices are summed after the last one, or after each (`optimizer.zero=2`). Of an array that `context.cuts` cut, a
+    device gets the sum of its own part.
+    """
+    count = context.config.train.grad_accumulation
+
+    def local(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, Parts]:
+        return jax.grad(objective, has_aux=True)(params, inputs.part(token_bN1, number, count), context)
+
+    def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, Parts]:
+        grads, parts = local(token_bN1, number)
+        return sync_gradients(grads, context.specs, context.cuts, context.how.platform), parts
+
+    part_AbN1 = inputs.in_parts(count)
+    if count == 1:
+        return summed(part_AbN1[0], 0)
+    if context.config.optimizer.zero == 2:
+        return accumulate(summed, part_AbN1)
+    grads, parts = accumulate(local, part_AbN1)
+    return sync_gradients(grads, context.specs, context.cuts, context.how.platform), parts
+
+
+def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:
+    """This device's share of the mean nats per token of a batch that nothing is learned from."""
+    count = context.config.train.grad_accumulation
+
+    def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        number, token_bN1 = part
+        return objective(params, inputs.part(token_bN1, number, count), context)[1].cross_entropy
+
+    part_AbN1 = inputs.in_parts(count)
+    return jax.lax.map(share, (jnp.arange(count), part_AbN1)).sum()
+
+
+def train_step(
+    state: State,
+    token_BN1: Int[Array, "B N1"],
+    max_loss: Float[Array, ""] | None,
+    context: StepContext,
+    gradients: Gradients,
+) -> tuple[State, Metrics]:
+    """The state after a step, and its metrics.
+
+    A step is bad if its loss or gradient norm is not finite, or if its loss is above `max_loss`: it changes nothing but
+    the number of steps.
+    """
+    background.new_program()
+    config, how, cuts = context.config, context.how, context.cuts
+    inputs = StepInputs(token_BN1, When(state["step"]), slots_of(state))
+    grads, parts = gradients(fault_injection.struck(state["params"], state["step"]), inputs, context)
+    grads = with_copies_summed(grads, inputs.slot_ME, context)
+    norm = global_norm(grads, context.grad_specs, how.platform, experts_here(inputs.slot_ME, context))
+    if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
+        parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
+    total = sum_over_batch(parts)
+    rate = learning_rate(config)(updates_done(state["optimizer"]))
+    metrics = metrics_of(total, norm, rate, config.model.moe)
+    is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    if max_loss is not None:
+        is_good &= metrics["loss"] <= max_loss
+    with jax.named_scope("optimizer"):
+        factor = clip_factor(norm, config.optimizer.clip_norm)
+        params = zero.own_parts(cuts, state["params"])
+        clipped = jax.tree.map(lambda g: g * factor, grads)
+        updates, moments = context.optimizer.update(clipped, state["optimizer"], params, is_good=is_good)
+        learned = optax.apply_updates(params, updates)
+        learned = with_moved_biases(learned, total.count_ME, context.stages, config.model.moe.bias_update_rate)
+        learned = unless_bad(is_good, learned, params)
+    new_state = {
+        "step": state["step"] + 1,
+        "params": zero.gathered(cuts, learned, how.platform),
+        "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
+        **with_load_added(state, metrics, is_good),
+    }
+    return new_state, metrics | {"bad_step": 1 - is_good.astype(jnp.int32)}
+
+
+def accumulate(of_part: Callable[[jax.Array, jax.Array | int], _Sum], part_AbN1: Int[Array, "A b N1"]) -> _Sum:
+    """The sum over the parts of a batch of `of_part(tokens, number)`, computed one after another."""
+    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(of_part, part_AbN1[0], 0))
+
+    def add(total: _Sum, part: tuple[jax.Array, jax.Array]) -> tuple[_Sum, None]:
+        return jax.tree.map(jnp.add, total, of_part(*part)), None
+
+    return jax.lax.scan(add, zeros, (part_AbN1, jnp.arange(len(part_AbN1))))[0]

@@ -1,0 +1,127 @@
+"""The gradients of a scheduled step: the tasks of a plan, issued one after another.
+
+B sequences of this device, in A accumulated parts of b; N tokens of each and N1 = N + 1; M blocks with experts,
+E experts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.config import Model
+from moe_jax.config.layer_layout import segments
+from moe_jax.models.orders.irregular import Stored
+from moe_jax.parallel.ordering import after_all
+from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.trees import Grads, Params, Tree
+from moe_jax.schedule.actions import NO_BLOCK
+from moe_jax.step.context import StepContext, StepInputs
+from moe_jax.step.losses import Parts, parts_of
+from moe_jax.step.plain import accumulate
+from moe_jax.step.scheduled.build import Plan, owned, places, turns_of
+from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.grad_reduce import Sums
+from moe_jax.step.scheduled.layer_loop import Loops, Stacked, run
+from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.step_dims import Facts
+
+
+def scheduled_gradients(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> tuple[Grads, Parts]:
+    """The same as `plain.gradients`, to round-off.
+
+    Parts of a batch run one after another. The schedule of the last one sums the gradients of all parts over devices;
+    with `optimizer.zero=2` each part's schedule sums its own.
+    """
+    count, platform = context.config.train.grad_accumulation, context.how.platform
+
+    def of_part(
+        plan: Plan, token_bN1: jax.Array, number: jax.Array | int, earlier: Grads | None = None
+    ) -> tuple[Grads, Parts]:
+        return _gradients_of_part(params, inputs.part(token_bN1, number, count), context, plan, earlier)
+
+    part_AbN1 = inputs.in_parts(count)
+    if count == 1:
+        return of_part(plan, part_AbN1[0], 0)
+    if context.config.optimizer.zero == 2:
+        return accumulate(partial(of_part, plan), part_AbN1)
+    earlier, parts_before = accumulate(partial(of_part, plan.without_reductions()), part_AbN1[:-1])
+    last_bN1 = part_AbN1[-1]
+    if platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
+        last_bN1 = after_all(last_bN1, jax.tree.leaves(earlier), platform)
+    grads, parts = of_part(plan, last_bN1, count - 1, earlier)
+    return grads, jax.tree.map(jnp.add, parts_before, parts)
+
+
+def _gradients_of_part(
+    params: Params, inputs: StepInputs, context: StepContext, plan: Plan, earlier: Grads | None
+) -> tuple[Grads, Parts]:
+    """Gradients of one part of a batch, summed as the plan's schedule does, and this device's parts of the objective.
+
+    `earlier` are gradients of this device that are added before the sums. Of an array that `plan.cuts` cut, a device
+    gets the sum of its own part.
+    """
+    model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
+    tokens = own_tokens(inputs.token_BN1)
+    facts = Facts(context.config, context.how, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
+    outside = {action.block for action in issued} - {NO_BLOCK}
+    blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
+    seen = inputs.seen(context)
+    moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
+    slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
+    tasks = Tasks(facts, params, Given(blocks, seen, slots), tokens, partial(_stored, params, model))
+    sums = Sums(plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice))
+    if looped is None:
+        run(issued, tasks, sums)
+        return _gathered(sums.total, model, {}), _parts(sums, context)
+    number, _ = turns_of(context.config)
+    stacked = Stacked(
+        params["segments"][number],
+        plan.cuts["segments"][number],
+        None if earlier is None else earlier["segments"][number],
+        seen,
+        slot_ME,
+    )
+    loops = Loops(looped, segments(model)[number], sums, stacked)
+    run(looped.bottom, tasks, sums)
+    loops.up()
+    run(looped.top, tasks, sums)
+    loops.down()
+    run(looped.end, tasks, sums)
+    loops.reduce()
+    run(looped.rest, tasks, sums)
+    for block in range(looped.turns.last, model.num_layers):
+        if places(model)[block][0] == number:
+            loops.gradients.put_sum(0, block, sums.total(block + 1))
+    return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
+
+
+def _stored(params: Params, model: Model, block: int) -> Stored:
+    """The weights of a block's experts, not taken out."""
+    number, period, place = places(model)[block]
+    return Stored(params["segments"][number][place]["moe"]["experts"], period)
+
+
+def _slice(leaf: jax.Array, period: int) -> jax.Array:
+    return leaf[period]
+
+
+def _gathered(total: Callable[[int], Tree], model: Model, stacked: dict[int, Tree]) -> Grads:
+    """Gradients in the layout of the parameters, of all owners and the segments that are stacked already."""
+    trees: dict[int, Tree] = dict(stacked)
+    for number, segment in enumerate(segments(model)):
+        if number not in stacked:
+            owners = [owner for owner, place in enumerate(places(model), start=1) if place[0] == number]
+            period = len(segment.kinds)
+            trees[number] = {
+                place: jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(total, owners[place::period]))
+                for place in range(period)
+            }
+    return {"embedding": total(0), "segments": trees, **total(model.num_layers + 1)}
+
+
+def _parts(sums: Sums, context: StepContext) -> Parts:
+    stats, tokens = sums.stats(), context.global_tokens
+    return parts_of(sums.tasks.cross_entropy, stats, sums.count_ME, tokens, context.config.model.moe)
