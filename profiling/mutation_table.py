@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(
         "sampling_drops_tokens",
         "models/decode.py",
-        "dataclasses.replace(moe, capacity_factor=None, order=",
+        "dataclasses.replace(moe, capacity_factor=None, dispatcher=",
         "dataclasses.replace(moe, order=",
         "sampled text depends on slots that were meant for training",
         ["tests/models/test_decode.py", "-k", "ignores_capacity"],

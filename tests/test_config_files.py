@@ -245,7 +245,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed(override: str, message: str)
         ("n_layers", "model.num_layers"),
         ("model.num_layer", "model.num_layers"),
         ("model.n_heads", "model.num_attention_heads"),
-        ("model.hidden", "model.intermediate_size"),
+        ("model.hidden", "model.hidden_size"),
         ("hidden_size", "model.hidden_size"),
         ("topk", "model.moe.top_k"),
         ("model.top_k", "model.moe.top_k"),

@@ -231,7 +231,7 @@ def _suggestion(key: str, prefix: str) -> str:
     def likeness(name: str) -> float:
         last = name.rpartition(".")[2]
         initials = "".join(word[0] for word in last.split("_"))  # lr
-        if key == last or (key == initials and len(key) > 1):
+        if key.replace("_", "") == last.replace("_", "") or (key == initials and len(key) > 1):
             alike = 1.0
         elif key in last and len(key) > 3:  # warmup
             alike = 0.9
