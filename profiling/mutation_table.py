@@ -105,7 +105,7 @@ MUTATIONS = (
         "sampling_drops_tokens",
         "models/decode.py",
         "dataclasses.replace(moe, capacity_factor=None, dispatcher=",
-        "dataclasses.replace(moe, order=",
+        "dataclasses.replace(moe, dispatcher=",
         "sampled text depends on slots that were meant for training",
         ["tests/models/test_decode.py", "-k", "ignores_capacity"],
     ),
