@@ -7,10 +7,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.models.gates import softmax
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
+def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> TopKRouting:
     """As with a softmax, and slots by each token's highest probability."""
     choice = softmax.choose(logit_TE, moe)
     return choice._replace(priority_T=choice.prob_TE.max(axis=-1))
