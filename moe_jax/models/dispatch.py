@@ -3,17 +3,16 @@
     permute ──► dispatch ──► experts ──► combine ──► unpermute
               start, finish            start, finish
 
-What happens to rows on the wire stands here once: the codec of the hooks around a transfer, the form in which tensor
-ranks share it, and sizes, which are whole numbers and travel as they are. Exchanges differ in where they start and
-where they finish:
+`TokenExchange` handles everything that a transfer needs: the codec of the hooks, the form in which tensor ranks share
+it, and the sizes, which are whole numbers and travel without a codec. Steps differ in where they start and finish it:
 
-    plain       both in one place: `TokenExchange.run`
-    ring        block by block: experts work on one block while the next one travels: `dispatch_compute_combine`
-    scheduled   in different tasks: `TokenExchange.start` returns pieces `InFlight`, which later tasks finish
-    ragged      only rows that exist travel, by sizes that all ranks know: `RaggedExchange`
+    plain       in one place: `run`
+    ring        block by block, so that experts compute one block while the next travels: `hop`
+    scheduled   in different tasks: `start` returns pieces `InFlight`, which later tasks finish
+    ragged      in one task, sizes first; only rows that exist travel: `RaggedExchange`
 
-How blocks get from rank to rank is in `moe_jax/parallel/all_to_all/`, one file each; how tensor ranks share an exchange
-in `moe_jax/parallel/tensor_dispatch.py`. P expert ranks.
+The algorithms that move blocks between ranks are in `moe_jax/parallel/all_to_all/`, one file each. The forms over
+tensor ranks are in `moe_jax/parallel/tensor_dispatch.py`. P expert ranks, E experts.
 """
 
 import operator
@@ -33,11 +32,10 @@ from moe_jax.parallel.all_to_all import UnderWay, ragged
 from moe_jax.parallel.all_to_all.ring import shift
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
-from moe_jax.parallel.tensor_axis import gathered, summed
-from moe_jax.parallel.tensor_dispatch import DispatchRoute, Send, Unchunked
+from moe_jax.parallel.tensor_dispatch import O1_FROM_EXPERTS, O1_TO_EXPERTS, DispatchRoute, Send, Unchunked
 
 Phase = Literal["dispatch", "combine"]
-Tie = Callable[[jax.Array], jax.Array]  # returns its argument, which then cannot be used before something else exists
+Tie = Callable[[jax.Array], jax.Array]  # returns its argument, to be used only after something else exists
 
 
 class TokenExchange(NamedTuple):
@@ -50,7 +48,7 @@ class TokenExchange(NamedTuple):
 
     @property
     def to_experts(self) -> bool:
-        """Which way it goes: the cotangents of a dispatch come back from the experts."""
+        """The direction: the cotangents of a dispatch come from the experts."""
         return (self.phase == "dispatch") != self.backward
 
     @property
@@ -64,19 +62,20 @@ class TokenExchange(NamedTuple):
         return self._replace(backward=not self.backward)
 
     def run(self, x: ExpertRows) -> ExpertRows:
-        """Start and finish: block p goes to rank p, and block p of the result came from rank p."""
+        """Start and finish. Block p goes to rank p, and block p of the result came from rank p."""
         with jax.named_scope(self.phase):
             return ExpertRows(self._over_tensor(x.rows, self._whole_rows), self._exchanged_sizes(x.sizes))
 
     def hop(self, block: ExpertRows, distance: int) -> ExpertRows:
-        """A block [1, …] of the rank `distance` before this one. The codec sees a block that stays, too."""
+        """One block [1, …] to the rank `distance` after this one; returns that of the rank before. If it stays
+        (0), the codec still rounds it. What tensor ranks do is left to the caller."""
         there, back = (partial(shift, distance=hops, ranks=self.route.ranks) for hops in (distance, -distance))
         with jax.named_scope(self.phase):
             rows = _encoded(self, there, back, block.rows)
             return ExpertRows(rows, None if block.sizes is None else there(block.sizes))
 
     def start(self, pieces: Sequence[ExpertRows], slot_axis: int, tie: Tie) -> "InFlight":
-        """Start one exchange for the rows of all pieces, one after another along `slot_axis`.
+        """Start one exchange for the rows of all pieces, concatenated along `slot_axis`.
 
         `tie` is applied to what the first collective sends.
         """
@@ -86,10 +85,10 @@ class TokenExchange(NamedTuple):
         return InFlight(under_way, finish, [x.rows.shape[slot_axis] for x in pieces], slot_axis, sizes)
 
     def _start(self, rows: jax.Array, tie: Tie) -> tuple[UnderWay, Callable[[UnderWay], jax.Array]]:
-        """What is under way, and a function that makes rows of it.
+        """What is under way, and the function that makes rows of it.
 
-        Over tensor ranks a collective of XLA also finishes here, as what it brings is gathered or summed; one in the
-        background does so if it is split into chunks.
+        With several tensor ranks a collective of XLA also finishes here, because its result is gathered or summed. An
+        exchange in the background finishes here only if it is split into chunks.
         """
         exchange, ranks, codec = self.route.exchange, self.route.ranks, self.codec
         transfer = self.route.transfer(to_experts=self.to_experts)
@@ -118,7 +117,7 @@ class TokenExchange(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _encoded(exchange: TokenExchange, there: Send, back: Send, x: jax.Array) -> jax.Array:
-    """Rows that travel `there` in the form of the codec; their cotangents travel `back` in that of the transposed."""
+    """Rows sent `there` by the codec of an exchange; their cotangents go `back` by the codec of the transposed one."""
     codec = exchange.codec
     return codec.decode(there(codec.encode(x)), x.dtype)
 
@@ -141,9 +140,9 @@ def _same(x: jax.Array) -> jax.Array:
 def dispatch_compute_combine(
     sent: ExpertRows, experts: Callable[[ExpertRows], jax.Array], route: DispatchRoute, moe: MoE
 ) -> jax.Array:
-    """What the experts made of all rows, back in their places [P, …], where nothing else is scheduled in between.
+    """The experts' outputs for all rows, back in their places [P, …]. For steps that schedule nothing in between.
 
-    Blocks of a ring go by hops: in hop s rank r sends block r + s, whose results come back the same way. Blocks that
+    On a ring blocks go by hops: in hop s rank r sends block r + s, and its outputs come back the same way. Blocks that
     stay (s = 0) need no link, so their experts fill the time of the first hop.
     """
     hooks = hooks_of(moe)
@@ -157,7 +156,7 @@ def dispatch_compute_combine(
         received.append(dispatch.hop(block, distance))
     returned: jax.Array | None = None
     for distance, block in enumerate(received):
-        out = summed(experts(jax.tree.map(lambda x: gathered(x, 0), block)), 0)
+        out = O1_FROM_EXPERTS.pre_comm(experts(jax.tree.map(O1_TO_EXPERTS.post_comm, block)))
         back = combine.hop(ExpertRows(out), -distance).rows
         if returned is None:
             returned = jax.lax.empty((ep_size, *back.shape[1:]), back.dtype)
@@ -167,7 +166,7 @@ def dispatch_compute_combine(
 
 
 class InFlight:
-    """Pieces between the start of their exchange and its finish, which comes when the first of them is needed."""
+    """Pieces between the start and the finish of their exchange. It finishes when the first piece is needed."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class InFlight:
 
     @property
     def num_rows(self) -> int:
-        """How many rows are under way from each source, in all pieces; 0: none."""
+        """Slots of all pieces together; 0: nothing is under way."""
         return sum(self._widths)
 
     def pieces(self) -> "list[Arrival]":
@@ -211,7 +210,7 @@ class Arrival(NamedTuple):
 
 
 class RaggedExchange(NamedTuple):
-    """An exchange that has sizes: each row goes straight into a lane of its expert. Without hooks and tensor ranks.
+    """An exchange with sizes: each row goes straight into the lane of its expert. It knows no hooks and tensor ranks.
 
     The two phases are each other's transposes.
     """

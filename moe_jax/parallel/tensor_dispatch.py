@@ -44,9 +44,9 @@ Transfer = Callable[[jax.Array, Send, Chunking], jax.Array]
 
 @dataclass(frozen=True)
 class Unchunked:
-    """A transfer that exchanges all rows at once, with what tensor ranks do among themselves before and after.
+    """A transfer with one exchange of all rows, and what tensor ranks do among themselves before and after it.
 
-    Because nothing else happens in between, the exchange can be under way for any time.
+    Nothing else happens in between, so other work can run while the exchange is under way.
     """
 
     pre_comm: Send
@@ -213,9 +213,10 @@ def _chunked(collect: Callable[[jax.Array], _Rows]) -> Form:
     return Form(to_experts, from_experts)
 
 
+O1_TO_EXPERTS, O1_FROM_EXPERTS = Unchunked(_as_it_is, _gather), Unchunked(_sum, _as_it_is)
 FORMS = {
     "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
-    "o1": Form(Unchunked(_as_it_is, _gather), Unchunked(_sum, _as_it_is)),
+    "o1": Form(O1_TO_EXPERTS, O1_FROM_EXPERTS),
     "o2": _chunked(_Concatenated),
     "o3": _chunked(_Filled),
 }

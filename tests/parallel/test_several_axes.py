@@ -105,7 +105,7 @@ def exchanges(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str
     sent_P1 = 100.0 * device + jnp.arange(ranks, dtype=jnp.float32)[:, None]
 
     def exchanged(name: str, platform: str, per_node: int) -> Any:
-        exchange = EXCHANGES[name].between(Ranks(axes, platform, per_node))
+        exchange = EXCHANGES[name].bind(Ranks(axes, platform, per_node))
         received, pull = jax.vjp(exchange, sent_P1)
         return received, pull((device + 1.0) * jnp.ones_like(sent_P1))[0]
 

@@ -70,7 +70,9 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     said = capsys.readouterr().out
     assert "choices, beginning with schedule.bucket_cap_mb=0.001\n" in said
     assert said.count("per step (sample ") == 2
-    assert said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training goes on\n") == 1
+    assert (
+        said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training goes on\n") == 1
+    )
     assert "search not finished" not in said
     assert f"going on with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in said
 
