@@ -146,16 +146,16 @@ PARTS = '''"""Parts of other forms than settings take."""
 
 import jax.numpy as jnp
 
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.dispatchers import DISPATCHERS
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.hooks.protocol import Hooks
-from moe_jax.models.orders import ORDERS
 from moe_jax.schedule.policies import POLICIES
 
 NUMBER = 3
 NO_ARGUMENTS = Hooks(before_layer=lambda: 1)
 SHORTER = Hooks(before_layer=lambda x_TD: x_TD[:1])
-ONE = ORDERS["slots"]._replace(order=lambda x_TD: x_TD)
-PAIRLESS = ORDERS["slots"]._replace(order=lambda *_: None)
+ONE = DISPATCHERS["capacity"]._replace(permute=lambda x_TD: x_TD)
+PAIRLESS = DISPATCHERS["capacity"]._replace(permute=lambda *_: None)
 PARTLESS = POLICIES["unified"]._replace(parts=lambda degree: None)
 TOO_FINE = POLICIES["unified"]._replace(parts=lambda degree: (10**9, 10**9))
 LISTLESS = POLICIES["unified"]._replace(orders=lambda shape: {"compute": [1]})
@@ -175,7 +175,7 @@ def text(logit_TE, moe):
 
 
 def flat(logit_TE, moe):
-    return Choice(jnp.zeros(3, jnp.int32), jnp.zeros(3), logit_TE)
+    return TopKRouting(jnp.zeros(3, jnp.int32), jnp.zeros(3), logit_TE)
 
 
 def branch(logit_TE, moe):

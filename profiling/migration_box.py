@@ -29,6 +29,7 @@ from results_file import quartiles, rounded, write_result
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import make_mesh
@@ -119,9 +120,10 @@ def experts_alone(config: Config) -> Callable[[], float]:
     count_PL = np.full((RANKS, held), tokens * moe.top_k // moe.num_experts, np.int32)
 
     def passes(params: Any, x: jax.Array) -> Any:
-        out, pull = jax.vjp(
-            lambda p, x: run_experts(p, (x, jnp.asarray(count_PL)), moe, GROUPED_PRODUCTS["cpu"]["blocks"]), params, x
-        )
+        def experts(params: Any, x: jax.Array) -> jax.Array:
+            return run_experts(params, ExpertRows(x, jnp.asarray(count_PL)), moe, GROUPED_PRODUCTS["cpu"]["blocks"])
+
+        out, pull = jax.vjp(experts, params, x)
         return pull(out)
 
     program, given = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))

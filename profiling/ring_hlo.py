@@ -9,6 +9,7 @@ Writes results/ring_hlo_TARGET.json; exit code 1 unless hops hide more than whol
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +22,15 @@ from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import Program
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
+from moe_jax.models.dispatch import TokenExchange, dispatch_compute_combine
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
-from moe_jax.models.hop_by_hop import through_experts
-from moe_jax.models.moe import exchange, run_experts
+from moe_jax.models.hooks import hooks_of
+from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import Axis, make_mesh
-from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.parallel.tensor_dispatch import DispatchRoute
 
 _SIZES = ("experts", "slots", "width", "hidden")
 Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices and rows [P, experts, slots, width]
@@ -35,19 +38,20 @@ Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices and rows [
 
 def layers(ranks: Ranks, moe: config.MoE) -> dict[str, Layer]:
     """Dispatch, experts, combine, in each way."""
-    product = next(iter(GROUPED_PRODUCTS[ranks.platform].values()))
+    product, hooks = next(iter(GROUPED_PRODUCTS[ranks.platform].values())), hooks_of(moe)
+    experts = partial(run_experts, moe=moe, product=product)
 
     def whole(algorithm: str) -> Layer:
-        route = Route(algorithm, ranks, "o1", 1)
+        route = DispatchRoute(algorithm, ranks)
+        dispatch, combine = TokenExchange("dispatch", route, hooks), TokenExchange("combine", route, hooks)
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
-            out = run_experts(params, exchange(rows, "dispatch", route, moe), moe, product)
-            return exchange(out, "combine", route, moe)
+            return combine.run(ExpertRows(experts(params, dispatch.run(ExpertRows(rows))))).rows
 
         return layer
 
     def hop_by_hop(params: Any, rows: jax.Array) -> jax.Array:
-        return through_experts(params, rows, ranks, moe, product)
+        return dispatch_compute_combine(ExpertRows(rows), partial(experts, params), DispatchRoute("ring", ranks), moe)
 
     return {"flat": whole("flat"), "ring": whole("ring"), "hop by hop": hop_by_hop}
 

@@ -7,30 +7,30 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoE
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.weights import weights_of
 
 _SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
 _ALWAYS = 100.0  # more than random numbers are apart
 
 
-def choose(logit_TE: jax.Array, moe: MoE) -> Choice:
+def choose(logit_TE: jax.Array, moe: MoE) -> TopKRouting:
     """k experts drawn without putting back, by random numbers that a token's own logits stand for; softmax weights."""
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
 
 
-def choose_one_always(logit_TE: jax.Array, moe: MoE) -> Choice:
+def choose_one_always(logit_TE: jax.Array, moe: MoE) -> TopKRouting:
     """The same, but every token chooses the first expert, and draws the others."""
     return _drawn(logit_TE, moe, jnp.where(jnp.arange(moe.num_experts) == 0, _ALWAYS, 0))
 
 
-def _drawn(logit_TE: jax.Array, moe: MoE, more_E: jax.Array) -> Choice:
+def _drawn(logit_TE: jax.Array, moe: MoE, more_E: jax.Array) -> TopKRouting:
     gumbel_TE = -jnp.log(-jnp.log(_uniform(logit_TE)))
     likely_E = more_E - _SPAN * jnp.linspace(0, 1, moe.num_experts)
     expert_Tk = jax.lax.top_k(gumbel_TE + likely_E, moe.top_k)[1]
     prob_TE = jax.nn.softmax(logit_TE)
     weight_Tk = weights_of(jnp.take_along_axis(prob_TE, expert_Tk, axis=1), moe)
-    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
+    return TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
 
 
 def _uniform(x: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.parallel.over_tensor import FORMS
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.parallel.tensor_dispatch import FORMS
 from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
 

@@ -21,19 +21,19 @@ from moe_jax.measure.targets import target_devices
 from moe_jax.measure.traffic import Exchange, exchanges, side_by_side
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis, make_mesh
-from moe_jax.parallel.over_tensor import FORMS, Route
 from moe_jax.parallel.ranks import Ranks
+from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
 from moe_jax.plan.over_tensor import Stages, stage_seconds
 
 _SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
 
 
-def compile_form(route: Route, mesh: jax.sharding.Mesh, rows: int, width: int) -> Program:
+def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width: int) -> Program:
     """Rows that are computed, brought to the experts, and computed with."""
 
     def body(x: jax.Array) -> jax.Array:
-        send = EXCHANGES[route.algorithm].between(route.ranks)
-        return route.carry(2 * x, send, to_experts=True) + 1
+        send = EXCHANGES[route.algorithm].bind(route.ranks)
+        return route.all_to_all(2 * x, send, to_experts=True) + 1
 
     shape, dtype = (mesh.size * mesh.shape[Axis.EXPERT], rows, width), row_dtype(route.ranks.platform)
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _SPEC))
@@ -76,7 +76,7 @@ def main() -> None:
     num_bytes = arguments.tensor * experts * arguments.rows * arguments.width * itemsize
     forms = {}
     for name in FORMS:
-        route = Route("flat", Ranks(Axis.EXPERT, target.platform), name, arguments.chunks)
+        route = DispatchRoute("flat", Ranks(Axis.EXPERT, target.platform), name, arguments.chunks)
         program = compile_form(route, mesh, arguments.rows, arguments.width)
         forms[name] = study(name, program, num_bytes, arguments.tensor, experts)
     values = {"tensor_ranks": arguments.tensor, "expert_ranks": experts, "chunks": arguments.chunks, "forms": forms}

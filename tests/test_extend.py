@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from moe_jax.config.plugins import named
 from moe_jax.config.validate.plugins import OWN_PARTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
+from moe_jax.models.dispatchers import dispatcher_of
+from moe_jax.models.dispatchers.protocol import ExpertRows, TokenDispatcher
 from moe_jax.models.gates import gate_of, softmax
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.hooks.protocol import Around, Hooks
-from moe_jax.models.orders import order_of
-from moe_jax.models.orders.protocol import Order
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import make_mesh
@@ -166,8 +167,8 @@ def test_what_is_no_policy_is_refused(name: str, message: str) -> None:
     assert str(error.value) == f"schedule.policy={policy}{message}"
 
 
-GATE = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.Choice"
-BEFORE = "before must take rows [P, …, D] and return an array that keeps P"
+GATE = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.TopKRouting"
+ENCODE = "encode must take rows [P, …, D] and return an array that keeps P"
 LAYER = "it must take rows [T, D] and return rows of the same shape and type"
 PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
 TASKS = "it must take a moe_jax.schedule.shape.Shape and return a list of tasks for each stream"
@@ -176,7 +177,7 @@ GATES = {
         lambda logit_TE: logit_TE,
         f"ends with TypeError: <lambda>() takes 1 positional argument but 2 were given: {GATE}",
     ),
-    "nothing": (lambda logit_TE, moe: None, "returns NoneType: return a moe_jax.models.gates.choice.Choice"),
+    "nothing": (lambda logit_TE, moe: None, "returns NoneType: return a moe_jax.models.gates.choice.TopKRouting"),
     "fails": (lambda logit_TE, moe: 1 // 0, f"ends with ZeroDivisionError: integer division or modulo by zero: {GATE}"),
     "flat": (
         lambda logit_TE, moe: softmax.choose(logit_TE, moe)._replace(weight_Tk=logit_TE[:, 0]),
@@ -189,10 +190,10 @@ HOOKS = {
         f"before_layer makes bfloat16[1, 128] of bfloat16[24, 128]: {LAYER}",
     ),
     "unranked": (
-        Hooks(dispatch=Around(before=lambda rows: rows[0])),
-        f"dispatch makes bfloat16[4, 128] of bfloat16[2, 4, 128]: {BEFORE}",
+        Hooks(dispatch=WireCodec(encode=lambda rows: rows[0])),
+        f"dispatch makes bfloat16[4, 128] of bfloat16[2, 4, 128]: {ENCODE}",
     ),
-    "a_number": (Hooks(combine=3), "combine is of type int: use a moe_jax.models.hooks.protocol.Around"),
+    "a_number": (Hooks(combine=3), "combine is of type int: use a moe_jax.models.hooks.protocol.WireCodec"),
 }
 POLICY = {
     "partless": (WHOLE._replace(parts=lambda degree: None), f"parts returns None for 2: {PARTS}"),
@@ -206,31 +207,45 @@ POLICY = {
         f"orders ends with ZeroDivisionError: integer division or modulo by zero: {TASKS}",
     ),
 }
+
+
+class Nothing(NamedTuple):
+    num_dropped: jax.Array
+
+
 # sends all tokens to the only rank, and takes back what comes
-AS_THEY_ARE = Order(
-    order=lambda x_TD, *_: (x_TD[None], ()),
-    experts=lambda params, received, moe, product: received,
-    inverse=lambda returned, ticket: returned[0],
-    cut=lambda sent, pieces: [sent],
+AS_THEY_ARE = TokenDispatcher(
+    permute=lambda x_TD, *_: (ExpertRows(x_TD[None]), Nothing(jnp.int32(0))),
+    experts=lambda params, received, moe, product: received.rows,
+    unpermute=lambda returned, metadata: returned[0],
+    split=lambda sent, pieces: [sent],
     slot_axis=1,
 )
-ORDER = {
+DISPATCHER = {
     "pairless": (
-        AS_THEY_ARE._replace(order=lambda *_: None),
-        "order returns NoneType: return what is sent and a ticket",
+        AS_THEY_ARE._replace(permute=lambda *_: None),
+        "permute returns NoneType: return ExpertRows and metadata",
+    ),
+    "bare": (
+        AS_THEY_ARE._replace(permute=lambda x_TD, *_: ([x_TD[None]], Nothing(jnp.int32(0)))),
+        "permute returns list to send: return moe_jax.models.dispatchers.protocol.ExpertRows",
+    ),
+    "uncounted": (
+        AS_THEY_ARE._replace(permute=lambda x_TD, *_: (ExpertRows(x_TD[None]), ())),
+        "permute returns tuple as metadata: return a NamedTuple with num_dropped",
     ),
     "cut_short": (
-        AS_THEY_ARE._replace(inverse=lambda returned, ticket: returned[0, :3]),
-        "inverse returns (3, 4) for 6 tokens of width 4: return a weighted sum of each, [T, D]",
+        AS_THEY_ARE._replace(unpermute=lambda returned, metadata: returned[0, :3]),
+        "unpermute returns (3, 4) for 6 tokens of width 4: return a weighted sum of each, [T, D]",
     ),
     "narrow": (
-        AS_THEY_ARE._replace(experts=lambda params, received, moe, product: received[..., :1]),
+        AS_THEY_ARE._replace(experts=lambda params, received, moe, product: received.rows[..., :1]),
         "experts returns (1, 6, 1) for received rows (1, 6, 4): return outputs of the same shape",
     ),
     "unwilling": (
-        AS_THEY_ARE._replace(order=lambda x_TD: x_TD),
-        "order ends with TypeError: <lambda>() takes 1 positional argument but 5 were given: "
-        "moe_jax/models/orders/__init__.py says what the four functions take",
+        AS_THEY_ARE._replace(permute=lambda x_TD: x_TD),
+        "permute ends with TypeError: <lambda>() takes 1 positional argument but 5 were given: "
+        "moe_jax/models/dispatchers/__init__.py says what the four functions take",
     ),
 }
 
@@ -270,10 +285,10 @@ def test_a_policy_of_another_form_is_named(name: str, elsewhere: Callable[[str, 
     assert str(error.value) == f"schedule.policy={policy}: {POLICY[name][1]}"
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_an_order_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
-    own = elsewhere(name, ORDER[name][0])
-    order, x_TD = order_of(MoE(dispatcher=own)), jnp.zeros((6, 4))
+@pytest.mark.parametrize("name", DISPATCHER)
+def test_a_dispatcher_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
+    own = elsewhere(name, DISPATCHER[name][0])
+    dispatcher, x_TD = dispatcher_of(MoE(dispatcher=own)), jnp.zeros((6, 4))
     with pytest.raises(ConfigError) as error:
-        order.experts(None, order.order(x_TD, None, None, None, None)[0], None, None)
-    assert str(error.value) == f"model.moe.dispatcher={own}: {ORDER[name][1]}"
+        dispatcher.experts(None, dispatcher.permute(x_TD, None, None, None, None)[0], None, None)
+    assert str(error.value) == f"model.moe.dispatcher={own}: {DISPATCHER[name][1]}"

@@ -21,10 +21,10 @@ REGISTRIES = {name: each for name, each in vars(registry).items() if isinstance(
 IMPORTS = "from moe_jax.models.gates.protocol import of_logits\n"
 # in the words of the page: what its examples do not show
 OTHERS = {
-    "models/orders": """
-from moe_jax.models.orders import one_hot
+    "models/dispatchers": """
+from moe_jax.models.dispatchers import one_hot
 
-ORDER = one_hot.ORDER
+DISPATCHER = one_hot.DISPATCHER
 """,
     "models/hooks": """
 from moe_jax.models.hooks.protocol import Hooks

@@ -62,8 +62,8 @@ class GateFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderFacts(Facts):
-    """A file of `models/orders/`, which has an `ORDER`."""
+class DispatcherFacts(Facts):
+    """A file of `models/dispatchers/`, which has a `DISPATCHER`."""
 
     sorts_rows: bool = False  # by experts: such rows may travel with their sizes, and experts may change ranks
 

@@ -20,7 +20,7 @@ from moe_jax.config.facts import (
     Facts,
     GateFacts,
     HooksFacts,
-    OrderFacts,
+    DispatcherFacts,
     PipelineFacts,
     PolicyFacts,
     ReductionFacts,
@@ -120,7 +120,7 @@ NO_HOOKS = "none"  # what model.moe.hooks says instead of a part: nothing is cal
 OPEN_EXCHANGE = "auto"  # what exchange.algorithm says instead of a part: it depends on the devices
 
 GATE_FACTS = Registry("moe_jax.models.gates", GateFacts)
-ORDER_FACTS = Registry("moe_jax.models.orders", OrderFacts)
+DISPATCHER_FACTS = Registry("moe_jax.models.dispatchers", DispatcherFacts)
 HOOKS_FACTS = Registry("moe_jax.models.hooks", HooksFacts)
 EXCHANGE_FACTS = Registry("moe_jax.parallel.all_to_all", ExchangeFacts)
 REDUCTION_FACTS = Registry("moe_jax.parallel.reductions", ReductionFacts)

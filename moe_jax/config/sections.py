@@ -32,7 +32,7 @@ from moe_jax.config.registry import (
     EXCHANGE_FACTS,
     GATE_FACTS,
     NO_HOOKS,
-    ORDER_FACTS,
+    DISPATCHER_FACTS,
     PIPELINE_FACTS,
     POLICY_FACTS,
     REDUCTION_FACTS,
@@ -117,7 +117,7 @@ class MoE:
     @property
     def sorts_rows(self) -> bool:
         """Whether tokens that chose experts are sorted into rows."""
-        return ORDER_FACTS.of(self.dispatcher).sorts_rows and not self.gate_facts.fills_slots
+        return DISPATCHER_FACTS.of(self.dispatcher).sorts_rows and not self.gate_facts.fills_slots
 
     @property
     def sends_capacity_rows(self) -> bool:

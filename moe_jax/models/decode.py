@@ -81,7 +81,7 @@ def _next_logits(
 def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation, seen: Seen) -> jax.Array:
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)
-    sent, ticket, _ = moe_layer.route(p["moe"], h_BD, model.moe, ranks=1, seen=seen)
+    sent, metadata, _ = moe_layer.route(p["moe"], h_BD, model.moe, ep_size=1, seen=seen)
     returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.product)
-    y_BD = moe_layer.combine(returned, ticket, model.moe)
-    return sum((mlp(beside, h_BD) for beside in moe_layer.beside_experts(p["moe"])), start=y_BD)
+    y_BD = moe_layer.unpermute(returned, metadata, model.moe)
+    return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(p["moe"])), start=y_BD)

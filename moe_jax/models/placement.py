@@ -3,8 +3,8 @@
 `slot_E` tells it of a block. If experts may have copies there are S > E slots, and what tells it is `expert_S`: the
 expert of each slot, E of a free one. Who only passes it on calls both slot_E.
 
-Gates, counts and losses know experts by their numbers. Orders know slots only: a decision is renamed for them, which
-changes neither the order of an expert's rows nor that of a token's choices.
+Gates, counts and losses know experts by their numbers. Dispatchers know slots only: a decision is renamed for them,
+which changes neither the order of an expert's rows nor that of a token's choices.
 
 E experts, L slots of each rank, M blocks with experts, R rows of a stack of blocks.
 """
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from moe_jax.config import MoE
 from moe_jax.config.layer_layout import Stages, segments
-from moe_jax.models.gates.choice import Choice, expert_counts
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.dispatchers.protocol import CapacityState
+from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
 
 
 def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
@@ -31,24 +31,25 @@ def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
 
 
 def in_slots(
-    decision: Any, room: Room | None, slot_E: Int[Array, " _"] | None, moe: MoE
-) -> tuple[Any, Room | None, MoE]:
+    decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoE
+) -> tuple[Decision, CapacityState | None, MoE]:
     """A decision, and what earlier parts of the batch used, with slots instead of experts; and a layer of so many."""
     if slot_E is None:
-        return decision, room, moe
-    assert isinstance(decision, Choice), "gates that fill slots load all experts alike"
+        return decision, capacity, moe
+    assert isinstance(decision, TopKRouting), "gates that fill slots load all experts alike"
     if len(slot_E) > moe.num_experts:  # without a capacity: what was used does not matter
         slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts)
-        return decision._replace(expert_Tk=slot_Tk), room, dataclasses.replace(moe, num_experts=len(slot_E))
+        return decision._replace(expert_Tk=slot_Tk), capacity, dataclasses.replace(moe, num_experts=len(slot_E))
     nobody_too_E = jnp.append(slot_E, len(slot_E))  # a choice that a token does without
-    if room is not None:
-        room = room._replace(used_E=jnp.zeros_like(room.used_E).at[slot_E].set(room.used_E, unique_indices=True))
-    return decision._replace(expert_Tk=nobody_too_E[decision.expert_Tk]), room, moe
+    if capacity is not None:
+        used_E = jnp.zeros_like(capacity.used_E).at[slot_E].set(capacity.used_E, unique_indices=True)
+        capacity = capacity._replace(used_E=used_E)
+    return decision._replace(expert_Tk=nobody_too_E[decision.expert_Tk]), capacity, moe
 
 
 def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int) -> Int[Array, "T k"]:
     """Where each pair goes: an expert's copies take tokens in turn. S: a choice that a token does without."""
-    copies_E = expert_counts(expert_S[:, None], experts)
+    copies_E = tokens_per_expert(expert_S[:, None], experts)
     slot_S = jnp.argsort(expert_S)  # copies of an expert are neighbours
     first_E = jnp.cumsum(copies_E) - copies_E
     chosen_Tk = jnp.minimum(expert_Tk, experts - 1)

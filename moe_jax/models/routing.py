@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 
-_NEVER = 2**30  # behind all slots
+_NEVER = 2**30  # after all slots
 
 
-def capacity(moe: MoE, tokens: int) -> int:
+def expert_capacity(moe: MoE, tokens: int) -> int:
     """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
     if moe.capacity_factor is None:
         return tokens
@@ -36,8 +36,8 @@ def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> I
     return jnp.zeros_like(flat).at[order].set(rank_in_order, unique_indices=True).reshape(expert_Tk.shape)
 
 
-def ranks(choice: Choice, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
-    """The place of each pair in line for its expert's slots; a choice that a token does without is behind all slots."""
+def queue_positions(choice: TopKRouting, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
+    """The place of each pair in the queue for its expert's slots; a choice that a token does without is after all."""
     expert_Tk, priority_T = choice.expert_Tk, choice.priority_T
     if priority_T is None:
         rank_Tk = rank_in_expert(expert_Tk, count_E)
@@ -48,25 +48,27 @@ def ranks(choice: Choice, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
     return jnp.where(expert_Tk < len(count_E), rank_Tk, _NEVER)
 
 
-class Rows(NamedTuple):
+class TokenPermutation(NamedTuple):
     """A one-to-one map between kept (token, choice) pairs and rows of a buffer."""
 
-    row_Tk: Int[Array, "T k"]  # R: dropped
-    token_R: Int[Array, " R"]  # T: an empty row
+    dest_index_Tk: Int[Array, "T k"]  # the row of each pair; R: dropped
+    token_R: Int[Array, " R"]  # the token of each row; T: an empty row
 
 
-def assign_rows(row_Tk: Int[Array, "T k"], kept_Tk: Bool[Array, "T k"], num_rows: int) -> Rows:
+def make_permutation(
+    dest_index_Tk: Int[Array, "T k"], keep_mask_Tk: Bool[Array, "T k"], num_rows: int
+) -> TokenPermutation:
     """The map that puts each kept pair into its row."""
-    tokens, choices = row_Tk.shape
-    row_Tk = jnp.where(kept_Tk, row_Tk, num_rows)
+    tokens, choices = dest_index_Tk.shape
+    dest_index_Tk = jnp.where(keep_mask_Tk, dest_index_Tk, num_rows)
     token_Tk = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], (tokens, choices))
-    token_R = jnp.full(num_rows, tokens, jnp.int32).at[row_Tk.ravel()].set(token_Tk.ravel(), mode="drop")
-    return Rows(row_Tk=row_Tk, token_R=token_R)
+    token_R = jnp.full(num_rows, tokens, jnp.int32).at[dest_index_Tk.ravel()].set(token_Tk.ravel(), mode="drop")
+    return TokenPermutation(dest_index_Tk, token_R)
 
 
-def inverse(rows: Rows) -> Rows:
+def inverse(permutation: TokenPermutation) -> TokenPermutation:
     """The way back, where each token has one choice: from rows to tokens."""
-    return Rows(row_Tk=rows.token_R[:, None], token_R=rows.row_Tk[:, 0])
+    return TokenPermutation(permutation.token_R[:, None], permutation.dest_index_Tk[:, 0])
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -75,29 +77,32 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def to_rows(x_T: Float[Array, "T ..."], rows: Rows) -> Float[Array, "R ..."]:
+def to_rows(x_T: Float[Array, "T ..."], permutation: TokenPermutation) -> Float[Array, "R ..."]:
     """Copy each token into the rows of its kept choices; empty rows are 0."""
-    return _take(x_T, rows.token_R)
+    return _take(x_T, permutation.token_R)
 
 
-def _to_rows_forward(x_T: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
-    return to_rows(x_T, rows), rows
+def _to_rows_forward(x_T: jax.Array, permutation: TokenPermutation) -> tuple[jax.Array, TokenPermutation]:
+    return to_rows(x_T, permutation), permutation
 
 
-def _to_rows_backward(rows: Rows, dy_R: jax.Array) -> tuple[jax.Array, None]:
-    choices = rows.row_Tk.shape[1]
-    return sum(_take(dy_R, rows.row_Tk[:, j]) for j in range(choices)), None  # type: ignore[return-value]
+def _to_rows_backward(permutation: TokenPermutation, dy_R: jax.Array) -> tuple[jax.Array, None]:
+    choices = permutation.dest_index_Tk.shape[1]
+    return sum(_take(dy_R, permutation.dest_index_Tk[:, j]) for j in range(choices)), None  # type: ignore[return-value]
 
 
 to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 
 
 @jax.custom_vjp
-def from_rows(y_R: Float[Array, "R ..."], weight_Tk: Float[Array, "T k"], rows: Rows) -> Float[Array, "T ..."]:
+def from_rows(
+    y_R: Float[Array, "R ..."], weight_Tk: Float[Array, "T k"], permutation: TokenPermutation
+) -> Float[Array, "T ..."]:
     """Each token's sum of weight · row over its kept choices, added up in float32."""
-    total_T = jnp.zeros((rows.row_Tk.shape[0], *y_R.shape[1:]), jnp.float32)
-    for j in range(rows.row_Tk.shape[1]):
-        total_T += _each(weight_Tk[:, j], y_R) * _take(y_R, rows.row_Tk[:, j])
+    tokens, choices = permutation.dest_index_Tk.shape
+    total_T = jnp.zeros((tokens, *y_R.shape[1:]), jnp.float32)
+    for j in range(choices):
+        total_T += _each(weight_Tk[:, j], y_R) * _take(y_R, permutation.dest_index_Tk[:, j])
     return total_T.astype(y_R.dtype)
 
 
@@ -106,21 +111,25 @@ def _each(factor: jax.Array, rows: jax.Array) -> jax.Array:
     return factor.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
-def _from_rows_forward(
-    y_R: jax.Array, weight_Tk: jax.Array, rows: Rows
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Rows]]:
-    return from_rows(y_R, weight_Tk, rows), (y_R, weight_Tk, rows)
+class _Saved(NamedTuple):
+    """What the backward pass of `from_rows` reads."""
+
+    y_R: jax.Array
+    weight_Tk: jax.Array
+    permutation: TokenPermutation
 
 
-def _from_rows_backward(
-    saved: tuple[jax.Array, jax.Array, Rows], dout_T: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    y_R, weight_Tk, rows = saved
-    weight_R = jnp.zeros(len(y_R), weight_Tk.dtype).at[rows.row_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
-    dy_R = (_each(weight_R, y_R) * _take(dout_T, rows.token_R)).astype(y_R.dtype)
+def _from_rows_forward(y_R: jax.Array, weight_Tk: jax.Array, permutation: TokenPermutation) -> tuple[jax.Array, _Saved]:
+    return from_rows(y_R, weight_Tk, permutation), _Saved(y_R, weight_Tk, permutation)
+
+
+def _from_rows_backward(saved: _Saved, dout_T: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y_R, weight_Tk, (dest_index_Tk, token_R) = saved
+    weight_R = jnp.zeros(len(y_R), weight_Tk.dtype).at[dest_index_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
+    dy_R = (_each(weight_R, y_R) * _take(dout_T, token_R)).astype(y_R.dtype)
     wide_T, features = dout_T.astype(jnp.float32), tuple(range(1, y_R.ndim))
     dweight_Tk = jnp.stack(
-        [jnp.sum(wide_T * _take(y_R, rows.row_Tk[:, j]), axis=features) for j in range(weight_Tk.shape[1])], axis=1
+        [jnp.sum(wide_T * _take(y_R, dest_index_Tk[:, j]), axis=features) for j in range(weight_Tk.shape[1])], axis=1
     )
     return dy_R, dweight_Tk.astype(weight_Tk.dtype), None
 

@@ -6,6 +6,7 @@ width, M blocks with experts, E experts.
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,23 +19,23 @@ from moe_jax.config.layer_layout import Segment, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
 from moe_jax.errors import ConfigError
-from moe_jax.models import hop_by_hop
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import Way
+from moe_jax.models.dispatch import dispatch_compute_combine
+from moe_jax.models.dispatchers import dispatcher_of
+from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows, buffer_of, full_capacity
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.seen import Seen
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
-from moe_jax.models.moe import RouterStats
-from moe_jax.models.orders import order_of
-from moe_jax.models.orders.protocol import Room, buffer_of, whole_room
+from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
-from moe_jax.parallel.over_tensor import Route
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import gathered, summed
+from moe_jax.parallel.tensor_dispatch import DispatchRoute
 from moe_jax.parallel.trees import Params
 
 
@@ -58,18 +59,18 @@ class Computation:
     grouped_product: str = "blocks"  # of rows in groups of any size, never auto
 
     @property
-    def route(self) -> Route:
+    def route(self) -> DispatchRoute:
         """How tokens travel."""
         ranks = Ranks(self.expert_axis, self.platform, self.ranks_per_node)
-        return Route(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
+        return DispatchRoute(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
 
     @property
     def product(self) -> GroupedProduct:
         """Of rows in groups of any size."""
         return GROUPED_PRODUCTS[self.platform][self.grouped_product]
 
-    def expert_ranks(self) -> int:
-        """That have experts of their own; inside `shard_map`."""
+    def ep_size(self) -> int:
+        """The number of ranks that have experts of their own; inside `shard_map`."""
         return self.route.ranks.size()
 
     @classmethod
@@ -77,7 +78,7 @@ class Computation:
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
-            for part_of in (gate_of, order_of, hooks_of):
+            for part_of in (gate_of, dispatcher_of, hooks_of):
                 part_of(config.model.moe)  # refused now if it is none
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         check_tensor_split(config, mesh.shape[Axis.TENSOR])
@@ -136,11 +137,11 @@ def _capability(device: jax.Device) -> Capability | None:
 
 
 class Routed(NamedTuple):
-    """A block with experts in front of its dispatch."""
+    """A block with experts before its dispatch."""
 
     x_BND: Float[Array, "B N D"]  # the residual stream with attention and shared experts
-    sent: Any
-    ticket: Any
+    sent: ExpertRows
+    metadata: DispatchMetadata
     stats: RouterStats
 
 
@@ -150,32 +151,32 @@ def attend_and_route(
     model: Model,
     view: View,
     how: Computation,
-    room: Room | None = None,
+    capacity: CapacityState | None = None,
     ragged: bool = False,
     seen: Seen | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> Routed:
-    """Attention, MLPs beside the experts, gate and order. `room` (None: all) is what earlier parts of the batch left.
+    """Attention, shared experts, gate and permute. `capacity` (None: all) is what earlier parts of the batch left.
 
-    `ragged`: the rows are for an irregular exchange. `seen`: what the gate looks at beside features, in this block.
+    `ragged`: the rows are for a ragged exchange. `seen`: what the gate looks at beside features, in this block.
     `slot_E`: where its experts lie (None: in their order).
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.attention)
     h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
-    sent, ticket, stats = moe_layer.route(
-        params["moe"], h_TD, model.moe, how.expert_ranks(), room, ragged, seen and seen.flat(), len(x_BND), slot_E
+    routed = moe_layer.route(
+        params["moe"], h_TD, model.moe, how.ep_size(), capacity, ragged, seen and seen.flat(), len(x_BND), slot_E
     )
-    for beside in moe_layer.beside_experts(params["moe"]):
-        x_BND = x_BND + _sharded_mlp(beside, h_BND)
-    return Routed(x_BND, sent, ticket, stats)
+    for shared in moe_layer.shared_experts(params["moe"]):
+        x_BND = x_BND + _sharded_mlp(shared, h_BND)
+    return Routed(x_BND, *routed)
 
 
 def rejoin(
-    x_BND: Float[Array, "B N D"], returned: Any, ticket: Any, model: Model, ragged: bool = False
+    x_BND: Float[Array, "B N D"], returned: jax.Array, metadata: DispatchMetadata, model: Model, ragged: bool = False
 ) -> Float[Array, "B N D"]:
     """The residual stream with what the experts returned."""
-    return x_BND + moe_layer.combine(returned, ticket, model.moe, ragged).reshape(x_BND.shape)
+    return x_BND + moe_layer.unpermute(returned, metadata, model.moe, ragged).reshape(x_BND.shape)
 
 
 def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, way: Way) -> Float[Array, "B N D"]:
@@ -201,22 +202,13 @@ def block(
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
         return dense_block(params, x_BND, model, view, how.attention), None
-    length, ranks = x_BND.shape[1], how.expert_ranks()
-    room = whole_room(model.moe, x_BND.shape[0] * length)
-    room = room._replace(buffer=buffer_of(model.moe, how.rank_capacity_factor, length, ranks))
-    x_BND, sent, ticket, stats = attend_and_route(params, x_BND, model, view, how, room, seen=seen, slot_E=slot_E)
-    return rejoin(x_BND, _through_experts(params["moe"]["experts"], sent, model, how), ticket, model), stats
-
-
-def _through_experts(params: Any, sent: Any, model: Model, how: Computation) -> Any:
-    """Dispatch, experts, combine."""
-    if how.exchange == "ring" and how.tensor_form == "o1":
-        return hop_by_hop.through_experts(params, sent, how.route.ranks, model.moe, how.product)
-    # an irregular exchange is for microbatches of a scheduled step: validation sends padded rows
-    route = how.route._replace(algorithm="flat") if EXCHANGE_FACTS.of(how.exchange).ragged else how.route
-    received = moe_layer.exchange(sent, "dispatch", route, model.moe)
-    out = moe_layer.run_experts(params, received, model.moe, how.product)
-    return moe_layer.exchange(out, "combine", route, model.moe)
+    length = x_BND.shape[1]
+    capacity = full_capacity(model.moe, x_BND.shape[0] * length)
+    capacity = capacity._replace(buffer=buffer_of(model.moe, how.rank_capacity_factor, length, how.ep_size()))
+    routed = attend_and_route(params, x_BND, model, view, how, capacity, seen=seen, slot_E=slot_E)
+    experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=how.product)
+    returned = dispatch_compute_combine(routed.sent, experts, how.route, model.moe)
+    return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:

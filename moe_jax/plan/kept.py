@@ -30,7 +30,7 @@ TILES = {
     "gpu": {"blocks": (64, 512), "ragged": (64, 512), "pallas": (64, 128)},
     "tpu": {"ragged": (128, 512), "blocks": (128, 512)},
 }
-_LANE_TILE = 8  # rows, see models/orders/irregular.py
+_LANE_TILE = 8  # rows, see models/dispatchers/ragged.py
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,7 @@ def _algorithms(config: Config, mesh: Mesh) -> list[str]:
     if config.mesh.expert_ranks(mesh.shape) == 1:
         return []
     cpu = Computation.of(config, mesh).platform == "cpu"
-    return [*EXCHANGES, *([] if cpu else RAGGED)]  # CPUs have no irregular collective
+    return [*EXCHANGES, *([] if cpu else RAGGED)]  # CPUs have no ragged collective
 
 
 _OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {

@@ -218,19 +218,19 @@ SCHEDULE = [
         "exchange.rank_capacity_factor=inf must be a finite number",
     ),
     (
-        "an irregular exchange of a whole batch",
+        "a ragged exchange of a whole batch",
         "exchange.algorithm=ragged",
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto",
     ),
     (
-        "an irregular exchange without slots",
+        "a ragged exchange without slots",
         "exchange.algorithm=ragged schedule.policy=unified model.moe.capacity_factor=null",
         "exchange.algorithm=ragged needs model.moe.capacity_factor and model.moe.dispatcher=sort: "
         "set them, or exchange.algorithm=auto",
     ),
     (
-        "an irregular exchange with hooks",
+        "a ragged exchange with hooks",
         "exchange.algorithm=ragged schedule.policy=unified model.moe.hooks=fp8",
         "exchange.algorithm=ragged does not call model.moe.hooks=fp8: "
         "use exchange.algorithm=flat, or model.moe.hooks=none",
@@ -275,7 +275,7 @@ PARTS = [
         "another function than a gate",
         "model.moe.gate=tests.models.test_named:not_a_choice",
         "model.moe.gate=tests.models.test_named:not_a_choice returns tuple: "
-        "return a moe_jax.models.gates.choice.Choice",
+        "return a moe_jax.models.gates.choice.TopKRouting",
     ),
     (
         "a gate of another shape",
@@ -284,15 +284,15 @@ PARTS = [
         "it must be int32[5, 2]",
     ),
     (
-        "no order",
-        "model.moe.dispatcher=moe_jax.models.orders.slots:order",
-        "model.moe.dispatcher=moe_jax.models.orders.slots:order is of type function: "
-        "name a moe_jax.models.orders.protocol.Order",
+        "no dispatcher",
+        "model.moe.dispatcher=moe_jax.models.dispatchers.capacity:permute",
+        "model.moe.dispatcher=moe_jax.models.dispatchers.capacity:permute is of type function: "
+        "name a moe_jax.models.dispatchers.protocol.TokenDispatcher",
     ),
     (
         "no hooks",
-        "model.moe.hooks=moe_jax.models.hooks.fp8:before",
-        "model.moe.hooks=moe_jax.models.hooks.fp8:before is of type function: "
+        "model.moe.hooks=moe_jax.models.hooks.fp8:encode",
+        "model.moe.hooks=moe_jax.models.hooks.fp8:encode is of type function: "
         "name a moe_jax.models.hooks.protocol.Hooks",
     ),
 ]

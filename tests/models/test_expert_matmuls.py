@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoE
+from moe_jax.models.dispatchers import DISPATCHERS
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.expert_matmuls import as_experts_multiply, rounded
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.layers import EACH, ONE
-from moe_jax.models.orders import ORDERS
 from moe_jax.step.scheduled.jaxpr_utils import inlined
 from tests.references import fp8_product, to_fp8
 
@@ -102,7 +103,7 @@ def test_all_products_but_weight_gradients_multiply_what_is_cast_from_8_bits():
     params, sent = {"up": jnp.ones((L, D, F)), "down": jnp.ones((L, F, D))}, jnp.ones((1, L, ROWS, D))
 
     def loss(params, sent):
-        return ORDERS["slots"].experts(params, sent, FP8, GROUPED_PRODUCTS["cpu"]["blocks"]).sum()
+        return DISPATCHERS["capacity"].experts(params, ExpertRows(sent), FP8, GROUPED_PRODUCTS["cpu"]["blocks"]).sum()
 
     eqns = inlined(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, sent)).jaxpr.eqns
     maker = {var: eqn for eqn in eqns for var in eqn.outvars}

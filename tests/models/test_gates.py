@@ -19,10 +19,10 @@ from jax.test_util import check_grads
 from moe_jax.config import Model, MoE
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.registry import GATE_FACTS
+from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
 from moe_jax.models.gates import GATES, gate_of
-from moe_jax.models.gates.choice import Choice, Mixed, Picked
+from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
 from moe_jax.models.gates.seen import Seen
-from moe_jax.models.orders import FILLED, order_of
 from tests import gate_references
 from tests.gate_references import Draws
 
@@ -64,12 +64,12 @@ def draws_of(seen: Seen) -> Draws:
 
 def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
     """What experts that multiply by their number make of the tokens, without a limit of slots."""
-    if isinstance(decision, Choice):
+    if isinstance(decision, TopKRouting):
         weight_TE = (jax.nn.one_hot(decision.expert_Tk, moe.num_experts) * decision.weight_Tk[..., None]).sum(1)
         return (weight_TE @ NUMBERS)[:, None] * x_TD
-    order = order_of(moe)
-    sent_PLCD, ticket = order.order(x_TD, decision, moe, 2)
-    return order.inverse(sent_PLCD * NUMBERS.reshape(2, 4, 1, 1), ticket)
+    dispatcher = dispatcher_of(moe)
+    sent, metadata = dispatcher.permute(x_TD, decision, moe, 2)
+    return dispatcher.unpermute(sent.rows * NUMBERS.reshape(2, 4, 1, 1), metadata)
 
 
 def by_reference(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def value(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE, of: Any) -> jax.Ar
 
 def test_the_table_knows_every_gate():
     assert list(GATE_FACTS) == list(GATES)
-    assert {facts.decides for facts in GATE_FACTS.values() if facts.fills_slots} == FILLED.keys()
+    assert {facts.decides for facts in GATE_FACTS.values() if facts.fills_slots} == GATE_DISPATCHERS.keys()
 
 
 def test_the_documentation_has_every_gate_and_what_it_reached():
@@ -164,7 +164,7 @@ def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
     if gate in ALONE:
         assert whole.priority_T is None
         chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:half], whole), part, rtol=1e-6)
-    elif isinstance(whole, Choice):
+    elif isinstance(whole, TopKRouting):
         assert whole.priority_T is not None
     else:
         alone, together = through(part, x_TD[:half], moe), through(whole, x_TD, moe)[:half]
@@ -232,7 +232,7 @@ def test_a_tokens_experts_are_in_its_best_groups(gate):
 def test_experts_pick_as_many_tokens_each_and_the_best_ones():
     moe = moe_of("expert_choice", capacity_factor=1.5)
     picked = gate_of(moe)(params_of(moe), features(), None, moe).decision
-    assert isinstance(picked, Picked)
+    assert isinstance(picked, ExpertChoiceRouting)
     assert picked.token_EC.shape == (8, 9)  # 1.5 · 2 · 24 / 8
     assert all(len(set(own)) == 9 for own in picked.token_EC.tolist())
     left = np.asarray(picked.prob_TE.T).copy()
@@ -243,7 +243,7 @@ def test_experts_pick_as_many_tokens_each_and_the_best_ones():
 def test_slots_are_convex_mixes():
     moe = moe_of("softmoe")
     mixed = gate_of(moe)(params_of(moe), features(), None, moe).decision
-    assert isinstance(mixed, Mixed)
+    assert isinstance(mixed, SoftRouting)
     assert (mixed.dispatch_TEC > 0).all()
     np.testing.assert_allclose(mixed.dispatch_TEC.sum(axis=0), 1, rtol=1e-5)
     np.testing.assert_allclose(mixed.combine_TEC.sum(axis=(1, 2)), 1.5, rtol=1e-5)

@@ -3,9 +3,9 @@
 import chex
 import numpy as np
 
+from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.gates import softmax
 from moe_jax.models.hooks.protocol import Hooks
-from moe_jax.models.orders import ORDERS
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import sharded_gradients
 
@@ -19,12 +19,12 @@ def one_expert(logit_TE, moe):
     return choice._replace(expert_Tk=choice.expert_Tk[:, :1])
 
 
-DROPLESS = ORDERS["dropless"]
+DROPLESS = DISPATCHERS["dropless"]
 TRIPLE = Hooks(after_layer=lambda y_TD: 3 * y_TD)
 
 
-def test_an_order_and_hooks_from_elsewhere():
-    parts = {"order": f"{__name__}:DROPLESS", "hooks": f"{__name__}:TRIPLE"}
+def test_a_dispatcher_and_hooks_from_elsewhere():
+    parts = {"dispatcher": f"{__name__}:DROPLESS", "hooks": f"{__name__}:TRIPLE"}
     own, others = (small_config(2, 2, capacity_factor=None, **moe) for moe in ({"routed_scaling_factor": 3.0}, parts))
     expected, result = (sharded_gradients(c, first_params(c.model), tokens_of(c)) for c in (own, others))
     np.testing.assert_allclose(result.loss, expected.loss, rtol=2e-6)

@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
-from moe_jax.models.gates.choice import expert_counts
+from moe_jax.models.gates.choice import tokens_per_expert
 
 
 def random_choice(tokens: int, choices: int, experts: int, seed: int = 0) -> np.ndarray:
@@ -19,7 +19,7 @@ def random_choice(tokens: int, choices: int, experts: int, seed: int = 0) -> np.
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (7, 1, 3), (16, 2, 4), (33, 6, 8)])
 def test_rank_counts_earlier_pairs_of_the_same_expert(tokens, choices, experts):
     expert_Tk = random_choice(tokens, choices, experts)
-    count_E = expert_counts(jnp.array(expert_Tk), experts)
+    count_E = tokens_per_expert(jnp.array(expert_Tk), experts)
     rank_Tk = routing.rank_in_expert(jnp.array(expert_Tk), count_E)
     seen = np.zeros(experts, int)
     for token in range(tokens):
@@ -32,20 +32,20 @@ def test_rank_counts_earlier_pairs_of_the_same_expert(tokens, choices, experts):
 
 def test_capacity_is_the_share_rounded_up_and_never_more_than_the_tokens():
     moe = MoE(num_experts=8, top_k=2, capacity_factor=1.25)
-    assert routing.capacity(moe, 64) == 20
-    assert routing.capacity(moe, 65) == 21  # 20.3
-    assert routing.capacity(MoE(num_experts=10, top_k=1, capacity_factor=1.1), 100) == 11  # in binary a bit above
-    assert routing.capacity(MoE(num_experts=8, top_k=2, capacity_factor=100.0), 64) == 64
-    assert routing.capacity(MoE(num_experts=8, top_k=2, capacity_factor=None), 64) == 64
+    assert routing.expert_capacity(moe, 64) == 20
+    assert routing.expert_capacity(moe, 65) == 21  # 20.3
+    assert routing.expert_capacity(MoE(num_experts=10, top_k=1, capacity_factor=1.1), 100) == 11  # in binary: above
+    assert routing.expert_capacity(MoE(num_experts=8, top_k=2, capacity_factor=100.0), 64) == 64
+    assert routing.expert_capacity(MoE(num_experts=8, top_k=2, capacity_factor=None), 64) == 64
 
 
 def rows_and_one_hot(seed: int):
     """A random partial map of 9 tokens × 3 choices into 20 rows, and the same as a 0/1 tensor [T, k, R]."""
     rng = np.random.default_rng(seed)
-    row_Tk = rng.permutation(30)[:27].reshape(9, 3).astype(np.int32)
-    kept_Tk = row_Tk < 20
-    rows = routing.assign_rows(jnp.array(row_Tk), jnp.array(kept_Tk), 20)
-    return rows, jnp.array((row_Tk[..., None] == np.arange(20)) & kept_Tk[..., None], jnp.float32)
+    dest_index_Tk = rng.permutation(30)[:27].reshape(9, 3).astype(np.int32)
+    keep_mask_Tk = dest_index_Tk < 20
+    rows = routing.make_permutation(jnp.array(dest_index_Tk), jnp.array(keep_mask_Tk), 20)
+    return rows, jnp.array((dest_index_Tk[..., None] == np.arange(20)) & keep_mask_Tk[..., None], jnp.float32)
 
 
 def test_to_rows_and_its_gradient_equal_the_one_hot_product():

@@ -22,10 +22,10 @@ from moe_jax.parallel.all_to_all.ragged import Widths
 from moe_jax.parallel.copies import sum_copies
 from moe_jax.parallel.mesh import ALL_AXES, Axis, make_mesh
 from moe_jax.parallel.migrate import encode, migrate
-from moe_jax.parallel.over_tensor import FORMS, Route
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
+from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
 from moe_jax.parallel.zero import Cut
 
 LENGTH = 5  # of what is summed: no multiple of the ranks
@@ -105,7 +105,7 @@ def exchanges(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str
     sent_P1 = 100.0 * device + jnp.arange(ranks, dtype=jnp.float32)[:, None]
 
     def exchanged(name: str, platform: str, per_node: int) -> Any:
-        exchange = EXCHANGES[name].between(Ranks(axes, platform, per_node))
+        exchange = EXCHANGES[name].bind(Ranks(axes, platform, per_node))
         received, pull = jax.vjp(exchange, sent_P1)
         return received, pull((device + 1.0) * jnp.ones_like(sent_P1))[0]
 
@@ -209,7 +209,7 @@ def test_rows_for_experts_over_two_axes_reach_all_their_tensor_ranks_and_come_ba
 
     def carried(x: jax.Array, form: str, axes: tuple[Axis, ...], *, to_experts: bool) -> jax.Array:
         ranks = Ranks(axes, "cpu")
-        return Route("ring", ranks, form, 2).carry(x, EXCHANGES["ring"].between(ranks), to_experts=to_experts)
+        return DispatchRoute("ring", ranks, form, 2).all_to_all(x, EXCHANGES["ring"].bind(ranks), to_experts=to_experts)
 
     def body(device: jax.Array) -> Any:
         sent = jnp.broadcast_to(100.0 * device + jnp.arange(4.0)[:, None, None], (4, 3, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.models.hooks import HOOKS
-from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import Result, sharded_gradients
 
@@ -58,8 +58,8 @@ def test_every_step_rounds_as_the_plain_one_does(name, schedule, exchange, capac
     assert distance(scheduled.grads, plain.grads) < 0.1 * rounding
 
 
-def times(factor) -> Around:
-    return Around(after=lambda travelled, dtype: factor * travelled)
+def times(factor) -> WireCodec:
+    return WireCodec(decode=lambda travelled, dtype: factor * travelled)
 
 
 @pytest.mark.parametrize("schedule", [UNIFIED], ids=["unified"])

@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.config import Config, Schedule
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.gates.choice import expert_counts
+from moe_jax.models.gates.choice import tokens_per_expert
 from moe_jax.models.placement import by_expert, first_experts, map_experts, moe_blocks, slots_of_pairs
 from moe_jax.plan.memory import step_memory
 from moe_jax.rebalance.moves import moves_between
@@ -117,7 +117,7 @@ def test_copies_take_tokens_in_turn():
     expert_Tk = jnp.asarray(np.random.default_rng(0).integers(4, size=(3000, 2)))
     slot_Tk = slots_of_pairs(expert_Tk, expert_S, 3)
     assert (jnp.append(expert_S, 3)[slot_Tk] == expert_Tk).all(), "a copy of the expert that was chosen"
-    count_S = expert_counts(slot_Tk, len(expert_S))
+    count_S = tokens_per_expert(slot_Tk, len(expert_S))
     np.testing.assert_allclose(count_S[jnp.asarray([1, 4, 6])], 500, rtol=0.15)
     assert (slot_Tk[expert_Tk == 3] == len(expert_S)).all()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_jax.config import Config, Exchange, Schedule
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.dispatchers.protocol import CapacityState
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.step.scheduled.executor import Tasks
@@ -41,8 +41,8 @@ def test_without_capacity_passing_the_result_is_another(monkeypatch):
     config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, **DROPPING)
     passed = sharded_gradients(config, first_params(config.model), tokens_of(config))
     assert_is_reference(config, passed)
-    room_of = Tasks._room
-    monkeypatch.setattr(Tasks, "_room", lambda *where: forget(room_of(*where)))
+    capacity_of = Tasks._capacity
+    monkeypatch.setattr(Tasks, "_capacity", lambda *where: forget(capacity_of(*where)))
     forgotten = sharded_gradients(config, first_params(config.model), tokens_of(config))
     with pytest.raises(AssertionError):
         assert_is_reference(config, forgotten)
@@ -50,13 +50,13 @@ def test_without_capacity_passing_the_result_is_another(monkeypatch):
     assert abs(forgotten.loss - passed.loss) > 1e-4
 
 
-def forget(room: Room) -> Room:
-    return room._replace(used_E=0 * room.used_E)
+def forget(capacity: CapacityState) -> CapacityState:
+    return capacity._replace(used_E=0 * capacity.used_E)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
-    """All but the irregular collective itself, which CPUs do not have."""
+    """All but the ragged collective itself, which CPUs do not have."""
     of, move = Computation.of, ragged._move
     monkeypatch.setattr(Computation, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
     monkeypatch.setattr(ragged, "_move", lambda *given: move(*given[:-1], "cpu"))
@@ -64,7 +64,7 @@ def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
     assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))
 
 
-def test_validation_knows_irregular_exchanges_as_padded_ones():
+def test_validation_knows_ragged_exchanges_as_padded_ones():
     """Whole batches are evaluated, which no such exchange sends."""
     losses = []
     for algorithm in ("flat", "ragged"):

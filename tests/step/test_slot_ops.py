@@ -53,12 +53,12 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
 
 
 def slots_in(tasks: Tasks, block: int, r: int) -> jax.Array:
-    """The same for a microbatch that has just been routed, by the rows of its ticket [T, E]."""
-    rows, count_E = tasks.ticket[r].rows, tasks.stats[block, r].count_E
+    """The same for a microbatch that has just been routed, by the rows of its metadata [T, E]."""
+    rows, count_E = tasks.metadata[r].permutation, tasks.stats[block, r].count_E
     used_E = sum((tasks.stats[block, earlier].count_E for earlier in range(r)), start=0 * count_E)
-    tokens, experts = len(rows.row_Tk), len(count_E)
+    tokens, experts = len(rows.dest_index_Tk), len(count_E)
     width = len(rows.token_R) // experts
-    expert_Tk, rank_Tk = jnp.divmod(rows.row_Tk, width)  # a dropped pair: expert E, which does not exist
+    expert_Tk, rank_Tk = jnp.divmod(rows.dest_index_Tk, width)  # a dropped pair: expert E, which does not exist
     slot_Tk = used_E.at[expert_Tk].get(mode="clip") + rank_Tk + 1
     empty_TE = jnp.zeros((tokens, experts), jnp.int32)
     return empty_TE.at[jnp.arange(tokens)[:, None], expert_Tk].set(slot_Tk, mode="drop")

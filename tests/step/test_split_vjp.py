@@ -11,8 +11,9 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from moe_jax.config import MoE
+from moe_jax.models.dispatchers import DISPATCHERS
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
-from moe_jax.models.orders import ORDERS
 from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate
 
 ROWS, WIDTH = 6, 4
@@ -167,7 +168,7 @@ def test_experts_leave_all_their_weight_gradients_for_later(matmuls, remat):
     moe = MoE(num_experts=held, expert_matmuls=matmuls)
 
     def experts(params: Any, rows: jax.Array) -> jax.Array:
-        return ORDERS["slots"].experts(params, rows, moe, GROUPED_PRODUCTS["cpu"]["blocks"])
+        return DISPATCHERS["capacity"].experts(params, ExpertRows(rows), moe, GROUPED_PRODUCTS["cpu"]["blocks"])
 
     result, pullback = differentiate(jax.checkpoint(experts) if remat else experts, params, rows)
     first, second = both_parts(pullback, [jax.random.normal(next(keys), result.shape)])

@@ -8,7 +8,7 @@ import pytest
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.all_to_all import EXCHANGES
-from moe_jax.parallel.over_tensor import FORMS
+from moe_jax.parallel.tensor_dispatch import FORMS
 from moe_jax.step.scheduled.issue_order import Ties
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from moe_jax.config.registry import GATE_FACTS, ORDER_FACTS
+from moe_jax.config.registry import GATE_FACTS, DISPATCHER_FACTS
 from moe_jax.config.sections import MoE
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.config.validate.ranges import RANGES
@@ -28,7 +28,7 @@ def check_gate(moe: MoE) -> None:
         _check_normalize_top_1(moe)
     _check_capacity_schedule(moe)
     facts = moe.gate_facts
-    if not facts.splits and not ORDER_FACTS.of(moe.dispatcher).sorts_rows:
+    if not facts.splits and not DISPATCHER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"model.moe.gate={moe.gate} fills slots in an order of its own, and model.moe.dispatcher="
             f"{moe.dispatcher} has another: use model.moe.dispatcher=sort"

@@ -1,6 +1,6 @@
 """Rules of experts that change ranks."""
 
-from moe_jax.config.registry import ORDER_FACTS
+from moe_jax.config.registry import DISPATCHER_FACTS
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
@@ -20,7 +20,7 @@ def check_migration(config: Sections) -> None:
             f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "
             "use another gate, or migration.enabled=false"
         )
-    if not ORDER_FACTS.of(moe.dispatcher).sorts_rows:
+    if not DISPATCHER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
             "depends on where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"

@@ -9,7 +9,7 @@ from moe_jax.config.registry import (
     HOOKS_FACTS,
     NO_HOOKS,
     OPEN_EXCHANGE,
-    ORDER_FACTS,
+    DISPATCHER_FACTS,
     POLICY_FACTS,
 )
 from moe_jax.config.sections import Sections
@@ -19,7 +19,7 @@ from moe_jax.errors import ConfigError
 # Parts with a name of their own; others are named package.module:name.
 OWN_PARTS = {
     "model.moe.gate": tuple(GATE_FACTS),
-    "model.moe.dispatcher": tuple(ORDER_FACTS),
+    "model.moe.dispatcher": tuple(DISPATCHER_FACTS),
     "model.moe.hooks": (NO_HOOKS, *HOOKS_FACTS),
     "schedule.policy": tuple(POLICY_FACTS),
     "exchange.algorithm": (OPEN_EXCHANGE, *EXCHANGE_FACTS),

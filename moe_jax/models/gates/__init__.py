@@ -13,7 +13,7 @@ from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import softmax
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.protocol import Gate, of_logits
 
 GATES: dict[str, Gate] = {name: module.GATE for name, module in registry.GATE_FACTS.modules().items()}
@@ -34,7 +34,8 @@ def _check(gate: Any, moe: MoE) -> None:
         raise ConfigError(f"model.moe.gate={moe.gate} is of type {type(gate).__name__}: name a function")
     tokens = moe.num_experts + 1  # T and E must not be mistaken for each other
     logit_TE = jax.ShapeDtypeStruct((tokens, moe.num_experts), jnp.float32)
-    form = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.Choice"
+    result = "a moe_jax.models.gates.choice.TopKRouting"
+    form = f"it must take router logits [T, E] and the MoE settings, and return {result}"
     call = guarded(f"model.moe.gate={moe.gate}", form, gate)
     try:
         found = jax.eval_shape(lambda logit_TE: call(logit_TE, moe), logit_TE)
@@ -43,11 +44,9 @@ def _check(gate: Any, moe: MoE) -> None:
             f"model.moe.gate={moe.gate} returns what is no array ({first_line_of(error)}): {form}"
         ) from error
     own = jax.eval_shape(lambda logit_TE: softmax.choose(logit_TE, moe), logit_TE)
-    if not isinstance(found, Choice):
-        raise ConfigError(
-            f"model.moe.gate={moe.gate} returns {type(found).__name__}: return a moe_jax.models.gates.choice.Choice"
-        )
-    for name in Choice._fields:
+    if not isinstance(found, TopKRouting):
+        raise ConfigError(f"model.moe.gate={moe.gate} returns {type(found).__name__}: return {result}")
+    for name in TopKRouting._fields:
         is_a, must_be = _form(getattr(found, name)), _form(getattr(own, name))
         if is_a != must_be:
             raise ConfigError(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.groups import limited
 from moe_jax.models.gates.logits import linear
 from moe_jax.models.gates.protocol import Decided, Gate
@@ -34,7 +34,7 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
     allowed_TE = limited(jax.lax.stop_gradient(score_TE + params["score_bias"]), moe, _best_two)
     expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)[1]
     weight_Tk = weights_of(jnp.take_along_axis(score_TE, expert_Tk, axis=-1), moe)
-    return Decided(Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)
+    return Decided(TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)
 
 
 def _best_two(grouped: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoE
 from moe_jax.config.facts import GateFacts
 from moe_jax.models import routing
-from moe_jax.models.gates.choice import Picked
+from moe_jax.models.gates.choice import ExpertChoiceRouting
 from moe_jax.models.gates.protocol import Gate, of_logits
 
 FACTS = GateFacts(
@@ -22,11 +22,11 @@ FACTS = GateFacts(
 )
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Picked:
+def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> ExpertChoiceRouting:
     """The C likeliest tokens of each expert, weighted by their probability of it."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
-    weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.capacity(moe, len(logit_TE)))
-    return Picked(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scaling_factor, prob_TE=prob_TE)
+    weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.expert_capacity(moe, len(logit_TE)))
+    return ExpertChoiceRouting(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scaling_factor, prob_TE=prob_TE)
 
 
 GATE: Gate = of_logits(choose)

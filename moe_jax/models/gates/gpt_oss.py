@@ -9,17 +9,17 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.config.facts import ROUTER, ROUTER_BIAS, GateFacts
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.protocol import Gate, of_logits
 
 FACTS = GateFacts(listed=2, parameters=(ROUTER, ROUTER_BIAS), sums_to_1=True)
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> Choice:
+def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> TopKRouting:
     """The k highest logits, weighted by their softmax."""
     logit_Tk, expert_Tk = jax.lax.top_k(logit_TE, moe.top_k)
     weight_Tk = jax.nn.softmax(logit_Tk, axis=-1) * moe.routed_scaling_factor
-    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=jax.nn.softmax(logit_TE, axis=-1))
+    return TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=jax.nn.softmax(logit_TE, axis=-1))
 
 
 GATE: Gate = of_logits(choose)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.config.facts import GateFacts, Leaf
-from moe_jax.models.gates.choice import Mixed
+from moe_jax.models.gates.choice import SoftRouting
 from moe_jax.models.gates.logits import product
 from moe_jax.models.gates.protocol import Decided, Gate
 from moe_jax.models.gates.seen import Seen
@@ -33,7 +33,7 @@ def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) 
     logit_TS = product(unit(x_TD.astype(slots_DS.dtype), axis=1), params["scale"] * unit(slots_DS, axis=0))
     by_expert = (len(x_TD), moe.num_experts, moe.slots_per_expert)
     combine_TEC = jax.nn.softmax(logit_TS, axis=1).reshape(by_expert)
-    mixed = Mixed(
+    mixed = SoftRouting(
         dispatch_TEC=jax.nn.softmax(logit_TS, axis=0).reshape(by_expert),
         combine_TEC=combine_TEC * moe.routed_scaling_factor,
         prob_TE=combine_TEC.sum(axis=-1),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoE
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 
 TINY = 1e-20  # keeps a token without any score finite
 
@@ -33,9 +33,9 @@ def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
     return score / (score.sum(axis=-1, keepdims=True) + TINY)
 
 
-def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoE) -> Choice:
+def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoE) -> TopKRouting:
     """Experts that nothing learned has chosen, as likely as they count."""
     tokens, choices = expert_Tk.shape
     prob_TE = jax.nn.one_hot(expert_Tk, moe.num_experts).sum(axis=1) / choices
     weight_Tk = jnp.full((tokens, choices), moe.routed_scaling_factor / choices, jnp.float32)
-    return Choice(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
+    return TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)

@@ -1,4 +1,4 @@
-"""Functions around the MoE layer and its exchanges: one file each, as `Hooks`."""
+"""Functions around the MoE layer, and codecs of its exchanges: one file each, as `Hooks`."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.config.registry import NO_HOOKS
 from moe_jax.errors import ConfigError
-from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.models.hooks.protocol import WireCodec, Hooks
 
 HOOKS: dict[str, Hooks] = {
     NO_HOOKS: Hooks(),
@@ -39,14 +39,14 @@ def _check(name: str, hooks: Hooks) -> None:
         if field.endswith("_layer"):
             _same(part, "it must take rows [T, D] and return rows of the same shape and type", x_TD, hook)
             continue
-        if not isinstance(hook, Around):
-            raise ConfigError(f"{part} is of type {type(hook).__name__}: use a moe_jax.models.hooks.protocol.Around")
-        before = "before must take rows [P, …, D] and return an array that keeps P"
-        sent = _traced(part, before, rows, hook.before)
+        if not isinstance(hook, WireCodec):
+            raise ConfigError(f"{part} is of type {type(hook).__name__}: use a moe_jax.models.hooks.protocol.WireCodec")
+        form = "encode must take rows [P, …, D] and return an array that keeps P"
+        sent = _traced(part, form, rows, hook.encode)
         if sent.shape[:1] != rows.shape[:1]:
-            raise ConfigError(f"{part} makes {_form(sent)} of {_form(rows)}: {before}")
-        after = "after must take what before returned and a type, and return rows [P, …, D] of this type"
-        _same(part, after, rows, lambda x, around=hook: around.after(around.before(x), x.dtype))
+            raise ConfigError(f"{part} makes {_form(sent)} of {_form(rows)}: {form}")
+        form = "decode must take what encode returned and a type, and return rows [P, …, D] of this type"
+        _same(part, form, rows, lambda x, codec=hook: codec.decode(codec.encode(x), x.dtype))
 
 
 def _traced(part: str, form: str, x: jax.ShapeDtypeStruct, hook: Any) -> jax.ShapeDtypeStruct:

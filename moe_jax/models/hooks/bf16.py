@@ -5,20 +5,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
 from moe_jax.config.facts import HooksFacts
-from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.models.hooks.protocol import WireCodec, Hooks
 
 FACTS = HooksFacts(listed=0)
 
 
-def before(rows: Float[Array, "P ... D"]) -> UInt16[Array, "P ... D"]:
+def encode(rows: Float[Array, "P ... D"]) -> UInt16[Array, "P ... D"]:
     """The rows rounded to bfloat16, as bits: XLA:CPU would send the numbers as float32."""
     return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
 
 
-def after(bits: UInt16[Array, "P ... D"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
+def decode(bits: UInt16[Array, "P ... D"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
     """The rounded rows."""
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
 
 
-AROUND: Around = Around(before, after)
-HOOKS: Hooks = Hooks(dispatch=AROUND, combine=AROUND, dispatch_backward=AROUND, combine_backward=AROUND)
+CODEC: WireCodec = WireCodec(encode, decode)
+HOOKS: Hooks = Hooks(dispatch=CODEC, combine=CODEC, dispatch_backward=CODEC, combine_backward=CODEC)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from moe_jax.config.facts import HooksFacts
-from moe_jax.models.hooks.bf16 import AROUND as BF16
-from moe_jax.models.hooks.protocol import Around, Hooks
+from moe_jax.models.hooks.bf16 import CODEC as BF16
+from moe_jax.models.hooks.protocol import WireCodec, Hooks
 
 FACTS = HooksFacts(listed=1)
 
@@ -19,7 +19,7 @@ _LARGEST = 448.0
 _SCALE_BYTES = 4
 
 
-def before(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
+def encode(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
     """Each row's numbers, then its scale: one array, so that it is one exchange."""
     x = rows.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
@@ -28,12 +28,12 @@ def before(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
     return jnp.concatenate([numbers, jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8)], axis=-1)
 
 
-def after(packed: UInt8[Array, "P ... B"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
+def decode(packed: UInt8[Array, "P ... B"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
     """The rounded rows."""
     numbers, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:]
     x = jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn).astype(jnp.float32)
     return (x * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]).astype(dtype)
 
 
-_ROWS = Around(before, after)
+_ROWS = WireCodec(encode, decode)
 HOOKS: Hooks = Hooks(dispatch=_ROWS, combine=_ROWS, dispatch_backward=BF16, combine_backward=BF16)

@@ -18,19 +18,22 @@ from moe_jax.config.plugins import named
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.ranks import Ranks
 
+# what `start` returns and `finish` takes: last an array that arrives last, before it whatever else `finish` needs
+UnderWay = tuple[Any, ...]
+
 
 class Exchange(NamedTuple):
     """An algorithm in two halves, between which other work runs."""
 
-    start: Callable[[jax.Array, Ranks], tuple[Any, ...]]
-    finish: Callable[[tuple[Any, ...], Ranks], jax.Array]
+    start: Callable[[jax.Array, Ranks], UnderWay]
+    finish: Callable[[UnderWay, Ranks], jax.Array]
     only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
 
     def __call__(self, x: jax.Array, ranks: Ranks) -> jax.Array:
         """Both halves."""
         return _both(self, ranks, x)
 
-    def between(self, ranks: Ranks) -> Callable[[jax.Array], jax.Array]:
+    def bind(self, ranks: Ranks) -> Callable[[jax.Array], jax.Array]:
         """Both halves, as a function of the rows alone."""
         return lambda x: self(x, ranks)
 
@@ -75,7 +78,7 @@ def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
     exchange, size = exchange_named(algorithm), math.prod(mesh.shape[axis] for axis in ranks.axes)
     rows, spec = jax.ShapeDtypeStruct((size**2, 3), jnp.bfloat16), PartitionSpec(ranks.axis)
     try:
-        sent = jax.shard_map(exchange.between(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        sent = jax.shard_map(exchange.bind(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         arrived = jax.eval_shape(sent, rows)
     except Exception as error:  # of functions that are not the project's
         told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

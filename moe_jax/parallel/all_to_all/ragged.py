@@ -1,4 +1,4 @@
-"""Irregular all-to-all: sizes first, then only the rows that exist, straight into a lane for each expert.
+"""Ragged all-to-all: sizes first, then only the rows that exist, straight into a lane for each expert.
 
 P ranks with L experts each, E = P·L; S rows at the sender, sorted by expert, each in the shape of `row_shape`; D
 features. An expert's lane takes the rows of all sources, one source behind the other: the first b in `main`, what is
@@ -219,7 +219,7 @@ def _move(
 
 
 def _move_dense(source: jax.Array, target: jax.Array, slices: _Slices, axis: Axes) -> jax.Array:
-    """The same rows in full blocks, for platforms without an irregular collective."""
+    """The same rows in full blocks, for platforms without a ragged collective."""
     ranks, width = jax.lax.axis_size(axis), source.shape[0]
     start, sent, place = (x.reshape(ranks, -1, 1) for x in (slices.start, slices.sent, slices.target))
     row = jnp.arange(width)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats
-from moe_jax.models.orders.irregular import Overflow
+from moe_jax.models.dispatchers.ragged import Overflow
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import Parts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms

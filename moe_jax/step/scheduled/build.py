@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moe_jax.config import Config, Model
 from moe_jax.config.layer_layout import segments
 from moe_jax.distributed.processes import read_alike
+from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.models.placement import slot_shapes
 from moe_jax.models.transformer import Computation

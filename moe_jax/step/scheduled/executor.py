@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_jax.config import Model
+from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
+from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
+from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import cross_entropy
+from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterStats, run_experts
-from moe_jax.models.orders import irregular
-from moe_jax.models.orders.protocol import Room
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
     Computation,
@@ -23,21 +26,21 @@ from moe_jax.models.transformer import (
     embed,
     rejoin,
 )
-from moe_jax.parallel.all_to_all import exchange_named, ragged
-from moe_jax.parallel.mesh import Axes
+from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.ordering import after
 from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
-from moe_jax.step.scheduled.async_exchange import Arrival, PendingExchange, start
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.issue_order import Ties
-from moe_jax.step.scheduled.lane_overflow import RareRows, lane_widths
+from moe_jax.step.scheduled.lane_overflow import RareRows
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, is_float, with_floats
+from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, with_floats
 from moe_jax.step.scheduled.step_dims import Facts
 
 Key = tuple[str, int, int]  # op, block, microbatch or piece
+Piece = ExpertRows | ragged.Lanes  # rows on their way, or where experts of a ragged exchange see them
+Flow = dict[int, Piece | Arrival]  # by piece
 
 
 class Tasks:
@@ -52,7 +55,7 @@ class Tasks:
         ends: Params | None,
         given: Given,
         tokens: OwnTokens | None = None,
-        stored: Callable[[int], irregular.Stored] | None = None,
+        stored: Callable[[int], Stored] | None = None,
     ):
         self.facts, self.blocks = facts, given.blocks
         self.ends: Params = ends or {}
@@ -65,11 +68,11 @@ class Tasks:
         self.seen = given.seen and given.seen.parts(facts.microbatches)  # what gates look at, below the blocks
         self.slots = given.slots  # where the experts of each block lie, if not in their order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
-        self.ticket: dict[int, Any] = {}  # its way back from the experts, as long as it is not settled
-        self.flow: dict[int, Any] = {}  # rows of each piece: sent, received, returned
+        self.metadata: dict[int, DispatchMetadata] = {}  # what brings its tokens back, as long as it is not settled
+        self.flow: Flow = {}  # each piece: sent, received, returned
         self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
-        self.dticket: dict[int, list[jax.Array]] = {}
-        self.dflow: dict[int, list[jax.Array]] = {}
+        self.dmetadata: dict[int, list[jax.Array]] = {}
+        self.dflow: Flow = {}
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitPullback] = {}
@@ -87,8 +90,6 @@ class Tasks:
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         if action.op in runs:
             runs[action.op](action)
-        elif self.facts.ragged:
-            self._exchange_ragged(action)
         else:
             self._exchange(self.flow, action)
 
@@ -99,14 +100,14 @@ class Tasks:
 
     def settle(self, r: int, consumer: int) -> None:
         """Join what the experts of the block below returned with the residual stream of microbatch r."""
-        if self.ticket.get(r) is None:
+        if self.metadata.get(r) is None:
             self.x[r] = self.ties.in_turn(self.x[r])
             return
-        model, axis = self.facts.config.model, self.facts.order.slot_axis
-        pieces = [self._arrived(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
+        model, axis = self.facts.config.model, self.facts.dispatcher.slot_axis
+        pieces = [self._arrived_rows(self.flow, p) for p in self.facts.pieces_of_microbatch(r)]
         self.widths = [piece.shape[axis] for piece in pieces]
         rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
-        inputs = (self.x[r], rows, self.ticket.pop(r))
+        inputs = (self.x[r], rows, self.metadata.pop(r))
         self.x[r] = self._differentiate(
             ("settle", consumer, r), partial(_rejoin, model=model, ragged=self.facts.ragged), (), inputs
         )
@@ -124,42 +125,42 @@ class Tasks:
                 continue
             route = partial(attend_and_route, model=model, view=view, how=facts.how)
             seen = self.seen and self.seen[r].above(block)
-            function = self._remat(
-                partial(route, room=self._room(block, r), ragged=facts.ragged, seen=seen, slot_E=self.slots.get(block))
-            )
+            capacity, slot_E = self._capacity(block, r), self.slots.get(block)
+            function = self._remat(partial(route, capacity=capacity, ragged=facts.ragged, seen=seen, slot_E=slot_E))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
-            self.x[r], self.ticket[r], self.stats[block, r] = routed.x_BND, routed.ticket, routed.stats
-            self.ties.computed(floats_of(routed.sent)[0])
+            self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
+            self.ties.computed(routed.sent.rows)
             pieces = facts.pieces_of_microbatch(r)
-            cut = facts.order.cut(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
-            self.flow.update(zip(pieces, cut, strict=True))
+            split = facts.dispatcher.split(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
+            self.flow.update(zip(pieces, split, strict=True))
 
-    def _room(self, block: int, r: int) -> Room:
-        """What earlier microbatches leave of the slots."""
+    def _capacity(self, block: int, r: int) -> CapacityState:
+        """What earlier microbatches leave of the experts' slots."""
         nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
         if r and self.facts.how.platform == "gpu":
             # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
             used = self.ties.in_turn(used)
-        return Room(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
+        return CapacityState(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
 
     def _experts(self, action: Action) -> None:
         facts, block = self.facts, action.block
         for p in facts.pieces_of(action):
             received = self._arrived(self.flow, p)
-            if facts.ragged:
+            if isinstance(received, ragged.Lanes):
                 self.flow[p] = self._lanes(block, p, received)
             else:
                 weights = self.blocks[block]["moe"]["experts"]
                 function = partial(run_experts, moe=facts.config.model.moe, product=facts.how.product)
-                self.flow[p] = self._differentiate(("expert", block, p), self._remat(function), weights, received)
+                out = self._differentiate(("expert", block, p), self._remat(function), weights, received)
+                self.flow[p] = ExpertRows(out)
             self.ties.computed(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
-        """Experts on their lanes, and on the rows that found no room there."""
+        """Experts on their lanes, and on the rows that do not fit there."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
         filled_L = ragged.filled(lanes.count_PE, self.facts.how.expert_axis)
-        function = self._remat(partial(irregular.experts, filled_L=filled_L, moe=self.facts.config.model.moe))
+        function = self._remat(partial(lane_experts, filled_L=filled_L, moe=self.facts.config.model.moe))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
 
@@ -186,8 +187,6 @@ class Tasks:
         runs |= {"expert": self._experts_back}
         if action.op in runs:
             runs[action.op](action)
-        elif self.facts.ragged:
-            self._exchange_ragged_back(action)
         else:
             self._exchange(self.dflow, action)
 
@@ -202,20 +201,24 @@ class Tasks:
         pullback = self.pullbacks.pop(("settle", consumer, r), None)
         if pullback is None:
             return
-        _, (self.dx[r], drows, *self.dticket[r]) = pullback([self.dx[r]])
+        _, (self.dx[r], drows, *self.dmetadata[r]) = pullback([self.dx[r]])
         pieces = self.facts.pieces_of_microbatch(r)
         bounds = [sum(self.widths[:i]) for i in range(1, len(pieces))]
-        axis = self.facts.order.slot_axis
-        self.dflow.update((p, [part]) for p, part in zip(pieces, jnp.split(drows, bounds, axis=axis), strict=True))
+        axis = self.facts.dispatcher.slot_axis
+        drows_of_pieces = map(ExpertRows, jnp.split(drows, bounds, axis=axis))
+        self.dflow.update(zip(pieces, drows_of_pieces, strict=True))
 
     def _experts_back(self, action: Action) -> None:
         block, split = action.block, self.facts.shape.split_weight_grad
         for p in self.facts.pieces_of(action):
-            first, *d_rest = self._arrived(self.dflow, p)
-            instead = self.expert_weights.instead(block, first)
-            self.dflow[p] = self._pull("expert", block, p, [first], instead)
-            self.ties.computed(self.dflow[p][0])
-            self.dflow[p] += [self.rare.backward(block, p, d) for d in d_rest]
+            d = self._arrived(self.dflow, p)
+            d_out = d.main_LbD if isinstance(d, ragged.Lanes) else d.rows
+            (d_in,) = self._pull("expert", block, p, [d_out], self.expert_weights.instead(block, d_out))
+            self.ties.computed(d_in)
+            if isinstance(d, ragged.Lanes):
+                self.dflow[p] = d._replace(main_LbD=d_in, rest_R=self.rare.backward(block, p, d.rest_R))
+            else:
+                self.dflow[p] = ExpertRows(d_in)
         if not split:
             self._add_rare_rows(block)
 
@@ -233,18 +236,18 @@ class Tasks:
         for r in facts.microbatches_of(action):
             cotangents = [self.ties.in_turn(self.dx[r])]
             if facts.shape.kinds[block] == "moe":
-                axis = facts.order.slot_axis
-                pieces = [self._arrived(self.dflow, p)[0] for p in facts.pieces_of_microbatch(r)]
+                axis = facts.dispatcher.slot_axis
+                pieces = [self._arrived_rows(self.dflow, p) for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 if self.awaits_rows:
                     cotangents = [after(cotangents[0], drows, facts.how.platform)]
-                cotangents += [drows, *self._no_cotangents(r), *self.dticket.pop(r), *self._router_cotangents(block)]
+                cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
             self.ties.computed(self.dx[r])
             self.settle_back(r, block)
 
     def _no_cotangents(self, r: int) -> list[jax.Array]:
-        """Of what a microbatch's rows are made of once more, if they are irregular."""
+        """Cotangents of the source of a microbatch's rows, if the exchange is ragged."""
         return [jnp.zeros_like(self.dx[r]).reshape(-1, self.dx[r].shape[-1])] if self.facts.ragged else []
 
     def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
@@ -271,56 +274,56 @@ class Tasks:
 
     # collectives
 
-    def _exchange(self, flow: dict[int, Any], action: Action) -> None:
-        """One all-to-all for all rows of an action's pieces; sizes travel with their piece."""
-        pieces = self.facts.pieces_of(action)
-        axis = self.facts.order.slot_axis
-        rows = [floats_of(flow[p])[0] for p in pieces]
-        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=axis)
-        bounds = [sum(part.shape[axis] for part in rows[: i + 1]) for i in range(len(rows) - 1)]
-        route, moe = self.facts.how.route, self.facts.config.model.moe
-        pending = PendingExchange(*start(joined, action, route, moe, self.ties), bounds, axis)
-        send = exchange_named(route.algorithm).between(route.ranks)
-        for place, p in enumerate(pieces):
-            sizes = jax.tree.map(lambda x: x if is_float(x) else route.carry(x, send, to_experts=True), flow[p])
-            flow[p] = Arrival(pending, place, sizes)
+    def _exchange(self, flow: Flow, action: Action) -> None:
+        """Exchange the rows of an action's pieces, or backward their cotangents."""
+        if self.facts.ragged:
+            for p in self.facts.pieces_of(action):
+                flow[p] = self._exchanged_ragged(_sent(flow, p), action, p)
+                self.ties.issued(floats_of(flow[p])[0])
+            return
+        how, pieces = self.facts.how, self.facts.pieces_of(action)
+        phase: Phase = "dispatch" if action.op == "dispatch" else "combine"
+        exchange = TokenExchange(phase, how.route, hooks_of(self.facts.config.model.moe), action.direction == "B")
+        only_starts = how.route.exchange.only_starts
+        tie = partial(self.ties.in_order, only_starts=only_starts)
+        in_flight = exchange.start([_rows(_sent(flow, p)) for p in pieces], self.facts.dispatcher.slot_axis, tie)
+        if in_flight.num_rows:
+            self.ties.issued(in_flight.under_way[-1], only_starts)
+        flow.update(zip(pieces, in_flight.pieces(), strict=True))
 
-    def _arrived(self, flow: dict[int, Any], p: int) -> Any:
+    def _exchanged_ragged(self, piece: Piece, action: Action, p: int) -> Piece:
+        """Sizes, then rows; each microbatch for itself. Cotangents travel by the pullback, which knows the sizes."""
+        key, exchange = (action.op, action.block, p), self.facts.ragged_exchange
+        if action.direction == "B":
+            again = self.rare.send_again(action.block, p, self.ties.in_order) if action.op == "combine" else None
+            if again is not None:
+                self.ties.issued(again)
+            first, *others = floats_of(piece)
+            _, d = self.pullbacks.pop(key)([self.ties.in_order(first), *others])
+            if action.op == "dispatch":
+                return ExpertRows(d[0])
+            return ragged.Lanes(main_LbD=d[0], rest_R=d[1], count_PE=self.rare.count_PE(action.block, p))
+        if isinstance(piece, ragged.Lanes):
+            lanes = piece._replace(main_LbD=self.ties.in_order(piece.main_LbD))
+            return self._differentiate(key, lambda _, lanes: exchange.combine(lanes), (), lanes)
+        assert piece.sizes is not None, "ragged rows travel with their sizes"
+        assert piece.source is not None, "and may have to be sent again"
+        self.rare.sent(p, piece.source)
+        count_E = self.ties.in_order(piece.sizes) if self.facts.how.platform == "gpu" else piece.sizes
+        inputs = self.ties.in_order(piece.rows), exchange.sizes(count_E)
+        return self._differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
+
+    def _arrived(self, flow: Flow, p: int) -> Piece:
         """A piece that compute goes on with, now."""
         piece = flow.pop(p)
         if isinstance(piece, Arrival):
-            rows = piece.exchange.piece(piece.place, self.ties.in_turn)
-            return jax.tree.map(lambda x: rows if is_float(x) else x, piece.rest)
+            return piece.finish(self.ties.in_turn)
         first, *others = floats_of(piece)
         return with_floats(piece, [self.ties.in_turn(first), *others])
 
-    def _exchange_ragged(self, action: Action) -> None:
-        """Sizes, then rows; each microbatch for itself."""
-        facts, platform, axis = self.facts, self.facts.how.platform, self.facts.how.expert_axis
-        num_rows = facts.tokens // facts.microbatches * facts.config.model.moe.top_k
-        for p in facts.pieces_of(action):
-            if action.op == "dispatch":
-                rows, count_E, again = self.flow[p]
-                self.rare.sent(p, again)
-                count_E = self.ties.in_order(count_E) if platform == "gpu" else count_E
-                inputs = self.ties.in_order(rows), ragged.gather_sizes(count_E, axis)
-                function = partial(_to_lanes, widths=lane_widths(facts, count_E), axis=axis, platform=platform)
-            else:
-                lanes = self.flow[p]
-                inputs = lanes._replace(main_LbD=self.ties.in_order(lanes.main_LbD))
-                function = partial(_from_lanes, num_rows=num_rows, axis=axis, platform=platform)
-            self.flow[p] = self._differentiate((action.op, action.block, p), function, (), inputs)
-            self.ties.issued(floats_of(self.flow[p])[0])
-
-    def _exchange_ragged_back(self, action: Action) -> None:
-        for p in self.facts.pieces_of(action):
-            if action.op == "combine":
-                rows = self.rare.send_again(action.block, p, self.ties.in_order)
-                if rows is not None:
-                    self.ties.issued(rows)
-            first, *others = self.dflow[p]
-            _, self.dflow[p] = self.pullbacks.pop((action.op, action.block, p))([self.ties.in_order(first), *others])
-            self.ties.issued(self.dflow[p][0])
+    def _arrived_rows(self, flow: Flow, p: int) -> jax.Array:
+        """The rows of a piece that is back at its tokens' device."""
+        return _rows(self._arrived(flow, p)).rows
 
     # pullbacks
 
@@ -362,18 +365,22 @@ def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) 
     return embed(embedding, tokens, how)
 
 
-def _to_lanes(_: Any, sent: tuple[jax.Array, jax.Array], widths: Any, axis: Axes, platform: str) -> Tree:
-    rows, count_PE = sent
-    return ragged.Lanes(*ragged.to_lanes(rows, count_PE, widths, axis, platform), count_PE)
+def _sent(flow: Flow, p: int) -> Piece:
+    """A piece that is not in flight."""
+    piece = flow[p]
+    assert not isinstance(piece, Arrival)
+    return piece
 
 
-def _from_lanes(_: Any, lanes: ragged.Lanes, num_rows: int, axis: Axes, platform: str) -> Tree:
-    return ragged.from_lanes(*lanes, num_rows, axis, platform)
+def _rows(piece: Piece) -> ExpertRows:
+    """A piece that is not in lanes."""
+    assert isinstance(piece, ExpertRows)
+    return piece
 
 
-def _rejoin(_: Any, inputs: tuple[jax.Array, jax.Array, Any], model: Any, ragged: bool) -> jax.Array:
-    x, returned, ticket = inputs
-    return rejoin(x, returned, ticket, model, ragged)
+def _rejoin(_: Tree, inputs: tuple[jax.Array, jax.Array, DispatchMetadata], model: Model, ragged: bool) -> jax.Array:
+    x, returned, metadata = inputs
+    return rejoin(x, returned, metadata, model, ragged)
 
 
 def _without_experts(block: Tree) -> Tree:

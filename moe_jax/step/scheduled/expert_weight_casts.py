@@ -1,10 +1,10 @@
-"""The experts' weights of each block in the form that a product needs now: irregular exchanges."""
+"""The experts' weights of each block in the form that a product needs now, for ragged exchanges."""
 
 from collections.abc import Callable, Sequence
 
 import jax
 
-from moe_jax.models.orders.irregular import Stored
+from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.step_dims import Facts
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moe_jax.config import Model
 from moe_jax.config.layer_layout import segments
-from moe_jax.models.orders.irregular import Stored
+from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.ordering import after_all
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.trees import Grads, Params, Tree

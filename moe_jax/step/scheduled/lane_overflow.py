@@ -1,28 +1,22 @@
-"""Rows that find no room in their expert's lane, through a step: see `models.orders.irregular.Overflow`."""
+"""Rows that do not fit into their expert's lane, through a step: see `models.dispatchers.ragged.Overflow`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
-from moe_jax.models.orders import irregular
-from moe_jax.models.orders.protocol import Room
+from moe_jax.models.dispatchers.protocol import RowSource
+from moe_jax.models.dispatchers.ragged import Overflow, Rest
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.step_dims import Facts
 
 
-def lane_widths(facts: Facts, count_E: jax.Array) -> ragged.Widths:
-    """Of the lanes for a microbatch."""
-    room = Room(facts.slots, count_E, facts.microbatches)
-    return irregular.lane_widths(room, facts.tokens // facts.microbatches, facts.how.expert_ranks())
-
-
 class Held(NamedTuple):
     """Of one block and piece."""
 
-    overflow: irregular.Overflow
+    overflow: Overflow
     rows_R: jax.Array
     d_rest_R: jax.Array
 
@@ -32,22 +26,26 @@ class RareRows:
 
     def __init__(self, facts: Facts, weights: ExpertWeights):
         self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
-        self.overflows: dict[tuple[int, int], irregular.Overflow] = {}
-        self._again: dict[int, irregular.Again] = {}  # of each piece under way
-        self._rest: dict[tuple[int, int], irregular.Rest] = {}  # for the backward pass
+        self.overflows: dict[tuple[int, int], Overflow] = {}
+        self._sources: dict[int, RowSource] = {}  # of each piece under way
+        self._rest: dict[tuple[int, int], Rest] = {}  # for the backward pass
         self._d_rest: dict[tuple[int, int], jax.Array] = {}
 
-    def sent(self, p: int, again: irregular.Again) -> None:
+    def sent(self, p: int, source: RowSource) -> None:
         """Note what a piece's rows were made of."""
-        self._again[p] = again
+        self._sources[p] = source
 
     def forward(self, block: int, p: int, lanes: ragged.Lanes, filled_L: jax.Array) -> jax.Array:
         """What the experts make of these rows."""
-        overflow = self.overflows[block, p] = irregular.Overflow.of(self._again.pop(p), lanes, filled_L)
-        rest = irregular.Rest(lanes.rest_R, lanes.main_LbD.shape[1])
+        overflow = self.overflows[block, p] = Overflow.of(self._sources.pop(p), lanes, filled_L)
+        rest = Rest(lanes.rest_R, lanes.main_LbD.shape[1])
         if block == self._facts.last_moe:  # its backward pass comes next
             self._rest[block, p] = rest
         return overflow.forward(self._weights.stored(block), rest, self._moe)
+
+    def count_PE(self, block: int, p: int) -> jax.Array:
+        """How many rows each rank sent to each expert."""
+        return self.overflows[block, p].count_PE
 
     def send_again(self, block: int, p: int, in_order: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
         """Have the rows at their experts' rank once more; returns them if that took an exchange.
@@ -57,9 +55,9 @@ class RareRows:
         if (block, p) in self._rest:
             return None
         overflow, how = self.overflows[block, p], self._facts.how
-        widths = lane_widths(self._facts, overflow.count_PE[0])
+        widths = self._facts.ragged_exchange.widths
         rows = ragged.rest_lanes(in_order(overflow.sent()), overflow.count_PE, widths, how.expert_axis, how.platform)
-        self._rest[block, p] = irregular.Rest(rows, widths.main)
+        self._rest[block, p] = Rest(rows, widths.main)
         return rows if rows.size else None
 
     def backward(self, block: int, p: int, d_rest_R: jax.Array) -> jax.Array:

@@ -11,9 +11,11 @@ import jax
 
 from moe_jax.config import Config, View
 from moe_jax.config.registry import EXCHANGE_FACTS
-from moe_jax.models import routing
-from moe_jax.models.orders import order_of
-from moe_jax.models.orders.protocol import Buffer, Order, buffer_of
+from moe_jax.models.dispatch import RaggedExchange
+from moe_jax.models.dispatchers import dispatcher_of
+from moe_jax.models.dispatchers.protocol import Buffer, TokenDispatcher, buffer_of
+from moe_jax.models.dispatchers.ragged import lane_widths
+from moe_jax.models.routing import expert_capacity
 from moe_jax.models.transformer import Computation
 from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
@@ -67,21 +69,28 @@ class Facts:
         return self.how.remat == "none" and self.how.platform == "tpu"
 
     @property
-    def order(self) -> Order:
-        """How rows are put in order."""
-        return order_of(self.config.model.moe, self.ragged)
+    def dispatcher(self) -> TokenDispatcher:
+        """How tokens become rows."""
+        return dispatcher_of(self.config.model.moe, self.ragged)
 
     @property
     def slots(self) -> int:
         """Of an expert for the device's whole batch, however it is cut."""
-        return routing.capacity(self.config.model.moe, self.tokens)
+        return expert_capacity(self.config.model.moe, self.tokens)
 
     @property
     def buffer(self) -> Buffer | None:
-        """What an expert rank has room for; inside `shard_map`."""
-        config, ranks = self.config, self.how.expert_ranks()
+        """How many rows an expert rank can receive; inside `shard_map`."""
+        config, ep_size = self.config, self.how.ep_size()
         own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
-        return buffer_of(config.model.moe, self.how.rank_capacity_factor, own, ranks)
+        return buffer_of(config.model.moe, self.how.rank_capacity_factor, own, ep_size)
+
+    @property
+    def ragged_exchange(self) -> RaggedExchange:
+        """How a microbatch's rows travel if only existing ones do; inside `shard_map`."""
+        tokens, ranks = self.tokens // self.microbatches, self.how.route.ranks
+        widths = lane_widths(self.slots, self.microbatches, tokens, ranks.size())
+        return RaggedExchange(ranks, widths, tokens * self.config.model.moe.top_k)
 
     def microbatches_of(self, action: Action) -> range:
         """The forward microbatches that an action covers."""

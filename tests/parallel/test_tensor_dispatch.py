@@ -12,8 +12,8 @@ from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.over_tensor import FORMS, Route
 from moe_jax.parallel.ranks import Ranks
+from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
 from tests.parallel.per_device import on_mesh
 
 SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
@@ -27,7 +27,9 @@ def run(body, x, tensor, outputs=1):
 
 def carried(x, form, chunks, *, to_experts):
     ranks = Ranks(Axis.EXPERT, "cpu")
-    return Route("flat", ranks, form, chunks).carry(x, EXCHANGES["flat"].between(ranks), to_experts=to_experts)
+    return DispatchRoute("flat", ranks, form, chunks).all_to_all(
+        x, EXCHANGES["flat"].bind(ranks), to_experts=to_experts
+    )
 
 
 @pytest.mark.parametrize("tensor", EXPERTS)

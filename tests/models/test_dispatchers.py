@@ -1,11 +1,11 @@
-"""Tokens through each order and back, with identity experts: rows that name their token show where each pair went.
+"""Tokens through each dispatcher and back, with identity experts: rows that name their token show where each pair went.
 
 T tokens, E experts, k choices, P expert ranks with L experts on each.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ import pytest
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
-from moe_jax.models.gates.choice import Choice
-from moe_jax.models.orders import ORDERS
-from moe_jax.models.orders.protocol import Buffer, Room, buffer_of
+from moe_jax.models.dispatchers import DISPATCHERS
+from moe_jax.models.dispatchers.protocol import Buffer, CapacityState, ExpertRows, buffer_of
+from moe_jax.models.gates.choice import TopKRouting
 from tests import references
 
 TOKENS, EXPERTS = 24, 8
@@ -26,7 +26,7 @@ PAYLOAD = np.arange(1, TOKENS + 1, dtype=np.float32)[:, None] ** [1, 2]
 every_case = pytest.mark.parametrize(
     ("choices", "ranks", "skewed"), [(1, 1, False), (2, 1, True), (2, 4, False), (3, 4, True)]
 )
-every_order = pytest.mark.parametrize("name", ORDERS)
+every_dispatcher = pytest.mark.parametrize("name", DISPATCHERS)
 
 
 def moe_of(name: str, choices: int) -> MoE:
@@ -34,7 +34,7 @@ def moe_of(name: str, choices: int) -> MoE:
     return MoE(num_experts=EXPERTS, top_k=choices, capacity_factor=factor)
 
 
-def choice_of(choices: int, skewed: bool) -> Choice:
+def choice_of(choices: int, skewed: bool) -> TopKRouting:
     """Random distinct experts for each token; skewed: two thirds of the tokens all want the last ones."""
     rng = np.random.default_rng(choices)
     expert_Tk = np.stack([rng.permutation(EXPERTS)[:choices] for _ in range(TOKENS)])
@@ -42,7 +42,7 @@ def choice_of(choices: int, skewed: bool) -> Choice:
         expert_Tk[::3] = expert_Tk[1::3] = np.arange(EXPERTS - choices, EXPERTS)
     weight_Tk = rng.uniform(0.1, 1, expert_Tk.shape).astype(np.float32)
     prob_TE = np.full((TOKENS, EXPERTS), 1 / EXPERTS, np.float32)
-    return Choice(jnp.array(expert_Tk, jnp.int32), jnp.array(weight_Tk), jnp.array(prob_TE))
+    return TopKRouting(jnp.array(expert_Tk, jnp.int32), jnp.array(weight_Tk), jnp.array(prob_TE))
 
 
 class Journey(NamedTuple):
@@ -60,7 +60,7 @@ class Journey(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("name", "moe", "ranks", "slots", "parts", "buffer"))
 def send_and_return(
     x_TD: jax.Array,
-    choice: Choice,
+    choice: TopKRouting,
     used_E: jax.Array,
     *,
     name: str,
@@ -69,11 +69,11 @@ def send_and_return(
     slots: int,
     parts: int,
     buffer: Buffer | None,
-) -> tuple[Any, jax.Array, jax.Array]:
+) -> tuple[ExpertRows, jax.Array, jax.Array]:
     """What is sent, how many pairs were dropped, and what identity experts give back."""
-    order = ORDERS[name]
-    sent, ticket = order.order(x_TD, choice, moe, ranks, Room(slots, used_E, parts, buffer))
-    return sent, ticket.num_dropped, order.inverse(sent if name in ("slots", "one_hot") else sent[0], ticket)
+    dispatcher = DISPATCHERS[name]
+    sent, metadata = dispatcher.permute(x_TD, choice, moe, ranks, CapacityState(slots, used_E, parts, buffer))
+    return sent, metadata.num_dropped, dispatcher.unpermute(sent.rows, metadata)
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def there_and_back(
 ) -> Journey:
     """Tokens in parts of these sizes, each with the slots that the parts before it left."""
     moe, choice = moe_of(name, choices), choice_of(choices, skewed)
-    slots = routing.capacity(moe, TOKENS)
+    slots = routing.expert_capacity(moe, TOKENS)
     used_E, first = np.zeros(EXPERTS, np.int32), 0
     places, dropped, returned = [], 0, []
     for size in sizes:
@@ -103,17 +103,16 @@ def there_and_back(
     return Journey(places, dropped, np.concatenate(returned))
 
 
-def rows_of_slots(sent_PLCD: np.ndarray, ranks: int) -> list[np.ndarray]:
+def rows_of_slots(sent: ExpertRows, ranks: int) -> list[np.ndarray]:
     """Each expert's slots, empty ones included."""
-    assert sent_PLCD.shape[:2] == (ranks, EXPERTS // ranks)
-    return list(sent_PLCD.reshape(EXPERTS, -1, 2))
+    assert sent.rows.shape[:2] == (ranks, EXPERTS // ranks)
+    return list(sent.rows.reshape(EXPERTS, -1, 2))
 
 
-def rows_of_dropless(sent: tuple[np.ndarray, np.ndarray], ranks: int) -> list[np.ndarray]:
-    """Each expert's rows, as many as the counts say."""
-    rows_PWD, count_PL = sent
-    assert count_PL.shape == (ranks, EXPERTS // ranks)
-    return [rows for sent_to in zip(rows_PWD, count_PL, strict=True) for rows in rows_of_counts(*sent_to)]
+def rows_of_dropless(sent: ExpertRows, ranks: int) -> list[np.ndarray]:
+    """Each expert's rows, as many as the sizes say."""
+    assert sent.sizes.shape == (ranks, EXPERTS // ranks)
+    return [rows for sent_to in zip(sent.rows, sent.sizes, strict=True) for rows in rows_of_counts(*sent_to)]
 
 
 def rows_of_counts(rows_WD: np.ndarray, count_E: np.ndarray) -> list[np.ndarray]:
@@ -125,9 +124,9 @@ def rows_of_counts(rows_WD: np.ndarray, count_E: np.ndarray) -> list[np.ndarray]
 
 
 ROWS_OF: dict[str, Callable[..., list[np.ndarray]]] = {
-    "slots": rows_of_slots,
+    "capacity": rows_of_slots,
     "one_hot": rows_of_slots,
-    "irregular": lambda sent, _: rows_of_counts(sent.rows_S, sent.count_E),
+    "ragged": lambda sent, _: rows_of_counts(sent.rows, sent.sizes),
     "dropless": rows_of_dropless,
 }
 
@@ -151,7 +150,7 @@ def kept_by_definition(name: str, choices: int, skewed: bool) -> np.ndarray:
 
 
 @every_case
-@every_order
+@every_dispatcher
 def test_each_kept_pair_is_sent_once_and_to_its_expert(name, choices, ranks, skewed):
     journey = there_and_back(name, choices, ranks, skewed)
     pairs, num_dropped = journey.pairs, journey.num_dropped
@@ -164,25 +163,25 @@ def test_each_kept_pair_is_sent_once_and_to_its_expert(name, choices, ranks, ske
 
 
 @every_case
-@every_order
+@every_dispatcher
 def test_each_token_gets_its_own_row_back_times_the_weights_of_its_kept_pairs(name, choices, ranks, skewed):
     returned_TD = there_and_back(name, choices, ranks, skewed).returned_TD
     expert_Tk, weight_Tk, *_ = choice_of(choices, skewed)
-    kept_Tk = np.take_along_axis(kept_by_definition(name, choices, skewed), np.asarray(expert_Tk), axis=1)
-    total_T = np.where(kept_Tk, weight_Tk, 0).sum(axis=1)
+    keep_mask_Tk = np.take_along_axis(kept_by_definition(name, choices, skewed), np.asarray(expert_Tk), axis=1)
+    total_T = np.where(keep_mask_Tk, weight_Tk, 0).sum(axis=1)
     np.testing.assert_allclose(returned_TD, total_T[:, None] * PAYLOAD, rtol=1e-6)
 
 
 @every_case
-@pytest.mark.parametrize("name", ["one_hot", "irregular"])
-def test_every_order_with_a_capacity_fills_the_same_slots(name, choices, ranks, skewed):
-    expected, journey = (there_and_back(each, choices, ranks, skewed) for each in ("slots", name))
+@pytest.mark.parametrize("name", ["one_hot", "ragged"])
+def test_every_dispatcher_with_a_capacity_fills_the_same_slots(name, choices, ranks, skewed):
+    expected, journey = (there_and_back(each, choices, ranks, skewed) for each in ("capacity", name))
     assert journey.places == expected.places
     assert journey.num_dropped == expected.num_dropped
 
 
 @every_case
-@every_order
+@every_dispatcher
 @pytest.mark.parametrize("sizes", [(12, 12), (6, 6, 6, 6), (4, 12, 8)])
 def test_parts_of_a_batch_fill_the_slots_that_the_whole_batch_fills(sizes, name, choices, ranks, skewed):
     """Capacity passing: the same pairs are kept, each in the same slot of the same expert, bit for bit."""
@@ -210,8 +209,8 @@ def test_a_buffer_keeps_the_first_rows_of_each_sequence_and_counts_the_others(si
     kept_TE = np.concatenate([references.keep_in_buffer(each, moe, (factor, ranks)) for each in sequences])
     assert sorted(journey.pairs) == [tuple(pair) for pair in np.argwhere(kept_TE.T).tolist()]
     assert journey.num_dropped == TOKENS * choices - kept_TE.sum() > 0
-    kept_Tk = np.take_along_axis(kept_TE, np.asarray(choice.expert_Tk), axis=1)
-    total_T = np.where(kept_Tk, choice.weight_Tk, 0).sum(axis=1)
+    keep_mask_Tk = np.take_along_axis(kept_TE, np.asarray(choice.expert_Tk), axis=1)
+    total_T = np.where(keep_mask_Tk, choice.weight_Tk, 0).sum(axis=1)
     np.testing.assert_allclose(journey.returned_TD, total_T[:, None] * PAYLOAD, rtol=1e-6)
 
 
@@ -221,25 +220,25 @@ def test_a_buffer_is_a_multiple_of_the_even_share_until_nothing_can_exceed_it():
     assert buffer_of(moe, 1.1, 100, 4).rows == 55  # as written: floats would give 56
     assert buffer_of(moe, 4.0, 100, 4) is None
     assert buffer_of(moe, None, 100, 8) is None
-    assert buffer_of(moe_of("slots", 2), 1.5, 100, 8) is None
+    assert buffer_of(moe_of("capacity", 2), 1.5, 100, 8) is None
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0])
 def test_a_buffer_takes_no_more_memory_than_it_has_rows(factor):
     moe, choice = moe_of("dropless", 2), choice_of(2, False)
-    room = Room(TOKENS, jnp.zeros(EXPERTS, jnp.int32), buffer=buffer_of(moe, factor, LENGTH, 4))
-    (rows_PWD, _), _ = ORDERS["dropless"].order(jnp.array(PAYLOAD), choice, moe, 4, room)
-    assert rows_PWD.shape[1] == factor * TOKENS * 2 / 4
+    capacity = CapacityState(TOKENS, jnp.zeros(EXPERTS, jnp.int32), buffer=buffer_of(moe, factor, LENGTH, 4))
+    sent, _ = DISPATCHERS["dropless"].permute(jnp.array(PAYLOAD), choice, moe, 4, capacity)
+    assert sent.rows.shape[1] == factor * TOKENS * 2 / 4
 
 
-def sparse_choice(tokens: int, choices: int) -> Choice:
+def sparse_choice(tokens: int, choices: int) -> TopKRouting:
     """Random distinct experts for each token, a third of them left out, first choices too; one token has none."""
     rng = np.random.default_rng(tokens)
     expert_Tk = np.array([rng.permutation(EXPERTS)[:choices] for _ in range(tokens)], np.int32).reshape(-1, choices)
     expert_Tk[rng.random(expert_Tk.shape) < 1 / 3] = EXPERTS
     expert_Tk[1:2] = EXPERTS
     weight_Tk = rng.uniform(0.1, 1, expert_Tk.shape).astype(np.float32)
-    return Choice(jnp.array(expert_Tk), jnp.array(weight_Tk), jnp.full((tokens, EXPERTS), 1 / EXPERTS))
+    return TopKRouting(jnp.array(expert_Tk), jnp.array(weight_Tk), jnp.full((tokens, EXPERTS), 1 / EXPERTS))
 
 
 @pytest.mark.parametrize(
@@ -249,14 +248,16 @@ def sparse_choice(tokens: int, choices: int) -> Choice:
         *((3, 1, 3, 4), (1, 2, 1, 4), (4, 6, 2, 2), (0, 2, 1, 4)),
     ],
 )
-@pytest.mark.parametrize("name", [*ORDERS, "buffer"])
-def test_choices_that_tokens_do_without_take_nobodys_room(name, sequences, length, choices, ranks):
-    tokens, order = sequences * length, name if name != "buffer" else "dropless"
-    moe, choice = moe_of(order, choices), sparse_choice(tokens, choices)
+@pytest.mark.parametrize("name", [*DISPATCHERS, "buffer"])
+def test_choices_that_tokens_do_without_take_nobodys_slot(name, sequences, length, choices, ranks):
+    tokens, dispatcher = sequences * length, name if name != "buffer" else "dropless"
+    moe, choice = moe_of(dispatcher, choices), sparse_choice(tokens, choices)
     buffer = buffer_of(moe, 1.0, length, ranks) if name == "buffer" else None
-    room = {"slots": routing.capacity(moe, tokens), "parts": 1, "buffer": buffer}
+    capacity = {"slots": routing.expert_capacity(moe, tokens), "parts": 1, "buffer": buffer}
     sent, num_dropped, returned_TD = jax.device_get(
-        send_and_return(PAYLOAD[:tokens], choice, np.zeros(EXPERTS, np.int32), name=order, moe=moe, ranks=ranks, **room)
+        send_and_return(
+            PAYLOAD[:tokens], choice, np.zeros(EXPERTS, np.int32), name=dispatcher, moe=moe, ranks=ranks, **capacity
+        )
     )
     expert_Tk = np.asarray(choice.expert_Tk)
     chosen_TE = (expert_Tk[..., None] == np.arange(EXPERTS)).any(1)
@@ -266,9 +267,11 @@ def test_choices_that_tokens_do_without_take_nobodys_room(name, sequences, lengt
         own = np.split(expert_Tk, sequences) if sequences else []
         kept = [references.keep_in_buffer(each, moe, (1.0, ranks)) for each in own]
         kept_TE = np.concatenate([kept_TE[:0], *kept])
-    pairs = [(expert, token) for expert, _, token in places_in(ROWS_OF[order](sent, ranks), np.zeros(EXPERTS, int))]
+    pairs = [
+        (expert, token) for expert, _, token in places_in(ROWS_OF[dispatcher](sent, ranks), np.zeros(EXPERTS, int))
+    ]
     assert sorted(pairs) == [tuple(pair) for pair in np.argwhere(kept_TE.T).tolist()]
     assert num_dropped == (chosen_TE & ~kept_TE).sum()
-    kept_Tk = np.take_along_axis(np.pad(kept_TE, ((0, 0), (0, 1))), expert_Tk, axis=1)
-    total_T1 = np.where(kept_Tk, choice.weight_Tk, 0).sum(axis=1, keepdims=True)
+    keep_mask_Tk = np.take_along_axis(np.pad(kept_TE, ((0, 0), (0, 1))), expert_Tk, axis=1)
+    total_T1 = np.where(keep_mask_Tk, choice.weight_Tk, 0).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(returned_TD, total_T1 * PAYLOAD[:tokens], rtol=1e-6)

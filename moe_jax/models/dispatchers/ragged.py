@@ -1,4 +1,4 @@
-"""Capacity without padding: the rows that found a slot, sorted by expert, sent with their sizes (Lancet).
+"""Ragged (variable-split) dispatch: the rows that found a slot, sorted by expert, sent with their sizes (Lancet).
 
 P expert ranks, L experts on each, E = P·L; S rows sent at most; T tokens of this part; D model width.
 The experts see lanes as wide as their share of all slots (see `all_to_all.ragged`): more rows than that are rare, and
@@ -16,61 +16,48 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import MoE
 from moe_jax.models import routing
+from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows, RowSource, TopKMetadata
 from moe_jax.models.expert_matmuls import as_experts_multiply
-from moe_jax.models.gates.choice import Choice
+from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.layers import EACH, ONE, mlp
-from moe_jax.models.orders.protocol import Room, Ticket
-from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows, row_shape
+from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows
 
 _TILE = 8  # rows that hardware handles at once
 
 
-class Sent(NamedTuple):
-    """What a part of the batch sends."""
-
-    rows_S: Float[Array, "S ..."]  # D features in the shape of `row_shape`
-    count_E: Int[Array, " E"]
-    again: "Again"
-
-
-class Again(NamedTuple):
-    """What rows are made of, to send them a second time; no gradients."""
-
-    x_TD: Float[Array, "T D"]
-    rows: routing.Rows
-
-    def make(self) -> Float[Array, "S ..."]:
-        """The rows."""
-        return routing.to_rows(self.x_TD.reshape(len(self.x_TD), *row_shape(self.x_TD.shape[1])), self.rows)
-
-
-def order(x_TD: Float[Array, "T D"], choice: Choice, moe: MoE, ranks: int, room: Room) -> tuple[Sent, Ticket]:
-    """The rows that found a slot, sorted by expert, and how many each expert gets."""
-    count_E = choice.count_E()
-    rank_Tk = routing.ranks(choice, count_E)
-    kept_Tk = room.used_E[choice.expert_Tk] + rank_Tk < room.slots
-    kept_E = jnp.clip(room.slots - room.used_E, 0, count_E)
+def permute(
+    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoE, ep_size: int, capacity: CapacityState
+) -> tuple[ExpertRows, TopKMetadata]:
+    """The rows that found a slot [S, …], sorted by expert, how many each expert gets [E], and what they are made of."""
+    count_E = choice.tokens_per_expert()
+    rank_Tk = routing.queue_positions(choice, count_E)
+    keep_mask_Tk = capacity.used_E[choice.expert_Tk] + rank_Tk < capacity.slots
+    kept_E = jnp.clip(capacity.slots - capacity.used_E, 0, count_E)
     start_E = jnp.cumsum(kept_E) - kept_E
-    rows = routing.assign_rows(start_E[choice.expert_Tk] + rank_Tk, kept_Tk, choice.expert_Tk.size)
-    ticket = Ticket(rows=rows, weight_Tk=choice.weight_Tk, num_dropped=count_E.sum() - kept_Tk.sum())
-    rows_S = Again(x_TD, rows).make()
-    return Sent(rows_S, kept_E, Again(jax.lax.stop_gradient(x_TD), rows)), ticket
+    dest_index_Tk = start_E[choice.expert_Tk] + rank_Tk
+    permutation = routing.make_permutation(dest_index_Tk, keep_mask_Tk, choice.expert_Tk.size)
+    num_dropped = count_E.sum() - keep_mask_Tk.sum()
+    rows_S = RowSource(x_TD, permutation).gather()
+    source = RowSource(jax.lax.stop_gradient(x_TD), permutation)
+    return ExpertRows(rows_S, kept_E, source), TopKMetadata(permutation, choice.weight_Tk, num_dropped)
 
 
-def inverse(returned_S: Float[Array, "S ..."], ticket: Ticket) -> Float[Array, "T D"]:
+def unpermute(returned_S: Float[Array, "S ..."], metadata: TopKMetadata) -> Float[Array, "T D"]:
     """Weighted sums of each token's rows."""
-    y_T = routing.from_rows(returned_S, ticket.weight_Tk, ticket.rows)
+    y_T = routing.from_rows(returned_S, metadata.weight_Tk, metadata.permutation)
     return y_T.reshape(len(y_T), math.prod(y_T.shape[1:]))
 
 
-def lane_widths(room: Room, tokens: int, ranks: int) -> Widths:
-    """Of the lanes for a part of `tokens` tokens: its share of an expert's slots, and the most there can be."""
-    share = -(-room.slots * ranks // (room.parts * _TILE)) * _TILE
-    most = ranks * min(room.slots, tokens)
+def lane_widths(slots: int, parts: int, tokens: int, ep_size: int) -> Widths:
+    """Widths of the lanes for a part of `tokens` tokens, of `parts`: its share of an expert's slots, and what is left
+    of the most rows that there can be.
+    """
+    share = -(-slots * ep_size // (parts * _TILE)) * _TILE
+    most = ep_size * min(slots, tokens)
     return Widths(min(share, most), max(most - share, 0))
 
 
-def experts(
+def lane_experts(
     params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoE
 ) -> Float[Array, "L b D"]:
     """Each expert on the rows that found room in its lane."""
@@ -115,21 +102,21 @@ class Overflow(NamedTuple):
     so that its buffers are small.
     """
 
-    again: Again
+    source: RowSource
     count_PE: Int[Array, "P E"]
     filled_L: Int[Array, " L"]
     happened: Bool[Array, ""]
 
     @classmethod
-    def of(cls, again: Again, lanes: Lanes, filled_L: Int[Array, " L"]) -> "Overflow":
+    def of(cls, source: RowSource, lanes: Lanes, filled_L: Int[Array, " L"]) -> "Overflow":
         """Of a rank's lanes, with so many rows in them."""
-        return cls(again, lanes.count_PE, filled_L, overflows(lanes.count_PE, lanes.main_LbD.shape[1]))
+        return cls(source, lanes.count_PE, filled_L, overflows(lanes.count_PE, lanes.main_LbD.shape[1]))
 
     def sent(self) -> jax.Array:
         """What was sent, [S, …]; anything if nothing overflows."""
-        shape = jax.eval_shape(self.again.make)
+        shape = jax.eval_shape(self.source.gather)
         with jax.named_scope("overflow"):
-            return jax.lax.cond(self.happened, self.again.make, lambda: jax.lax.empty(shape.shape, shape.dtype))
+            return jax.lax.cond(self.happened, self.source.gather, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
     def forward(self, weights: Stored, rest: "Rest", moe: MoE) -> jax.Array:
         """What the experts make of these rows."""

@@ -1,4 +1,6 @@
-"""Experts that compute hop by hop against those that wait for the whole exchange."""
+"""Experts of a ring, which compute block by block, against those that wait for the whole exchange."""
+
+from functools import partial
 
 import chex
 import jax
@@ -8,11 +10,14 @@ import pytest
 from jax.extend.core import Var
 
 from moe_jax.config import MoE
+from moe_jax.models.dispatch import dispatch_compute_combine
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
-from moe_jax.models.hop_by_hop import through_experts
+from moe_jax.models.moe import run_experts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.parallel.tensor_dispatch import DispatchRoute
 from moe_jax.step.scheduled.jaxpr_utils import variables
 from tests.parallel.per_device import on_mesh
 from tests.small import first_params, small_config, tokens_of
@@ -22,7 +27,7 @@ RING = {"algorithm": "ring"}
 
 
 @pytest.mark.parametrize(
-    "moe", [{}, {"capacity_factor": None, "top_k": 3}, {"order": "einsum"}], ids=["slots", "dropless", "one-hot"]
+    "moe", [{}, {"capacity_factor": None, "top_k": 3}, {"dispatcher": "einsum"}], ids=["slots", "dropless", "one-hot"]
 )
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 4, 1), (1, 2, 2)])
 def test_loss_and_gradients_equal_the_reference(mesh, moe):
@@ -43,12 +48,13 @@ def test_hooks_round_what_travels_as_they_do_around_the_whole_exchange(hooks):
 
 
 def test_no_product_waits_for_another_hop():
-    ranks, moe, width = Ranks(Axis.EXPERT, "cpu"), MoE(num_experts=8), 4
+    route, moe, width = DispatchRoute("ring", Ranks(Axis.EXPERT, "cpu")), MoE(num_experts=8), 4
     matrices = {"gate": (width, 6), "up": (width, 6), "down": (6, width)}
     params = {name: jnp.ones((1, *shape)) for name, shape in matrices.items()}
 
     def body(x):
-        return through_experts(params, x, ranks, moe, GROUPED_PRODUCTS["cpu"]["blocks"])
+        experts = partial(run_experts, params, moe=moe, product=GROUPED_PRODUCTS["cpu"]["blocks"])
+        return dispatch_compute_combine(ExpertRows(x), experts, route, moe)
 
     x = jnp.ones((64, 1, 2, width))
     (program,) = jax.make_jaxpr(on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=1, expert=8))(x).eqns

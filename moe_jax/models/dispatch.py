@@ -1,0 +1,233 @@
+"""One exchange: rows travel to their experts and the results back, between `permute` and `unpermute`.
+
+    permute ──► dispatch ──► experts ──► combine ──► unpermute
+              start, finish            start, finish
+
+`TokenExchange` handles everything that a transfer needs: the codec of the hooks, the form in which tensor ranks share
+it, and the sizes, which are whole numbers and travel without a codec. Steps differ in where they start and finish it:
+
+    plain       in one place: `run`
+    ring        block by block, so that experts compute one block while the next travels: `hop`
+    scheduled   in different tasks: `start` returns pieces `InFlight`, which later tasks finish
+    ragged      in one task, sizes first; only rows that exist travel: `RaggedExchange`
+
+The algorithms that move blocks between ranks are in `moe_jax/parallel/all_to_all/`, one file each. The forms over
+tensor ranks are in `moe_jax/parallel/tensor_dispatch.py`. P expert ranks, E experts.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import MoE
+from moe_jax.models.dispatchers.protocol import ExpertRows
+from moe_jax.models.hooks import hooks_of
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
+from moe_jax.parallel.all_to_all import UnderWay, ragged
+from moe_jax.parallel.all_to_all.ring import shift
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ranks import Ranks
+from moe_jax.parallel.tensor_dispatch import O1_FROM_EXPERTS, O1_TO_EXPERTS, DispatchRoute, Send, Unchunked
+
+Phase = Literal["dispatch", "combine"]
+Tie = Callable[[jax.Array], jax.Array]  # returns its argument, to be used only after something else exists
+
+
+class TokenExchange(NamedTuple):
+    """Dispatch or combine: of rows, or `backward` of their cotangents."""
+
+    phase: Phase
+    route: DispatchRoute
+    hooks: Hooks
+    backward: bool = False
+
+    @property
+    def to_experts(self) -> bool:
+        """The direction: the cotangents of a dispatch come from the experts."""
+        return (self.phase == "dispatch") != self.backward
+
+    @property
+    def codec(self) -> WireCodec:
+        """The form in which rows travel."""
+        return self.hooks.codec(self.phase, backward=self.backward)
+
+    @property
+    def transposed(self) -> "TokenExchange":
+        """The exchange that cotangents take."""
+        return self._replace(backward=not self.backward)
+
+    def run(self, x: ExpertRows) -> ExpertRows:
+        """Start and finish. Block p goes to rank p, and block p of the result came from rank p."""
+        with jax.named_scope(self.phase):
+            return ExpertRows(self._over_tensor(x.rows, self._whole_rows), self._exchanged_sizes(x.sizes))
+
+    def hop(self, block: ExpertRows, distance: int) -> ExpertRows:
+        """One block [1, …] to the rank `distance` after this one; returns that of the rank before. If it stays
+        (0), the codec still rounds it. What tensor ranks do is left to the caller."""
+        there, back = (partial(shift, distance=hops, ranks=self.route.ranks) for hops in (distance, -distance))
+        with jax.named_scope(self.phase):
+            rows = _encoded(self, there, back, block.rows)
+            return ExpertRows(rows, None if block.sizes is None else there(block.sizes))
+
+    def start(self, pieces: Sequence[ExpertRows], slot_axis: int, tie: Tie) -> "InFlight":
+        """Start one exchange for the rows of all pieces, concatenated along `slot_axis`.
+
+        `tie` is applied to what the first collective sends.
+        """
+        rows = pieces[0].rows if len(pieces) == 1 else jnp.concatenate([x.rows for x in pieces], axis=slot_axis)
+        under_way, finish = self._start(rows, tie)
+        sizes = [self._exchanged_sizes(x.sizes) for x in pieces]
+        return InFlight(under_way, finish, [x.rows.shape[slot_axis] for x in pieces], slot_axis, sizes)
+
+    def _start(self, rows: jax.Array, tie: Tie) -> tuple[UnderWay, Callable[[UnderWay], jax.Array]]:
+        """What is under way, and the function that makes rows of it.
+
+        With several tensor ranks a collective of XLA also finishes here, because its result is gathered or summed. An
+        exchange in the background finishes here only if it is split into chunks.
+        """
+        exchange, ranks, codec = self.route.exchange, self.route.ranks, self.codec
+        transfer = self.route.transfer(to_experts=self.to_experts)
+        post_comm: Send = _same
+        if jax.lax.axis_size(Axis.TENSOR) == 1:
+            under_way = exchange.start(tie(codec.encode(rows)), ranks)
+        elif exchange.only_starts and isinstance(transfer, Unchunked):
+            under_way = exchange.start(codec.encode(transfer.pre_comm(tie(rows))), ranks)
+            post_comm = transfer.post_comm
+        else:
+            return (self._over_tensor(tie(rows), self._whole_rows),), operator.itemgetter(0)
+        return under_way, lambda under_way: post_comm(codec.decode(exchange.finish(under_way, ranks), rows.dtype))
+
+    def _over_tensor(self, x: jax.Array, send: Send) -> jax.Array:
+        return self.route.all_to_all(x, send, to_experts=self.to_experts)
+
+    def _whole(self, x: jax.Array) -> jax.Array:
+        return self.route.exchange(x, self.route.ranks)
+
+    def _whole_rows(self, x: jax.Array) -> jax.Array:
+        return _encoded(self, self._whole, self._whole, x)
+
+    def _exchanged_sizes(self, sizes: Int[Array, "..."] | None) -> Int[Array, "..."] | None:
+        return None if sizes is None else self._over_tensor(sizes, self._whole)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _encoded(exchange: TokenExchange, there: Send, back: Send, x: jax.Array) -> jax.Array:
+    """Rows sent `there` by the codec of an exchange; their cotangents go `back` by the codec of the transposed one."""
+    codec = exchange.codec
+    return codec.decode(there(codec.encode(x)), x.dtype)
+
+
+def _encoded_forward(exchange: TokenExchange, there: Send, back: Send, x: jax.Array) -> tuple[jax.Array, None]:
+    return _encoded(exchange, there, back, x), None
+
+
+def _encoded_backward(exchange: TokenExchange, there: Send, back: Send, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    return (_encoded(exchange.transposed, back, there, dx),)
+
+
+_encoded.defvjp(_encoded_forward, _encoded_backward)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def dispatch_compute_combine(
+    sent: ExpertRows, experts: Callable[[ExpertRows], jax.Array], route: DispatchRoute, moe: MoE
+) -> jax.Array:
+    """The experts' outputs for all rows, back in their places [P, …]. For steps that schedule nothing in between.
+
+    On a ring blocks go by hops: in hop s rank r sends block r + s, and its outputs come back the same way. Blocks that
+    stay (s = 0) need no link, so their experts fill the time of the first hop.
+    """
+    hooks = hooks_of(moe)
+    dispatch, combine = TokenExchange("dispatch", route, hooks), TokenExchange("combine", route, hooks)
+    if not route.goes_by_hops:
+        return combine.run(ExpertRows(experts(dispatch.run(sent)))).rows
+    ep_size, rank = route.ranks.size(), jax.lax.axis_index(route.ranks.axis)
+    received = []
+    for distance in range(ep_size):
+        block = jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=(rank + distance) % ep_size), sent)
+        received.append(dispatch.hop(block, distance))
+    returned: jax.Array | None = None
+    for distance, block in enumerate(received):
+        out = O1_FROM_EXPERTS.pre_comm(experts(jax.tree.map(O1_TO_EXPERTS.post_comm, block)))
+        back = combine.hop(ExpertRows(out), -distance).rows
+        if returned is None:
+            returned = jax.lax.empty((ep_size, *back.shape[1:]), back.dtype)
+        returned = jax.lax.dynamic_update_index_in_dim(returned, back, (rank + distance) % ep_size, axis=0)
+    assert returned is not None
+    return returned
+
+
+class InFlight:
+    """Pieces between the start and the finish of their exchange. It finishes when the first piece is needed."""
+
+    def __init__(
+        self,
+        under_way: UnderWay,
+        finish: Callable[[UnderWay], jax.Array],
+        widths: Sequence[int],
+        slot_axis: int,
+        sizes: Sequence[Int[Array, "..."] | None],
+    ):
+        self.under_way = under_way
+        self._finish, self._widths, self._slot_axis, self._sizes = finish, widths, slot_axis, sizes
+        self._rows: list[jax.Array] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Slots of all pieces together; 0: nothing is under way."""
+        return sum(self._widths)
+
+    def pieces(self) -> "list[Arrival]":
+        """One for each piece."""
+        return [Arrival(self, number) for number in range(len(self._widths))]
+
+    def piece(self, number: int, tie: Tie) -> ExpertRows:
+        """A piece that is needed now; `tie` is applied to what arrives last."""
+        if self._rows is None:
+            *others, last = self.under_way
+            bounds = [sum(self._widths[:i]) for i in range(1, len(self._widths))]
+            self._rows = jnp.split(self._finish((*others, tie(last))), bounds, axis=self._slot_axis)
+        return ExpertRows(self._rows[number], self._sizes[number])
+
+
+class Arrival(NamedTuple):
+    """One piece of an exchange in flight."""
+
+    exchange: InFlight
+    number: int
+
+    def finish(self, tie: Tie) -> ExpertRows:
+        """Its rows and sizes."""
+        return self.exchange.piece(self.number, tie)
+
+
+class RaggedExchange(NamedTuple):
+    """An exchange with sizes: each row goes straight into the lane of its expert. It knows no hooks and tensor ranks.
+
+    The two phases are each other's transposes.
+    """
+
+    ranks: Ranks
+    widths: ragged.Widths  # of the lanes
+    num_rows: int  # that a rank sends at most, S
+
+    def sizes(self, count_E: Int[Array, " E"]) -> Int[Array, "P E"]:
+        """How many rows each rank sends to each expert, known to all."""
+        return ragged.gather_sizes(count_E, self.ranks.axis)
+
+    def dispatch(self, rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"]) -> ragged.Lanes:
+        """Rows sorted by expert, into lanes."""
+        axis, platform = self.ranks.axis, self.ranks.platform
+        return ragged.Lanes(*ragged.to_lanes(rows_S, count_PE, self.widths, axis, platform), count_PE)
+
+    def combine(self, lanes: ragged.Lanes) -> ExpertRows:
+        """Back from the lanes, each row to where it came from [S, …]."""
+        return ExpertRows(ragged.from_lanes(*lanes, self.num_rows, self.ranks.axis, self.ranks.platform))

@@ -1,0 +1,103 @@
+"""What every token dispatcher provides, and the values that pass between its functions.
+
+P expert ranks, each with L of the E experts; T tokens of this device, or of a microbatch of its batch; k choices of
+each; S rows at most in a ragged exchange; D model width.
+"""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import MoE
+from moe_jax.models.routing import TokenPermutation, expert_capacity, to_rows
+from moe_jax.parallel.all_to_all.ragged import row_shape
+
+
+class RowSource(NamedTuple):
+    """What rows are gathered from, to send them a second time; it has no gradients."""
+
+    x_TD: Float[Array, "T D"]
+    permutation: TokenPermutation
+
+    def gather(self) -> Float[Array, "S ..."]:
+        """The rows, each in the shape of `row_shape`."""
+        tokens, features = self.x_TD.shape
+        return to_rows(self.x_TD.reshape(tokens, *row_shape(features)), self.permutation)
+
+
+class ExpertRows(NamedTuple):
+    """Rows as they travel, and what travels with them."""
+
+    rows: Float[Array, "..."]  # [P, …, D], block p for rank p; ragged: [S, …], sorted by expert
+    sizes: Int[Array, "..."] | None = None  # how many rows each expert gets, [P, L]; ragged: [E]; None: all of them
+    source: RowSource | None = None  # ragged only
+
+
+@runtime_checkable
+class DispatchMetadata(Protocol):
+    """What `unpermute` needs to bring a device's tokens back: a pytree of arrays."""
+
+    @property
+    def num_dropped(self) -> Int[Array, ""]:
+        """Pairs that found no slot, or no room in the buffer."""
+
+
+class TopKMetadata(NamedTuple):
+    """Where the rows of each token's choices are."""
+
+    permutation: TokenPermutation
+    weight_Tk: Float[Array, "T k"]
+    num_dropped: Int[Array, ""]
+
+
+class TokenDispatcher(NamedTuple):
+    """The functions of a dispatcher (`moe_jax.models.dispatchers`), and which dimension of its rows counts slots."""
+
+    permute: Callable[..., tuple[ExpertRows, DispatchMetadata]]
+    experts: Callable[..., jax.Array]
+    unpermute: Callable[..., jax.Array]
+    split: Callable[..., list[ExpertRows]]
+    slot_axis: int
+
+
+class Buffer(NamedTuple):
+    """How many rows a rank can receive from each source, where experts have no capacity."""
+
+    rows: int  # of each sequence
+    tokens: int  # of a sequence
+
+
+class CapacityState(NamedTuple):
+    """How much of the experts' capacity is left for a part of a device's batch (Lancet, capacity passing)."""
+
+    slots: int  # of each expert for this device's whole batch
+    used_E: Int[Array, " E"]  # pairs of earlier parts that chose each expert, dropped ones included
+    parts: int = 1  # that the batch is split into
+    buffer: Buffer | None = None  # instead of slots; None: for the worst case
+
+
+def full_capacity(moe: MoE, tokens: int) -> CapacityState:
+    """All slots of a batch of `tokens` tokens, none of them used."""
+    return CapacityState(slots=expert_capacity(moe, tokens), used_E=jnp.zeros(moe.num_experts, jnp.int32))
+
+
+def buffer_of(moe: MoE, factor: float | None, tokens: int, ep_size: int) -> Buffer | None:
+    """The buffer for `factor` times an even share of a sequence of `tokens` tokens, ceil(f·N·k/P) rows on each rank.
+
+    None: for the worst case, which is not exceeded.
+    """
+    if factor is None or not moe.sends_sized_rows:
+        return None
+    share = math.ceil(Fraction(str(factor)) * tokens * moe.top_k / ep_size)
+    worst = tokens * min(moe.top_k, moe.num_experts // ep_size)
+    return Buffer(share, tokens) if share < worst else None
+
+
+def piece_bounds(size: int, pieces: int) -> list[int]:
+    """Where `size` slots are split into pieces as equal as possible: `pieces` + 1 numbers."""
+    return [size * i // pieces for i in range(pieces + 1)]

@@ -1,0 +1,222 @@
+"""How t tensor ranks, each with a t-th part of every expert's width, share an exchange: four forms of one idea (MoNTA).
+
+`to_experts` brings the own rows [P, …] of each of P expert ranks to all tensor ranks of the rank they are for, and
+returns what all sources sent there [t·P, …]. `from_experts` brings back the sum of what the tensor ranks made of them,
+and is its transpose. `send` exchanges rows [P, …] between expert ranks that have the same place on the tensor axis.
+All forms return the same bits.
+
+    form         to_experts      from_experts   an all-to-all carries
+    replicated   gather, send    send, sum      all rows, t times as many as with o1
+    o1           send, gather    sum, send      the own rows
+    o2           as o1 in chunks: the second transfer of one runs concurrently with the first of the next
+    o3           as o2, and each chunk is copied to its place while later ones travel
+
+On one tensor rank nothing is gathered or summed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from moe_jax.parallel.all_to_all import Exchange, exchange_named
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ranks import Ranks
+from moe_jax.parallel.tensor_axis import gathered, summed
+
+Send = Callable[[jax.Array], jax.Array]
+_SLOTS = -2  # the dimension that counts rows, in front of their features
+
+
+class Chunking(NamedTuple):
+    """Into how many chunks rows are split, on which platform."""
+
+    chunks: int
+    platform: str  # cpu, gpu or tpu
+
+
+Transfer = Callable[[jax.Array, Send, Chunking], jax.Array]
+
+
+@dataclass(frozen=True)
+class Unchunked:
+    """A transfer with one exchange of all rows, and what tensor ranks do among themselves before and after it.
+
+    Nothing else happens in between, so other work can run while the exchange is under way.
+    """
+
+    pre_comm: Send
+    post_comm: Send
+
+    def __call__(self, x: Shaped[Array, "..."], send: Send, chunking: Chunking) -> Shaped[Array, "..."]:
+        """All three, one after another."""
+        return self.post_comm(send(self.pre_comm(x)))
+
+
+class Form(NamedTuple):
+    """A way to the experts and back."""
+
+    to_experts: Transfer
+    from_experts: Transfer
+
+
+class DispatchRoute(NamedTuple):
+    """How rows travel to the experts and back: between expert ranks by `algorithm`, over tensor ranks in a `form`."""
+
+    algorithm: str
+    ranks: Ranks
+    form: str = "o1"
+    chunks: int = 1
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of full blocks. `ragged` is for microbatches of a scheduled step: others send padded rows."""
+        return exchange_named("flat" if self.algorithm == "ragged" else self.algorithm)
+
+    @property
+    def goes_by_hops(self) -> bool:
+        """Whether blocks travel one by one, so that experts can work on one while the next travels."""
+        return self.algorithm == "ring" and self.form == "o1"
+
+    def transfer(self, *, to_experts: bool) -> Transfer:
+        """To the experts, or from them."""
+        form = FORMS[self.form]
+        return form.to_experts if to_experts else form.from_experts
+
+    def all_to_all(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:
+        """`x` to the experts, or from them, exchanged by `send`."""
+        return self.transfer(to_experts=to_experts)(x, send, Chunking(self.chunks, self.ranks.platform))
+
+
+# replicated, o1
+
+
+def _as_it_is(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    return x
+
+
+def _gather(x: Shaped[Array, "P ..."]) -> Shaped[Array, "tP ..."]:
+    return gathered(x, 0)
+
+
+def _sum(x: Float[Array, "tP ..."]) -> Float[Array, "P ..."]:
+    return summed(x, 0)
+
+
+def _gather_by_target(x: Shaped[Array, "P ..."]) -> Shaped[Array, "P t ..."]:
+    return gathered(x[:, None], 1)
+
+
+def _by_source(x: Shaped[Array, "P t ..."]) -> Shaped[Array, "tP ..."]:
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _by_target(x: Shaped[Array, "tP ..."]) -> Shaped[Array, "P t ..."]:
+    ranks = jax.lax.axis_size(Axis.TENSOR)
+    return jnp.swapaxes(x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:]), 0, 1)
+
+
+def _sum_by_target(x: Float[Array, "P t ..."]) -> Float[Array, "P ..."]:
+    return summed(x, 1)[:, 0]
+
+
+# o2, o3
+
+
+class _Rows(Protocol):
+    """Rows that come chunk by chunk."""
+
+    def add(self, chunk: jax.Array) -> None:
+        """Take the next chunk."""
+
+    def all(self) -> jax.Array:
+        """All rows, once the last chunk is there."""
+
+
+class _Concatenated:
+    """Chunks put together at the end."""
+
+    def __init__(self, _: Shaped[Array, "..."]):
+        self._chunks: list[jax.Array] = []
+
+    def add(self, chunk: jax.Array) -> None:
+        self._chunks.append(chunk)
+
+    def all(self) -> jax.Array:
+        return self._chunks[0] if len(self._chunks) == 1 else jnp.concatenate(self._chunks, axis=_SLOTS)
+
+
+class _Filled:
+    """Memory for as many rows as `x` has, into which each chunk is copied when it comes."""
+
+    def __init__(self, x: Shaped[Array, "..."]):
+        self._rows = x.shape[_SLOTS]
+        self._filled = 0
+        self._target: jax.Array | None = None
+
+    def add(self, chunk: jax.Array) -> None:
+        if chunk.ndim < 3 or chunk.shape[_SLOTS] == self._rows:
+            self._target = chunk
+            return
+        dim = chunk.ndim + _SLOTS
+        if self._target is None:
+            shape = (*chunk.shape[:dim], self._rows, *chunk.shape[dim + 1 :])
+            self._target = jax.lax.empty(shape, chunk.dtype)
+        self._target = jax.lax.dynamic_update_slice_in_dim(self._target, chunk, self._filled, axis=dim)
+        self._filled += chunk.shape[dim]
+
+    def all(self) -> jax.Array:
+        assert self._target is not None
+        return self._target
+
+
+def _split(x: Shaped[Array, "..."], chunking: Chunking) -> list[jax.Array]:
+    """Chunks of rows as equal as possible, none of them empty; sizes [P, L] are one chunk."""
+    if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return [x]
+    rows = x.shape[_SLOTS]
+    chunks = max(min(chunking.chunks, rows), 1)
+    return jnp.split(x, [rows * i // chunks for i in range(1, chunks)], axis=_SLOTS)
+
+
+def _in_order(x: jax.Array, earlier: jax.Array, platform: str) -> jax.Array:
+    """`x`, but not before `earlier` exists."""
+    return after(x, earlier, platform) if x.size and earlier.size else x
+
+
+def _pipelined(
+    x: Shaped[Array, "..."], first: Send, second: Send, chunking: Chunking, collect: Callable[[jax.Array], _Rows]
+) -> Shaped[Array, "..."]:
+    """Chunk by chunk through two transfers: `second` of one chunk runs concurrently with `first` of the next."""
+    head, *others = _split(x, chunking)
+    halfway, rows = first(head), collect(x)
+    for chunk in others:
+        following = first(_in_order(chunk, halfway, chunking.platform))
+        # neither is used before both are there: by itself XLA:GPU runs one after the other
+        arrived, halfway = jax.lax.optimization_barrier((second(halfway), following))
+        rows.add(arrived)
+    rows.add(second(halfway))
+    return rows.all()
+
+
+def _chunked(collect: Callable[[jax.Array], _Rows]) -> Form:
+    def to_experts(x: Shaped[Array, "P ..."], send: Send, chunking: Chunking) -> Shaped[Array, "tP ..."]:
+        return _pipelined(x, send, _gather, chunking, collect)
+
+    def from_experts(x: Shaped[Array, "tP ..."], send: Send, chunking: Chunking) -> Shaped[Array, "P ..."]:
+        return _pipelined(x, _sum, send, chunking, collect)
+
+    return Form(to_experts, from_experts)
+
+
+O1_TO_EXPERTS, O1_FROM_EXPERTS = Unchunked(_as_it_is, _gather), Unchunked(_sum, _as_it_is)
+FORMS = {
+    "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
+    "o1": Form(O1_TO_EXPERTS, O1_FROM_EXPERTS),
+    "o2": _chunked(_Concatenated),
+    "o3": _chunked(_Filled),
+}
