@@ -30,7 +30,7 @@ from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.stages import in_order, stored_shapes
-from moe_jax.models.transformer import Computation, forward
+from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.run.sample import one_device_mesh
 from moe_jax.telemetry.run_log import read_metrics
@@ -101,12 +101,12 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
 def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     """Of a run's newest parameters, on one device."""
     config, mesh = load_config(run), one_device_mesh()
-    stages, placed, how = Stages.of(config), NamedSharding(mesh, REPLICATED), Computation.of(config, mesh)
+    stages, placed, compute = Stages.of(config), NamedSharding(mesh, REPLICATED), ComputeConfig.of(config, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(run, shapes), stages)
     specs: dict[str, Any] = {"mesh": mesh, "in_specs": REPLICATED, "out_specs": REPLICATED, "check_vma": False}
     run_once = jax.jit(
-        jax.shard_map(lambda p, t: unembed(p, forward(p, t, config.model, how)[0], config.model), **specs)
+        jax.shard_map(lambda p, t: unembed(p, forward(p, t, config.model, compute)[0], config.model), **specs)
     )
     return np.asarray(run_once(params, tokens))
 

@@ -152,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "same_random_experts_in_all_blocks",
-        "models/gates/seen.py",
+        "models/gates/inputs.py",
         "key = jax.random.fold_in(key, self.block)",
         "key = jax.random.fold_in(key, 0)",
         "a token draws the same random experts in all blocks",

@@ -22,7 +22,7 @@ from moe_jax.models.dispatchers.protocol import ExpertRows, TokenDispatcher
 from moe_jax.models.gates import gate_of, softmax
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run.loop import train
@@ -120,7 +120,7 @@ def test_what_is_no_exchange_is_refused(name: str, message: str) -> None:
     algorithm = f"{__name__}:{name}"
     config = small_config(2, 4, exchange={"algorithm": algorithm})
     with pytest.raises(ConfigError) as error:
-        Computation.of(config, make_mesh(config.mesh))
+        ComputeConfig.of(config, make_mesh(config.mesh))
     assert str(error.value) == f"exchange.algorithm={algorithm} {message}"
 
 

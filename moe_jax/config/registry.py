@@ -16,11 +16,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 from moe_jax.config import facts as declarations
 from moe_jax.config.facts import (
+    DispatcherFacts,
     ExchangeFacts,
     Facts,
     GateFacts,
     HooksFacts,
-    DispatcherFacts,
     PipelineFacts,
     PolicyFacts,
     ReductionFacts,

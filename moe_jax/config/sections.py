@@ -29,10 +29,10 @@ from moe_jax.config.ranges import (
     number,
 )
 from moe_jax.config.registry import (
+    DISPATCHER_FACTS,
     EXCHANGE_FACTS,
     GATE_FACTS,
     NO_HOOKS,
-    DISPATCHER_FACTS,
     PIPELINE_FACTS,
     POLICY_FACTS,
     REDUCTION_FACTS,

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int, Key
 from moe_jax.config import Model
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_next, form_of
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.parameters import block_params
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 
 Cache = list[Any]  # of each block
 
@@ -29,7 +29,7 @@ def sample(
     key: Key[Array, ""],
     temperature: Float[Array, ""],
     model: Model,
-    how: Computation,
+    compute: ComputeConfig,
 ) -> Int[Array, "B S"]:
     """The prompt's first `prompt_length` tokens and sampled ones behind them, S in all. Temperature 0: the likeliest.
 
@@ -41,12 +41,12 @@ def sample(
     model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
     batch, length = prompt_BS.shape
     blocks = block_params(params, model)
-    cache: Cache = [form_of(model).first_cache(model, batch, length, how.dtype) for _ in blocks]
+    cache: Cache = [form_of(model).first_cache(model, batch, length, compute.dtype) for _ in blocks]
 
     def step(carry: tuple[Cache, jax.Array], position: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
         cache, sampled_B = carry
         token_B = jnp.where(position < prompt_length, prompt_BS[:, position], sampled_B)
-        logit_BV, cache = _next_logits(params, blocks, cache, token_B, position, model, how)
+        logit_BV, cache = _next_logits(params, blocks, cache, token_B, position, model, compute)
         draw_B = jax.random.categorical(
             jax.random.fold_in(key, position), logit_BV / jnp.maximum(temperature, 1e-6), axis=-1
         )
@@ -63,25 +63,27 @@ def _next_logits(
     token_B: Int[Array, " B"],
     position: Int[Array, ""],
     model: Model,
-    how: Computation,
+    compute: ComputeConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
-    x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(how.dtype)
+    x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(compute.dtype)
     updated: Cache = []
-    seen = Seen(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
+    router_inputs = RouterInputs(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
     for number, (p, view, of_block) in enumerate(zip(blocks, model.views, cache, strict=True)):
         y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
         updated.append(of_block)
         x_B1D += y_B1D
         h_BD = rms_norm(x_B1D, p["norm"], model.rms_norm_eps)[:, 0]
-        x_B1D += _feed_forward(p, h_BD, model, how, seen.above(number))[:, None]
+        x_B1D += _feed_forward(p, h_BD, model, compute, router_inputs.above(number))[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated
 
 
-def _feed_forward(p: Any, h_BD: jax.Array, model: Model, how: Computation, seen: Seen) -> jax.Array:
+def _feed_forward(
+    p: Any, h_BD: jax.Array, model: Model, compute: ComputeConfig, router_inputs: RouterInputs
+) -> jax.Array:
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)
-    sent, metadata, _ = moe_layer.route(p["moe"], h_BD, model.moe, ep_size=1, seen=seen)
-    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, how.product)
+    sent, metadata, _ = moe_layer.route(p["moe"], h_BD, model.moe, ep_size=1, router_inputs=router_inputs)
+    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, compute.product)
     y_BD = moe_layer.unpermute(returned, metadata, model.moe)
     return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(p["moe"])), start=y_BD)

@@ -18,7 +18,7 @@ from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.placement import in_slots
@@ -51,18 +51,18 @@ def route(
     ep_size: int,
     capacity: CapacityState | None = None,
     ragged: bool = False,
-    seen: Seen | None = None,
+    router_inputs: RouterInputs | None = None,
     sequences: int | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> RoutedTokens:
     """Gate and permute: the rows to send to each expert rank, what brings them back, and what was chosen.
 
-    Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left; `seen` what
-    else the gate looks at, if it does. `sequences` is how many sequences the tokens belong to; None: nothing is
-    balanced. `slot_E` is where experts lie, if not in their order (`models/placement.py`).
+    Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left;
+    `router_inputs` what else the gate reads, if it does. `sequences` is how many sequences the tokens belong to; None:
+    nothing is balanced. `slot_E` is the slot of each expert, if not in their order (`models/placement.py`).
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
-    decision, logit_TE = gate_of(moe)(params, h_TD, seen, moe)
+    decision, logit_TE = gate_of(moe)(params, h_TD, router_inputs, moe)
     placed, capacity, of_slots = in_slots(decision, capacity, slot_E, moe)
     sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
     stats = RouterStats(

@@ -26,7 +26,7 @@ from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows, buffer_of, full_capacity
 from moe_jax.models.gates import gate_of
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
@@ -40,7 +40,7 @@ from moe_jax.parallel.trees import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Computation:
+class ComputeConfig:
     """How the model is computed, as opposed to what it is."""
 
     dtype: Literal["float32", "bfloat16"]
@@ -74,7 +74,7 @@ class Computation:
         return self.route.ranks.size()
 
     @classmethod
-    def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "Computation":
+    def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "ComputeConfig":
         """As the config says, for the devices of a mesh. Raises ConfigError."""
         capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
@@ -150,22 +150,30 @@ def attend_and_route(
     x_BND: Float[Array, "B N D"],
     model: Model,
     view: View,
-    how: Computation,
+    compute: ComputeConfig,
     capacity: CapacityState | None = None,
     ragged: bool = False,
-    seen: Seen | None = None,
+    router_inputs: RouterInputs | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> Routed:
     """Attention, shared experts, gate and permute. `capacity` (None: all) is what earlier parts of the batch left.
 
-    `ragged`: the rows are for a ragged exchange. `seen`: what the gate looks at beside features, in this block.
-    `slot_E`: where its experts lie (None: in their order).
+    `ragged`: the rows are for a ragged exchange. `router_inputs`: what the gate looks at beside features, in this
+    block. `slot_E`: where its experts lie (None: in their order).
     """
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, how.attention)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention)
     h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     routed = moe_layer.route(
-        params["moe"], h_TD, model.moe, how.ep_size(), capacity, ragged, seen and seen.flat(), len(x_BND), slot_E
+        params["moe"],
+        h_TD,
+        model.moe,
+        compute.ep_size(),
+        capacity,
+        ragged,
+        router_inputs and router_inputs.flat(),
+        len(x_BND),
+        slot_E,
     )
     for shared in moe_layer.shared_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(shared, h_BND)
@@ -195,44 +203,44 @@ def block(
     x_BND: Float[Array, "B N D"],
     model: Model,
     view: View,
-    how: Computation,
-    seen: Seen | None = None,
+    compute: ComputeConfig,
+    router_inputs: RouterInputs | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """One decoder block; with experts, also what its router did."""
     if "mlp" in params:
-        return dense_block(params, x_BND, model, view, how.attention), None
+        return dense_block(params, x_BND, model, view, compute.attention), None
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
-    capacity = capacity._replace(buffer=buffer_of(model.moe, how.rank_capacity_factor, length, how.ep_size()))
-    routed = attend_and_route(params, x_BND, model, view, how, capacity, seen=seen, slot_E=slot_E)
-    experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=how.product)
-    returned = dispatch_compute_combine(routed.sent, experts, how.route, model.moe)
+    capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
+    routed = attend_and_route(params, x_BND, model, view, compute, capacity, router_inputs=router_inputs, slot_E=slot_E)
+    experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=compute.product)
+    returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 
 
-def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], how: Computation) -> Float[Array, "B N D"]:
+def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], compute: ComputeConfig) -> Float[Array, "B N D"]:
     """The tokens' rows of the embedding."""
     # cast behind the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
-    return jnp.take(embedding, token_BN, axis=0).astype(how.dtype)
+    return jnp.take(embedding, token_BN, axis=0).astype(compute.dtype)
 
 
 def forward(
     params: Params,
     token_BN: Int[Array, "B N"],
     model: Model,
-    how: Computation,
-    seen: Seen | None = None,
+    compute: ComputeConfig,
+    router_inputs: RouterInputs | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """The residual stream behind the blocks and, if any has experts, router statistics with a leading dimension M."""
-    x_BND = embed(params["embedding"], token_BN, how)
+    x_BND = embed(params["embedding"], token_BN, compute)
     stats, below, moe_below = [], 0, 0
     for number, segment in enumerate(segments(model)):
-        own = seen and seen.above(below)
+        own = router_inputs and router_inputs.above(below)
         moe_here = segment.kinds.count("moe") * segment.repeats
         slots = None if slot_ME is None else slot_ME[moe_below : moe_below + moe_here]
-        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, how, own, slots)
+        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, compute, own, slots)
         stats += segment_stats
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
@@ -248,8 +256,8 @@ def _run_segment(
     x_BND: jax.Array,
     segment: Segment,
     model: Model,
-    how: Computation,
-    seen: Seen | None,
+    compute: ComputeConfig,
+    router_inputs: RouterInputs | None,
     slot_mE: jax.Array | None,
 ) -> tuple[jax.Array, list[RouterStats]]:
     """Scan over the segment's periods, whose experts lie in `slot_mE`. Statistics come back as one tree, blocks in
@@ -262,22 +270,22 @@ def _run_segment(
         params, turn, slots = of_turn
         stats = []
         for place, view in enumerate(segment.views):
-            own = None if turn is None or seen is None else seen.above(turn * length + place)
+            own = None if turn is None or router_inputs is None else router_inputs.above(turn * length + place)
             slot_E = (
                 slots[segment.kinds[:place].count("moe")]
                 if slots is not None and segment.kinds[place] == "moe"
                 else None
             )
-            x_BND, block_stats = block(params[place], x_BND, model, view, how, own, slot_E)
+            x_BND, block_stats = block(params[place], x_BND, model, view, compute, own, slot_E)
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 
-    unroll = min(how.unroll, segment.repeats)
-    if how.remat != "none":
+    unroll = min(compute.unroll, segment.repeats)
+    if compute.remat != "none":
         # a loop keeps the compiler from merging the second computation with the first; unrolled, it must be told
         fully_unrolled = unroll == segment.repeats
-        period = jax.checkpoint(period, policy=REMAT_POLICIES[how.remat], prevent_cse=fully_unrolled)
-    turns = None if seen is None else jnp.arange(segment.repeats)
+        period = jax.checkpoint(period, policy=REMAT_POLICIES[compute.remat], prevent_cse=fully_unrolled)
+    turns = None if router_inputs is None else jnp.arange(segment.repeats)
     slots = None if slot_mE is None else slot_mE.reshape(segment.repeats, -1, slot_mE.shape[1])
     x_BND, stats = jax.lax.scan(period, x_BND, (params, turns, slots), unroll=unroll)
     if not stats:

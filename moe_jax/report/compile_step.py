@@ -19,7 +19,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.measure.targets import Target, find_target, target_devices
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compiled import CompileError, Job, Outcome
 from moe_jax.run.choose_grouped_matmul import is_timed
@@ -66,7 +66,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         versions=_versions(target),
         passes=_passes(trainer),
         fingerprint=program.fingerprint,
-        untimed_product=Computation.of(config, mesh).grouped_product if is_timed(config, mesh) else None,
+        untimed_product=ComputeConfig.of(config, mesh).grouped_product if is_timed(config, mesh) else None,
     )
 
 

@@ -16,7 +16,7 @@ from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.measure.in_turn import Call, InTurn, time_in_turn
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.kept import sizes_of
 from moe_jax.run.matmul_timing_cache import read_times, write_times
@@ -44,7 +44,7 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
     """The config with the fastest product instead of auto, in every process that of process 0. Raises ConfigError."""
     if not is_timed(config, mesh):
         return config
-    platform = Computation.of(config, mesh).platform
+    platform = ComputeConfig.of(config, mesh).platform
     shape, products = shape_of(config, mesh, platform), GROUPED_PRODUCTS[platform]
     own = _fastest(shape, products, timing or time_products) if is_main_process() else None
     name = from_process(0, own)
@@ -53,8 +53,8 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
 
 def is_timed(config: Config, mesh: Mesh) -> bool:
     """Whether a run on these devices would time its products."""
-    how, moe = Computation.of(config, mesh), config.model.moe
-    is_open = config.train.grouped_product == "auto" and how.platform in _TIMED
+    compute, moe = ComputeConfig.of(config, mesh), config.model.moe
+    is_open = config.train.grouped_product == "auto" and compute.platform in _TIMED
     return bool(is_open and moe.num_experts and moe.sends_sized_rows)
 
 

@@ -22,7 +22,7 @@ from moe_jax.data.loader import sample_numbers
 from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
-from moe_jax.models.gates.seen import When
+from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
@@ -84,7 +84,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
             number, token_bN1 = part
             return _wrong_outputs(params, inputs.part(token_bN1, number, count), context)
 
-        inputs = StepInputs(token_BN1, When(step), slot_ME)
+        inputs = StepInputs(token_BN1, BatchPart(step), slot_ME)
         wrong_W = jax.lax.map(of_part, (jnp.arange(count), inputs.in_parts(count))).any(axis=0)
         return of_all_devices(wrong_W)
 
@@ -97,8 +97,8 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
 
     Every pipeline stage computes all blocks, whose parameters it gets one after another.
     """
-    model, stages, how, slot_ME = context.config.model, context.stages, context.how, inputs.slot_ME
-    seen = inputs.seen(context)
+    model, stages, compute, slot_ME = context.config.model, context.stages, context.compute, inputs.slot_ME
+    router_inputs = inputs.router_inputs(context)
 
     def through(number: int, segment: Segment, x_bND: jax.Array, below: int, moe_below: int) -> Any:
         total, *rows = stages.layout[number]
@@ -108,16 +108,16 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
             blocks = _row(params["segments"][number], jnp.array(rows)[turn], own)
             wrong = []
             for place, view in enumerate(segment.views):
-                own_seen = seen and seen.above(below + turn * len(kinds) + place)
+                own_inputs = router_inputs and router_inputs.above(below + turn * len(kinds) + place)
                 m = moe_below + turn * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
-                x_bND, _ = block(blocks[place], x_bND, model, view, how, own_seen, slot_E)
+                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_inputs, slot_E)
                 wrong.append(_is_wrong(x_bND))
             return x_bND, jnp.stack(wrong)
 
         return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
 
-    x_bND = embed(params["embedding"], own_tokens(inputs.token_BN1)[0], how)
+    x_bND = embed(params["embedding"], own_tokens(inputs.token_BN1)[0], compute)
     found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
     for number, segment in enumerate(segments(model)):
         x_bND, wrong = through(number, segment, x_bND, below, moe_below)
@@ -125,7 +125,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
         below += wrong.size
         moe_below += segment.kinds.count("moe") * segment.repeats
     x_TD = x_bND.reshape(-1, model.hidden_size)
-    chunk = tokens_of_chunk(len(x_TD), model.vocab_size, how.loss_chunk)
+    chunk = tokens_of_chunk(len(x_TD), model.vocab_size, compute.loss_chunk)
     wrong_T = jax.lax.map(lambda x_D: _is_wrong(unembed(params, x_D[None, None], model)), x_TD, batch_size=chunk)
     return jnp.concatenate([*found, wrong_T.any()[None]])
 
@@ -150,7 +150,7 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
         background.new_program()
-        return kind.gradients(faults.struck(params, step), StepInputs(token_BN1, When(step), slot_ME), context)[0]
+        return kind.gradients(faults.struck(params, step), StepInputs(token_BN1, BatchPart(step), slot_ME), context)[0]
 
     in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=context.grad_specs, check_vma=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from moe_jax.errors import ConfigError
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.plan_text import size
 from moe_jax.run.setup import Run
@@ -18,7 +18,7 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 def predicted_memory(run: Run) -> StepMemory:
     """What a step takes of each device."""
     mesh = run.trainer.mesh
-    return step_memory(run.config, Computation.of(run.config, mesh).platform, mesh.shape)
+    return step_memory(run.config, ComputeConfig.of(run.config, mesh).platform, mesh.shape)
 
 
 def check_room(run: Run) -> None:

@@ -18,7 +18,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.decode import sample
 from moe_jax.models.stages import in_order
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import found_devices, make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 
@@ -44,7 +44,7 @@ def sample_tokens(
     train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
     exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
     here = dataclasses.replace(config, train=train, exchange=exchange)
-    body = functools.partial(sample, model=config.model, how=Computation.of(here, mesh))
+    body = functools.partial(sample, model=config.model, compute=ComputeConfig.of(here, mesh))
     window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
     text = list(prompt)
     while len(text) < len(prompt) + count:

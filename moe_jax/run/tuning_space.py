@@ -14,7 +14,7 @@ from moe_jax.config.validate import check_batch_split
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import check_writable, reason
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import EXCHANGES, RAGGED
 from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
@@ -144,7 +144,7 @@ def _works(config: Config, mesh: Mesh, choice: Choice) -> bool:
     try:
         changed = _changed(config, choice)
         check_batch_split(changed, batch_shards(mesh))
-        computation = Computation.of(changed, mesh)
+        computation = ComputeConfig.of(changed, mesh)
     except ConfigError:
         return False
     return "algorithm" not in config.tune.over or computation.exchange == changed.exchange.algorithm
@@ -194,7 +194,7 @@ def _algorithms(config: Config, mesh: Mesh) -> list[str]:
     """Those that are something of their own on these devices."""
     if config.mesh.expert_ranks(mesh.shape) == 1:
         return []
-    cpu = Computation.of(config, mesh).platform == "cpu"
+    cpu = ComputeConfig.of(config, mesh).platform == "cpu"
     return [*EXCHANGES, *([] if cpu else RAGGED)]  # CPUs have no ragged collective
 
 
@@ -206,5 +206,5 @@ _OPTIONS: dict[str, Callable[[Config, Mesh], Any]] = {
 _OWN: dict[str, Callable[[Config, Mesh], Any]] = {
     "bucket_cap_mb": lambda config, mesh: config.schedule.bucket_cap_mb or _chunk_sizes(config, mesh)[0],
     "microbatches": lambda config, mesh: config.schedule.microbatches,
-    "algorithm": lambda config, mesh: Computation.of(config, mesh).exchange,
+    "algorithm": lambda config, mesh: ComputeConfig.of(config, mesh).exchange,
 }

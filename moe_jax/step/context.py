@@ -14,9 +14,9 @@ from jaxtyping import Array, Int
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.gates.seen import EVALUATION, Seen, When
+from moe_jax.models.gates.inputs import EVALUATION, BatchPart, RouterInputs
 from moe_jax.models.parameters import param_dims
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import partitions
@@ -31,7 +31,7 @@ class StepContext:
     """What holds for every step of a run."""
 
     config: Config
-    how: Computation
+    compute: ComputeConfig
     stages: Stages  # which blocks each pipeline stage holds
     dims: ParamDims
     specs: Specs  # how parameters are sharded
@@ -44,7 +44,7 @@ class StepContext:
         dims = param_dims(config.model)
         return cls(
             config=config,
-            how=Computation.of(config, mesh),
+            compute=ComputeConfig.of(config, mesh),
             stages=Stages.of(config),
             dims=dims,
             specs=partitions(dims, expert_axis(config.mesh)),
@@ -67,7 +67,7 @@ class StepInputs(NamedTuple):
     """What changes with every step besides parameters: this device's tokens, or those of one part of its batch."""
 
     token_BN1: Int[Array, "B N1"]
-    when: When = EVALUATION
+    batch_part: BatchPart = EVALUATION
     slot_ME: Int[Array, "M E"] | None = None  # where experts lie (`models/placement.py`); None: in their order
 
     def in_parts(self, count: int) -> Int[Array, "A b N1"]:
@@ -76,8 +76,8 @@ class StepInputs(NamedTuple):
 
     def part(self, token_bN1: Int[Array, "b N1"], number: int | jax.Array, count: int) -> "StepInputs":
         """The inputs of part `number` of `count`, whose tokens these are."""
-        return self._replace(token_BN1=token_bN1, when=When(self.when.step, number, count))
+        return self._replace(token_BN1=token_bN1, batch_part=BatchPart(self.batch_part.step, number, count))
 
-    def seen(self, context: StepContext) -> Seen | None:
+    def router_inputs(self, context: StepContext) -> RouterInputs | None:
         """What gates look at besides features; None if no gate does."""
-        return self.when.seen(self.token_BN1[:, :-1], context.config.model.moe, context.how.seed)
+        return self.batch_part.router_inputs(self.token_BN1[:, :-1], context.config.model.moe, context.compute.seed)

@@ -100,7 +100,7 @@ def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[
 
 def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Experts | None]:
     """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
-    dims, stages, axis = context.dims, context.stages, context.how.expert_axis
+    dims, stages, axis = context.dims, context.stages, context.compute.expert_axis
     experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
     held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
 
@@ -136,7 +136,7 @@ def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepC
     """
     if expert_MS is None or not context.config.replicas:
         return grads
-    stages, axis, platform = context.stages, context.how.expert_axis, context.how.platform
+    stages, axis, platform = context.stages, context.compute.expert_axis, context.compute.platform
     leaves = jax.tree.leaves_with_path(grads)
     groups = {group for path, _ in leaves if (group := expert_group(path)) is not None}
     new: dict[Any, jax.Array] = {}

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.models.gates.seen import When
+from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import cross_entropy
 from moe_jax.models.transformer import forward
 from moe_jax.parallel import background, zero
@@ -46,10 +46,10 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     The shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum
     over devices is differentiated, only exchanges and what tensor and context ranks send each other.
     """
-    model, how, tokens = context.config.model, context.how, context.global_tokens
+    model, compute, tokens = context.config.model, context.compute, context.global_tokens
     input_Bn, target_Bn = own_tokens(inputs.token_BN1)  # context and tensor ranks have n of N tokens each
-    x_BnD, stats = forward(params, input_Bn, model, how, inputs.seen(context), inputs.slot_ME)
-    nats = cross_entropy(params, x_BnD, target_Bn, model, how.loss_chunk) / tokens
+    x_BnD, stats = forward(params, input_Bn, model, compute, inputs.router_inputs(context), inputs.slot_ME)
+    nats = cross_entropy(params, x_BnD, target_Bn, model, compute.loss_chunk) / tokens
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(nats, stats, count_ME, tokens, model.moe)
     return nats + parts.auxiliary(model.moe), parts
@@ -69,7 +69,7 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
     def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, Parts]:
         grads, parts = local(token_bN1, number)
-        return sync_gradients(grads, context.specs, context.cuts, context.how.platform), parts
+        return sync_gradients(grads, context.specs, context.cuts, context.compute.platform), parts
 
     part_AbN1 = inputs.in_parts(count)
     if count == 1:
@@ -77,7 +77,7 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     if context.config.optimizer.zero == 2:
         return accumulate(summed, part_AbN1)
     grads, parts = accumulate(local, part_AbN1)
-    return sync_gradients(grads, context.specs, context.cuts, context.how.platform), parts
+    return sync_gradients(grads, context.specs, context.cuts, context.compute.platform), parts
 
 
 def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:
@@ -105,13 +105,13 @@ def train_step(
     the number of steps.
     """
     background.new_program()
-    config, how, cuts = context.config, context.how, context.cuts
-    inputs = StepInputs(token_BN1, When(state["step"]), slots_of(state))
+    config, compute, cuts = context.config, context.compute, context.cuts
+    inputs = StepInputs(token_BN1, BatchPart(state["step"]), slots_of(state))
     grads, parts = gradients(fault_injection.struck(state["params"], state["step"]), inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)
-    norm = global_norm(grads, context.grad_specs, how.platform, experts_here(inputs.slot_ME, context))
-    if how.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
-        parts = jax.tree.map(lambda part: after(part, norm, how.platform) if part.size else part, parts)
+    norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
+    if compute.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
+        parts = jax.tree.map(lambda part: after(part, norm, compute.platform) if part.size else part, parts)
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
     metrics = metrics_of(total, norm, rate, config.model.moe)
@@ -128,7 +128,7 @@ def train_step(
         learned = unless_bad(is_good, learned, params)
     new_state = {
         "step": state["step"] + 1,
-        "params": zero.gathered(cuts, learned, how.platform),
+        "params": zero.gathered(cuts, learned, compute.platform),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
     }

@@ -74,7 +74,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     ScheduleError.
     """
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
-    how, stages = context.how, context.stages
+    compute, stages = context.compute, context.stages
     moments = state_partitions(context.optimizer, stored_shapes(stages), context.grad_specs)
     layout = {"step": REPLICATED, "params": context.specs, "optimizer": moments}
     ranks = config.mesh.expert_ranks(mesh.shape)
@@ -91,7 +91,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     def init() -> State:
         params = stored(init_params(config.model, config.train.seed), stages)
-        if how.platform == "cpu" and jax.process_count() == 1:
+        if compute.platform == "cpu" and jax.process_count() == 1:
             params = drawn_in_parts(params, placed["params"])
         return begin(params)
 
@@ -99,10 +99,10 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), tree, shardings)
 
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    if EXCHANGE_FACTS.of(how.exchange).in_background or config.exchange.in_background:
+    if EXCHANGE_FACTS.of(compute.exchange).in_background or config.exchange.in_background:
         background.connect(mesh)
 
-    options = compiler_options(how.platform) if kind.facts.orders_tasks else {}
+    options = compiler_options(compute.platform) if kind.facts.orders_tasks else {}
 
     def step(state: State, token_BN1: jax.Array, max_loss: jax.Array | None = None) -> tuple[State, Metrics]:
         own = functools.partial(train_step, context=context, gradients=kind.gradients)
@@ -122,7 +122,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         kind=kind,
         state_shapes=with_shardings(jax.eval_shape(init), placed),
         param_shapes=with_shardings(stored_shapes(stages), placed["params"]),
-        init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(how.platform)),
+        init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(compute.platform)),
         begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
         step=jax.jit(step, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(evaluate),

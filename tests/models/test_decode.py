@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.config import Attention, Latent, Mesh, Model, MoE, RopeScaling
 from moe_jax.models.decode import sample
 from moe_jax.models.head import unembed
-from moe_jax.models.transformer import Computation, forward
+from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.mesh import make_mesh
 from tests.small import first_params
 
@@ -34,7 +34,7 @@ MODEL = Model(
         dense_residual=True,
     ),
 )
-HOW = Computation(
+COMPUTE = ComputeConfig(
     dtype="float32",
     remat="none",
     unroll=1,
@@ -52,7 +52,7 @@ def on_one_device(function):
 
 
 def logits_of(params, token_BN, model=MODEL):
-    return on_one_device(lambda p, t: unembed(p, forward(p, t, model, HOW)[0], model))(params, token_BN)
+    return on_one_device(lambda p, t: unembed(p, forward(p, t, model, COMPUTE)[0], model))(params, token_BN)
 
 
 LATENT = dataclasses.replace(
@@ -91,7 +91,7 @@ def test_greedy_decoding_follows_the_forward_pass(name):
     params = jax.tree.map(lambda x: 3 * x, first_params(model))  # sharper, so that no two logits tie
     prompt = np.zeros((2, 12), np.int32)
     prompt[:, :4] = np.random.default_rng(0).integers(0, 32, (2, 4))
-    run = on_one_device(functools.partial(sample, model=model, how=HOW))
+    run = on_one_device(functools.partial(sample, model=model, compute=COMPUTE))
     text = run(params, prompt, np.int32(4), jax.random.key(0), np.float32(0))
     np.testing.assert_array_equal(text[:, :4], prompt[:, :4], err_msg="the prompt is kept")
     best = logits_of(params, text, model).argmax(axis=-1)
@@ -104,7 +104,7 @@ def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
     tight = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, capacity_factor=0.1))
     texts = []
     for model, seed in ((MODEL, 0), (tight, 0), (MODEL, 1)):
-        run = on_one_device(functools.partial(sample, model=model, how=HOW))
+        run = on_one_device(functools.partial(sample, model=model, compute=COMPUTE))
         texts.append(run(params, np.zeros((8, 16), np.int32), np.int32(1), jax.random.key(seed), np.float32(1)))
     np.testing.assert_array_equal(texts[0], texts[1])
     assert (texts[0] != texts[2]).any()

@@ -22,7 +22,7 @@ from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from tests import gate_references
 from tests.gate_references import Draws
 
@@ -52,14 +52,19 @@ def features(tokens: int = TOKENS) -> jax.Array:
     return jax.random.normal(jax.random.key(2), (tokens, WIDTH))
 
 
-def seen_of(tokens: int = TOKENS, seed: int = SEED, step: int = STEP, block: int = BLOCK) -> Seen:
+def router_inputs_of(tokens: int = TOKENS, seed: int = SEED, step: int = STEP, block: int = BLOCK) -> RouterInputs:
     key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), step))
     ids = np.random.default_rng(3).integers(0, 9, tokens)
-    return Seen(jnp.asarray(ids, jnp.int32), jnp.arange(tokens, dtype=jnp.int32) + 100, key, jnp.int32(block))
+    return RouterInputs(jnp.asarray(ids, jnp.int32), jnp.arange(tokens, dtype=jnp.int32) + 100, key, jnp.int32(block))
 
 
-def draws_of(seen: Seen) -> Draws:
-    return Draws(np.asarray(seen.id), np.asarray(seen.place), BLOCK, None if seen.key is None else (SEED, STEP))
+def draws_of(router_inputs: RouterInputs) -> Draws:
+    return Draws(
+        np.asarray(router_inputs.id),
+        np.asarray(router_inputs.place),
+        BLOCK,
+        None if router_inputs.key is None else (SEED, STEP),
+    )
 
 
 def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
@@ -72,7 +77,7 @@ def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
     return dispatcher.unpermute(sent.rows * NUMBERS.reshape(2, 4, 1, 1), metadata)
 
 
-def by_reference(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[Any, ...]:
+def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE) -> tuple[Any, ...]:
     """The same, and probabilities and logits, by the slow twin."""
     everyone = [np.arange(len(x_TD))]
     if moe.gate == "softmoe":
@@ -80,18 +85,18 @@ def by_reference(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[An
     if moe.gate == "expert_choice":
         weight_TE, prob_TE, _ = gate_references.expert_choice(params, x_TD, moe, everyone)
         return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, gate_references.linear(params, x_TD)
-    weight_TE, prob_TE, _, logit_TE = gate_references.GATES[moe.gate](params, x_TD, moe, draws_of(seen))
+    weight_TE, prob_TE, _, logit_TE = gate_references.GATES[moe.gate](params, x_TD, moe, draws_of(router_inputs))
     return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, logit_TE
 
 
-def by_gate(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE) -> tuple[Any, ...]:
-    decision, logit_TE = gate_of(moe)(params, x_TD, seen, moe)
+def by_gate(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE) -> tuple[Any, ...]:
+    decision, logit_TE = gate_of(moe)(params, x_TD, router_inputs, moe)
     return through(decision, x_TD, moe), decision.prob_TE, logit_TE
 
 
-def value(params: Any, x_TD: jax.Array, seen: Seen, moe: MoE, of: Any) -> jax.Array:
+def value(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE, of: Any) -> jax.Array:
     """One number of all that a gate decides, which every expert's weight is in."""
-    out_TD, prob_TE, logit_TE = of(params, x_TD, seen, moe)
+    out_TD, prob_TE, logit_TE = of(params, x_TD, router_inputs, moe)
     rng = np.random.default_rng(4)
     total = (out_TD * rng.standard_normal(out_TD.shape)).sum() + (prob_TE * rng.standard_normal(prob_TE.shape)).sum()
     return total if logit_TE is None else total + (logit_TE**2).mean()
@@ -119,11 +124,15 @@ def test_the_documentation_has_every_gate_and_what_it_reached():
 )
 def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
     moe = moe_of(gate, norm_topk_prob=normalize)
-    params, x_TD, seen = params_of(moe), features(), seen_of()
-    for found, expected in zip(by_gate(params, x_TD, seen, moe), by_reference(params, x_TD, seen, moe), strict=True):
+    params, x_TD, router_inputs = params_of(moe), features(), router_inputs_of()
+    for found, expected in zip(
+        by_gate(params, x_TD, router_inputs, moe), by_reference(params, x_TD, router_inputs, moe), strict=True
+    ):
         if expected is not None:
             np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
-    grads, expected = (jax.grad(value, argnums=(0, 1))(params, x_TD, seen, moe, of) for of in (by_gate, by_reference))
+    grads, expected = (
+        jax.grad(value, argnums=(0, 1))(params, x_TD, router_inputs, moe, of) for of in (by_gate, by_reference)
+    )
     chex.assert_trees_all_close(grads, expected, rtol=2e-4, atol=2e-5)
 
 
@@ -132,15 +141,15 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
     """With 1 the router learns nothing from what the experts make; the default is the score."""
     moe, params, x_TD = moe_of(gate, top_k=1), params_of(moe_of(gate)), features()
     one = dataclasses.replace(moe, norm_top1_prob=True)
-    plain, whole = (gate_of(each)(params, x_TD, seen_of(), each)[0] for each in (moe, one))
+    plain, whole = (gate_of(each)(params, x_TD, router_inputs_of(), each)[0] for each in (moe, one))
     np.testing.assert_array_equal(plain.expert_Tk, whole.expert_Tk)
     np.testing.assert_allclose(whole.weight_Tk, 1.5, rtol=1e-6)
     assert plain.weight_Tk.min() < 1.2, "scores below 1, times routed_scaling_factor"
-    expected = gate_references.GATES[gate](params, x_TD, one, draws_of(seen_of()))[0]
+    expected = gate_references.GATES[gate](params, x_TD, one, draws_of(router_inputs_of()))[0]
     np.testing.assert_allclose(expected.sum(axis=1), 1.5, rtol=1e-6)
 
     def out(params: Any, moe: MoE) -> jax.Array:
-        return through(gate_of(moe)(params, x_TD, seen_of(), moe)[0], x_TD, moe).sum()
+        return through(gate_of(moe)(params, x_TD, router_inputs_of(), moe)[0], x_TD, moe).sum()
 
     learned, nothing = (jax.grad(out)(params, each)["router"] for each in (moe, one))
     assert np.abs(learned).max() > 0.1
@@ -149,17 +158,17 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
 
 @pytest.mark.parametrize("gate", ["noisy", "xmoe", "gpt_oss", "expert_choice", "softmoe"])
 def test_gradients_are_those_of_finite_differences(gate):
-    moe, seen = moe_of(gate), seen_of()
-    run = functools.partial(value, seen=seen, moe=moe, of=by_gate)
+    moe, router_inputs = moe_of(gate), router_inputs_of()
+    run = functools.partial(value, router_inputs=router_inputs, moe=moe, of=by_gate)
     check_grads(jax.jit(run), (params_of(moe), features()), order=1, modes=["rev"], rtol=0.02, atol=0.02, eps=2e-3)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
     moe = moe_of(gate)
-    params, x_TD, seen, half = params_of(moe), features(), seen_of(), TOKENS // 2
-    whole = gate_of(moe)(params, x_TD, seen, moe).decision
-    first = seen._replace(id=seen.id[:half], place=seen.place[:half])
+    params, x_TD, router_inputs, half = params_of(moe), features(), router_inputs_of(), TOKENS // 2
+    whole = gate_of(moe)(params, x_TD, router_inputs, moe).decision
+    first = router_inputs._replace(id=router_inputs.id[:half], place=router_inputs.place[:half])
     part = gate_of(moe)(params, x_TD[:half], first, moe).decision
     if gate in ALONE:
         assert whole.priority_T is None
@@ -175,23 +184,30 @@ def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
 def test_what_is_random_follows_from_seed_step_block_and_place(gate):
     moe = moe_of(gate)
     choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
-    x_TD, seen = features(), seen_of()
-    expert_Tk = choose(x_TD, seen).decision.expert_Tk
+    x_TD, router_inputs = features(), router_inputs_of()
+    expert_Tk = choose(x_TD, router_inputs).decision.expert_Tk
     turned = np.random.default_rng(5).permutation(TOKENS)
-    moved = choose(x_TD[turned], seen._replace(id=seen.id[turned], place=seen.place[turned])).decision.expert_Tk
+    moved = choose(
+        x_TD[turned], router_inputs._replace(id=router_inputs.id[turned], place=router_inputs.place[turned])
+    ).decision.expert_Tk
     np.testing.assert_array_equal(moved, expert_Tk[turned], err_msg="wherever a token lies")
-    np.testing.assert_array_equal(choose(x_TD, seen_of()).decision.expert_Tk, expert_Tk)
-    for other in (seen_of(seed=8), seen_of(step=12), seen_of(block=4), seen._replace(place=seen.place + 1)):
+    np.testing.assert_array_equal(choose(x_TD, router_inputs_of()).decision.expert_Tk, expert_Tk)
+    for other in (
+        router_inputs_of(seed=8),
+        router_inputs_of(step=12),
+        router_inputs_of(block=4),
+        router_inputs._replace(place=router_inputs.place + 1),
+    ):
         assert (choose(x_TD, other).decision.expert_Tk != expert_Tk).any()
 
 
 def test_evaluation_has_no_noise_and_leaves_no_choice_out():
     moe = moe_of("noisy")
     params, x_TD = params_of(moe), features()
-    calm = gate_of(moe)(params, x_TD, seen_of()._replace(key=None), moe)
+    calm = gate_of(moe)(params, x_TD, router_inputs_of()._replace(key=None), moe)
     plain = gate_of(moe_of("softmax"))(params, x_TD, None, moe_of("softmax"))
     chex.assert_trees_all_equal(calm, plain)
-    noisy = gate_of(moe)(params, x_TD, seen_of(), moe).decision
+    noisy = gate_of(moe)(params, x_TD, router_inputs_of(), moe).decision
     left_out = noisy.expert_Tk == moe.num_experts
     assert left_out.any()
     assert not left_out[:, 0].any()
@@ -199,8 +215,8 @@ def test_evaluation_has_no_noise_and_leaves_no_choice_out():
 
 def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
     moe = moe_of("hash")
-    seen = seen_of(tokens=900)._replace(id=jnp.arange(900, dtype=jnp.int32) % 450)
-    choice = gate_of(moe)({}, features(900), seen, moe).decision
+    router_inputs = router_inputs_of(tokens=900)._replace(id=jnp.arange(900, dtype=jnp.int32) % 450)
+    choice = gate_of(moe)({}, features(900), router_inputs, moe).decision
     np.testing.assert_array_equal(choice.expert_Tk[:450], choice.expert_Tk[450:])
     counts = np.bincount(np.ravel(choice.expert_Tk), minlength=8)
     assert counts.max() < 1.3 * counts.mean(), "a random hash spreads a vocabulary evenly"
@@ -215,7 +231,7 @@ def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
     assert (choice.expert_Tk[:, 0] == 5).all()
     score_TE = jax.nn.softmax(logit_TE) if gate == "softmax" else jax.nn.sigmoid(logit_TE)
     np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * score_TE[:, 5], rtol=1e-6)
-    grads = jax.grad(lambda p: value(p, x_TD, seen_of(), moe, by_gate))(params)
+    grads = jax.grad(lambda p: value(p, x_TD, router_inputs_of(), moe, by_gate))(params)
     assert not grads["score_bias"].any()
     assert grads["router"].any()
 

@@ -12,7 +12,7 @@ from moe_jax.config import Config
 from moe_jax.measure.in_turn import InTurn
 from moe_jax.models.grouped_kernel import pallas
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run import choose_grouped_matmul as grouped_product
 from moe_jax.run.choose_grouped_matmul import Products, Shape, shape_of, time_products, with_fastest_product
@@ -70,8 +70,8 @@ def test_the_fastest_is_taken_and_told(fastest: str, capsys: pytest.CaptureFixtu
     assert timing.asked == [(shape_of(config, mesh, "cpu"), list(SECONDS))]
     told = capsys.readouterr().out
     assert told.startswith(f"train.grouped_product={fastest}, forward and backward: {fastest} 100 µs, ")
-    how = Computation.of(with_fastest_product(config, mesh, timing), mesh)
-    assert how.product is ON_GPU[fastest], "which is what the step computes with"
+    compute = ComputeConfig.of(with_fastest_product(config, mesh, timing), mesh)
+    assert compute.product is ON_GPU[fastest], "which is what the step computes with"
 
 
 @pytest.mark.usefixtures("timed")
@@ -146,7 +146,7 @@ def test_on_cpus_nothing_is_timed() -> None:
     timing = Timing(SECONDS)
     assert chosen(config, timing) == "auto"
     assert not timing.asked
-    assert Computation.of(config, make_mesh(config.mesh)).grouped_product == "blocks"
+    assert ComputeConfig.of(config, make_mesh(config.mesh)).grouped_product == "blocks"
 
 
 def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPatch) -> None:

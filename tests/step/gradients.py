@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from moe_jax.config import Config, Model
-from moe_jax.models.gates.seen import When
+from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
 from moe_jax.parallel.mesh import make_mesh
@@ -44,11 +44,11 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     """On the config's mesh, by a step of its kind. Gates draw random numbers in a `step`."""
     mesh = mesh_of(config)
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
-    specs, when = context.specs, When(None if step is None else jnp.int32(step))
+    specs, batch_part = context.specs, BatchPart(None if step is None else jnp.int32(step))
     assert token_BN1[:, 1:].size == context.global_tokens
 
     def body(params: Any, token_bN1: jax.Array) -> Result:
-        grads, parts = kind.gradients(params, StepInputs(token_bN1, when), context)
+        grads, parts = kind.gradients(params, StepInputs(token_bN1, batch_part), context)
         total = sum_over_batch(parts)
         loss = total.cross_entropy + total.auxiliary(config.model.moe)
         return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
@@ -56,7 +56,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     everywhere = PartitionSpec()
     out = Result(everywhere, specs, everywhere, everywhere)  # type: ignore[arg-type]
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=out, check_vma=False))
-    if context.how.platform != "cpu":  # what others run, small enough here to run one operation after another
+    if context.compute.platform != "cpu":  # what others run, small enough here to run one operation after another
         return jax.device_get(run(params, token_BN1))
     return run_checked(run, params, token_BN1)
 

@@ -9,9 +9,9 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.config.registry import GATE_FACTS
-from moe_jax.models.gates.seen import EVALUATION
+from moe_jax.models.gates.inputs import EVALUATION
 from moe_jax.models.head import unembed
-from moe_jax.models.transformer import Computation, forward
+from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.run.sample import one_device_mesh, sample_tokens
 from tests.models.test_decode import on_one_device
 from tests.small import first_params, small_config
@@ -66,11 +66,13 @@ def test_sampling_sees_places_and_blocks_as_evaluation_does():
         1, 1, gate="random", capacity_factor=None, exchange={"rank_capacity_factor": None}, batch_size=1
     )
     params = jax.tree.map(lambda x: 3 * x, first_params(config.model))
-    how = Computation.of(config, one_device_mesh())
+    compute = ComputeConfig.of(config, one_device_mesh())
     text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
 
     def logits(params: Any, token_BN: jax.Array) -> jax.Array:
-        x_BND, _ = forward(params, token_BN, config.model, how, EVALUATION.seen(token_BN, config.model.moe, 0))
+        x_BND, _ = forward(
+            params, token_BN, config.model, compute, EVALUATION.router_inputs(token_BN, config.model.moe, 0)
+        )
         return unembed(params, x_BND, config.model)
 
     best = on_one_device(logits)(params, np.array([text], np.int32)).argmax(axis=-1)

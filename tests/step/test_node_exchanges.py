@@ -4,7 +4,7 @@ import pytest
 
 from moe_jax.config import Config, Exchange, Mesh, Model, MoE
 from moe_jax.errors import ConfigError
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import BY_NODE
 from moe_jax.parallel.mesh import make_mesh
 from tests.small import small_config
@@ -26,11 +26,11 @@ def test_the_step_computes_what_the_reference_computes(name):
     assert_equals_reference(config)
 
 
-def computation(expert: int, **exchange) -> Computation:
+def computation(expert: int, **exchange) -> ComputeConfig:
     config = Config(
         model=Model(moe=MoE(num_experts=8)), mesh=Mesh(data=-1, expert=expert), exchange=Exchange(**exchange)
     )
-    return Computation.of(config, make_mesh(config.mesh))
+    return ComputeConfig.of(config, make_mesh(config.mesh))
 
 
 @pytest.mark.parametrize("name", BY_NODE)

@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.config import Config, Exchange, Schedule
 from moe_jax.models.dispatchers.protocol import CapacityState
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.trainer import make_trainer
@@ -57,8 +57,8 @@ def forget(capacity: CapacityState) -> CapacityState:
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
     """All but the ragged collective itself, which CPUs do not have."""
-    of, move = Computation.of, ragged._move
-    monkeypatch.setattr(Computation, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
+    of, move = ComputeConfig.of, ragged._move
+    monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
     monkeypatch.setattr(ragged, "_move", lambda *given: move(*given[:-1], "cpu"))
     config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, moe_layer_freq=1)
     assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.models.parameters import block_params, param_dims
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.own_tokens import own_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
@@ -32,12 +32,12 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
     schedule = {"policy": policy, "microbatches": microbatches}
     config = small_config(*mesh, schedule=schedule, batch_size=32, seq_len=6, moe_layer_freq=1)
     devices = mesh_of(config)
-    plan, how = make_plan(config, devices), Computation.of(config, devices)
+    plan, compute = make_plan(config, devices), ComputeConfig.of(config, devices)
 
     def body(params: Any, token_BN1: jax.Array) -> jax.Array:
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
-        facts = Facts(config, how, plan.schedule.shape, tokens, tokens)
+        facts = Facts(config, compute, plan.schedule.shape, tokens, tokens)
         tasks = Tasks(facts, params, Given(blocks), own_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from moe_jax.config.registry import GATE_FACTS, DISPATCHER_FACTS
+from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import MoE
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.config.validate.ranges import RANGES

@@ -4,12 +4,12 @@ import difflib
 import re
 
 from moe_jax.config.registry import (
+    DISPATCHER_FACTS,
     EXCHANGE_FACTS,
     GATE_FACTS,
     HOOKS_FACTS,
     NO_HOOKS,
     OPEN_EXCHANGE,
-    DISPATCHER_FACTS,
     POLICY_FACTS,
 )
 from moe_jax.config.sections import Sections

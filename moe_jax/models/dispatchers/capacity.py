@@ -12,7 +12,14 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoE
 from moe_jax.config.facts import DispatcherFacts
 from moe_jax.models import routing
-from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows, TokenDispatcher, TopKMetadata, full_capacity, piece_bounds
+from moe_jax.models.dispatchers.protocol import (
+    CapacityState,
+    ExpertRows,
+    TokenDispatcher,
+    TopKMetadata,
+    full_capacity,
+    piece_bounds,
+)
 from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.grouped_products import GroupedProduct

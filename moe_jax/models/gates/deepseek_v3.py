@@ -14,9 +14,9 @@ from moe_jax.config import MoE
 from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.groups import limited
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
 from moe_jax.models.gates.protocol import Decided, Gate
-from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.weights import normalized, weights_of
 
 FACTS = GateFacts(
@@ -27,7 +27,7 @@ FACTS = GateFacts(
 )
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen | None, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoE) -> Decided:
     """The k highest biased scores, weighted by the scores without bias."""
     logit_TE = linear(params, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)

@@ -11,20 +11,20 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.config.facts import GateFacts
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.protocol import Decided, Gate
-from moe_jax.models.gates.seen import Seen
 from moe_jax.models.gates.weights import equal_weights
 
 FACTS = GateFacts(listed=7, sees_tokens=True, parameters=())
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoE) -> Decided:
     """The k experts that come first in an order of all, which the token's number draws; equally weighted."""
 
     def scores(number: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(0), number), (moe.num_experts,))
 
-    return Decided(equal_weights(jax.lax.top_k(jax.vmap(scores)(seen.id), moe.top_k)[1], moe), None)
+    return Decided(equal_weights(jax.lax.top_k(jax.vmap(scores)(router_inputs.id), moe.top_k)[1], moe), None)
 
 
 GATE: Gate = choose

@@ -14,25 +14,25 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.config import MoE
 from moe_jax.config.facts import ROUTER, GateFacts, Leaf
 from moe_jax.models.gates import softmax
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear, product
 from moe_jax.models.gates.protocol import Decided, Gate
-from moe_jax.models.gates.seen import Seen
 
 FACTS = GateFacts(listed=3, sees_tokens=True, parameters=(ROUTER, Leaf("router_noise", ("model", "choices"), "zeros")))
 
 _NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], seen: Seen, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoE) -> Decided:
     """softmax(top-k(x·W + N(0,1)·softplus(x·W_noise))); choice j > 1 is left out unless 2·g_j > U(0,1)."""
     logit_TE = linear(params, x_TD)
-    if seen.key is None:
+    if router_inputs.key is None:
         return Decided(softmax.choose(logit_TE, moe), logit_TE)
-    normal_TE = _draw(seen, _NORMAL, jax.random.normal, moe.num_experts)
+    normal_TE = _draw(router_inputs, _NORMAL, jax.random.normal, moe.num_experts)
     logit_TE += normal_TE * jax.nn.softplus(product(x_TD, params["router_noise"]))
     choice = softmax.choose(logit_TE, moe)
     taken_Tk = _taken(
-        choice.weight_Tk / moe.routed_scaling_factor, _draw(seen, _UNIFORM, jax.random.uniform, moe.top_k)
+        choice.weight_Tk / moe.routed_scaling_factor, _draw(router_inputs, _UNIFORM, jax.random.uniform, moe.top_k)
     )
     return Decided(choice._replace(expert_Tk=jnp.where(taken_Tk, choice.expert_Tk, moe.num_experts)), logit_TE)
 
@@ -42,8 +42,8 @@ def _taken(weight_Tk: Float[Array, "T k"], uniform_Tk: Float[Array, "T k"]) -> B
     return (2 * weight_Tk > uniform_Tk).at[:, 0].set(True)
 
 
-def _draw(seen: Seen, stream: int, draw: Any, count: int) -> Float[Array, "T _"]:
-    return jax.vmap(lambda key: draw(jax.random.fold_in(key, stream), (count,)))(seen.keys())
+def _draw(router_inputs: RouterInputs, stream: int, draw: Any, count: int) -> Float[Array, "T _"]:
+    return jax.vmap(lambda key: draw(jax.random.fold_in(key, stream), (count,)))(router_inputs.keys())
 
 
 GATE: Gate = choose

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import MoE
 from moe_jax.models.gates.choice import Decision
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.seen import Seen
 
 
 class Decided(NamedTuple):
@@ -23,7 +23,9 @@ class Decided(NamedTuple):
     logit_TE: Float[Array, "T _"] | None  # None: it does not depend on what is learned
 
 
-Gate = Callable[[Any, jax.Array, Any, MoE], Decided]  # the third is a `Seen`, or None for gates that do not look at it
+Gate = Callable[
+    [Any, jax.Array, Any, MoE], Decided
+]  # the third is a `RouterInputs`, or None for gates that do not look at it
 OfLogits = Callable[[jax.Array, MoE], Decision]
 OfBiasedLogits = Callable[[jax.Array, MoE, jax.Array | None], Decision]
 
@@ -31,7 +33,7 @@ OfBiasedLogits = Callable[[jax.Array, MoE, jax.Array | None], Decision]
 def of_logits(choose: OfLogits) -> Gate:
     """The gate that decides by a linear router's logits."""
 
-    def decide(params: Any, x_TD: jax.Array, seen: Seen | None, moe: MoE) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoE) -> Decided:
         logit_TE = linear(params, x_TD)
         return Decided(choose(logit_TE, moe), logit_TE)
 
@@ -41,7 +43,7 @@ def of_logits(choose: OfLogits) -> Gate:
 def of_biased_logits(choose: OfBiasedLogits) -> Gate:
     """The same of one that looks at a score bias, if there is one."""
 
-    def decide(params: Any, x_TD: jax.Array, seen: Seen | None, moe: MoE) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoE) -> Decided:
         logit_TE = linear(params, x_TD)
         return Decided(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
 

@@ -10,7 +10,7 @@ from moe_jax.config import MoE, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.config.registry import NO_HOOKS
 from moe_jax.errors import ConfigError
-from moe_jax.models.hooks.protocol import WireCodec, Hooks
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
 
 HOOKS: dict[str, Hooks] = {
     NO_HOOKS: Hooks(),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
 from moe_jax.config.facts import HooksFacts
-from moe_jax.models.hooks.protocol import WireCodec, Hooks
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
 
 FACTS = HooksFacts(listed=0)
 

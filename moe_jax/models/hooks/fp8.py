@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt8
 
 from moe_jax.config.facts import HooksFacts
 from moe_jax.models.hooks.bf16 import CODEC as BF16
-from moe_jax.models.hooks.protocol import WireCodec, Hooks
+from moe_jax.models.hooks.protocol import Hooks, WireCodec
 
 FACTS = HooksFacts(listed=1)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Held, Stages
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import check as check_table
@@ -112,7 +112,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
     check_table(table)
     unscheduled = Plan(Stages.of(config), table, ())
-    platform = Computation.of(config, mesh).platform
+    platform = ComputeConfig.of(config, mesh).platform
     orders = tuple(
         orders_of(
             [held.kind for held in structure],

@@ -6,7 +6,7 @@ b sequences of one microbatch on this device, N tokens of each that are its own,
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.transformer import Computation, embed
+from moe_jax.models.transformer import ComputeConfig, embed
 from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
@@ -15,14 +15,14 @@ from moe_jax.step.scheduled.scan_residuals import Given
 from moe_jax.step.scheduled.step_dims import Facts
 
 
-def embedded(params: Tree, tokens: OwnTokens, how: Computation) -> jax.Array:
+def embedded(params: Tree, tokens: OwnTokens, compute: ComputeConfig) -> jax.Array:
     """The residual stream below the lowest block."""
-    return embed(params["embedding"], tokens.input_Bn, how)
+    return embed(params["embedding"], tokens.input_Bn, compute)
 
 
-def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, how: Computation) -> jax.Array:
+def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compute: ComputeConfig) -> jax.Array:
     """Of the embedding as such."""
-    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, how), params["embedding"])
+    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, compute), params["embedding"])
     return pullback(dx_bND)[0]
 
 

@@ -51,19 +51,21 @@ class Stage:
     """The passes of this device's stage. `params` are its own blocks', and what all stages have."""
 
     def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: Plan):
-        config, how = context.config, context.how
-        self.params, self.plan, self.how, self._model = params, plan, how, config.model
+        config, compute = context.config, context.compute
+        self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
         self.slot_ME = inputs.slot_ME  # where experts of all blocks lie; None: in their order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
         self.tokens = OwnTokens(*map(by_microbatch, own_tokens(inputs.token_BN1)))
-        seen = inputs.seen(context)
-        self.seen = seen and seen._replace(id=by_microbatch(seen.id), place=by_microbatch(seen.place))
+        router_inputs = inputs.router_inputs(context)
+        self.router_inputs = router_inputs and router_inputs._replace(
+            id=by_microbatch(router_inputs.id), place=by_microbatch(router_inputs.place)
+        )
         _, sequences, length = self.tokens.input_Bn.shape
-        self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(how.dtype))
+        self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(compute.dtype))
         self.chunks = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
-            facts = Facts(config, how, orders.shape, context.global_tokens, tokens, first_block)
+            facts = Facts(config, compute, orders.shape, context.global_tokens, tokens, first_block)
             given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
             self.chunks.append(Chunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
@@ -162,7 +164,7 @@ class Stage:
         self, turns: dict[str, jax.Array], passes: tuple[str, ...], x_bND: jax.Array
     ) -> dict[str, jax.Array]:
         """Turns of these passes, known when x is there: XLA:TPU lets x travel beside the shortest pass it finds."""
-        names = [name for name in turns if name.startswith(passes)] if self.how.platform == "tpu" else []
+        names = [name for name in turns if name.startswith(passes)] if self.compute.platform == "tpu" else []
         return {name: computed_after(turns[name], x_bND) for name in names}
 
     def _to_next(self, state: State, row: Row) -> Arriving:
@@ -180,7 +182,7 @@ class Stage:
     # passes
 
     def _embed(self, state: State, work: Pass) -> State:
-        x_bND = embedded(self.params, self._tokens(work), self.how)
+        x_bND = embedded(self.params, self._tokens(work), self.compute)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
     def _forward(self, number: int, state: State, work: Pass, keep: bool) -> State:
@@ -249,7 +251,7 @@ class Stage:
         return self._with_gradients(state, work, number, chunk.weight_gradients(given, kept, moved, held))
 
     def _embed_back(self, state: State, work: Pass) -> State:
-        grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.how)
+        grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.compute)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
     # what they read and write
@@ -265,7 +267,7 @@ class Stage:
 
         A pass that reads and writes the same buffers would copy them all.
         """
-        return self.plan.has_pairs and self.how.platform == "cpu"
+        return self.plan.has_pairs and self.compute.platform == "cpu"
 
     @property
     def _sends_behind(self) -> bool:
@@ -275,7 +277,7 @@ class Stage:
     @property
     def _in_background(self) -> bool:
         """Collective-permutes of CPUs wait for all devices, and so for the stage that computes longest."""
-        return EXCHANGE_FACTS.of(self.how.exchange).in_background
+        return EXCHANGE_FACTS.of(self.compute.exchange).in_background
 
     @property
     def _number_of_top(self) -> int:
@@ -292,11 +294,11 @@ class Stage:
     def _given(self, number: int, work: Pass) -> Given:
         weights = weights_of(self.params, self.plan, number, work.chunk)
         slots = self._slots(number, work)
-        if self.seen is None:
+        if self.router_inputs is None:
             return Given(weights, None, slots)
-        id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.seen.id, self.seen.place))
+        id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.router_inputs.id, self.router_inputs.place))
         below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
-        return Given(weights, self.seen._replace(id=id_bn, place=place_bn).above(below), slots)
+        return Given(weights, self.router_inputs._replace(id=id_bn, place=place_bn).above(below), slots)
 
     def _slots(self, number: int, work: Pass) -> dict[int, jax.Array]:
         if self.slot_ME is None:
@@ -306,7 +308,7 @@ class Stage:
         return {block: get(self.slot_ME, rows_m[m]) for m, block in enumerate(blocks)}
 
     def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
-        return taken_out(self.saved.read(state.saved, number, work.saved), self.how.platform)
+        return taken_out(self.saved.read(state.saved, number, work.saved), self.compute.platform)
 
     def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Grads]) -> State:
         with jax.named_scope("add_gradients"):

@@ -22,7 +22,7 @@ def pipelined_gradients(params: Params, inputs: StepInputs, context: StepContext
     """
     own = Stage(params, inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
-    grads = sync_gradients(like_parameters(state.grads), context.specs, context.cuts, context.how.platform)
+    grads = sync_gradients(like_parameters(state.grads), context.specs, context.cuts, context.compute.platform)
     return grads, sum_over_stages(state.parts)
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.moe import RouterStats
 from moe_jax.models.dispatchers.ragged import Overflow
+from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import Parts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms

@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moe_jax.config import Config, Model
 from moe_jax.config.layer_layout import segments
 from moe_jax.distributed.processes import read_alike
-from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.models.placement import slot_shapes
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.trees import Cuts, Tree
@@ -61,7 +60,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     settings = config.schedule
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
-    platform = Computation.of(config, mesh).platform
+    platform = ComputeConfig.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     times = order_times(config, mesh.shape, platform, sent, measured_times(config))
     looped = None

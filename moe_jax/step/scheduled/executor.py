@@ -19,7 +19,7 @@ from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
-    Computation,
+    ComputeConfig,
     Routed,
     attend_and_route,
     dense_block,
@@ -65,7 +65,9 @@ class Tasks:
         if tokens is not None:
             parts = (jnp.split(x_Bn, facts.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
-        self.seen = given.seen and given.seen.parts(facts.microbatches)  # what gates look at, below the blocks
+        self.router_inputs = given.router_inputs and given.router_inputs.parts(
+            facts.microbatches
+        )  # what gates look at, below the blocks
         self.slots = given.slots  # where the experts of each block lie, if not in their order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.metadata: dict[int, DispatchMetadata] = {}  # what brings its tokens back, as long as it is not settled
@@ -80,7 +82,7 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
-        self.ties = Ties(facts.how.platform)
+        self.ties = Ties(facts.compute.platform)
         self.awaits_rows = False  # whether a backward task does nothing before its rows have arrived
 
     # forward
@@ -95,7 +97,7 @@ class Tasks:
 
     def _embed(self, action: Action) -> None:
         for r in self.facts.microbatches_of(action):
-            look_up = partial(_look_up, tokens=self.tokens[r].input_Bn, how=self.facts.how)
+            look_up = partial(_look_up, tokens=self.tokens[r].input_Bn, compute=self.facts.compute)
             self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
 
     def settle(self, r: int, consumer: int) -> None:
@@ -119,14 +121,16 @@ class Tasks:
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view, way=facts.how.attention))
+                function = self._remat(partial(dense_block, model=model, view=view, way=facts.compute.attention))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue
-            route = partial(attend_and_route, model=model, view=view, how=facts.how)
-            seen = self.seen and self.seen[r].above(block)
+            route = partial(attend_and_route, model=model, view=view, compute=facts.compute)
+            router_inputs = self.router_inputs and self.router_inputs[r].above(block)
             capacity, slot_E = self._capacity(block, r), self.slots.get(block)
-            function = self._remat(partial(route, capacity=capacity, ragged=facts.ragged, seen=seen, slot_E=slot_E))
+            function = self._remat(
+                partial(route, capacity=capacity, ragged=facts.ragged, router_inputs=router_inputs, slot_E=slot_E)
+            )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self.ties.computed(routed.sent.rows)
@@ -138,7 +142,7 @@ class Tasks:
         """What earlier microbatches leave of the experts' slots."""
         nothing = jnp.zeros(self.facts.config.model.moe.num_experts, jnp.int32)
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
-        if r and self.facts.how.platform == "gpu":
+        if r and self.facts.compute.platform == "gpu":
             # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
             used = self.ties.in_turn(used)
         return CapacityState(self.facts.slots, used, self.facts.microbatches, self.facts.buffer)
@@ -151,7 +155,7 @@ class Tasks:
                 self.flow[p] = self._lanes(block, p, received)
             else:
                 weights = self.blocks[block]["moe"]["experts"]
-                function = partial(run_experts, moe=facts.config.model.moe, product=facts.how.product)
+                function = partial(run_experts, moe=facts.config.model.moe, product=facts.compute.product)
                 out = self._differentiate(("expert", block, p), self._remat(function), weights, received)
                 self.flow[p] = ExpertRows(out)
             self.ties.computed(floats_of(self.flow[p])[0])
@@ -159,7 +163,7 @@ class Tasks:
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Experts on their lanes, and on the rows that do not fit there."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
-        filled_L = ragged.filled(lanes.count_PE, self.facts.how.expert_axis)
+        filled_L = ragged.filled(lanes.count_PE, self.facts.compute.expert_axis)
         function = self._remat(partial(lane_experts, filled_L=filled_L, moe=self.facts.config.model.moe))
         main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
         return lanes._replace(main_LbD=main, rest_R=self.rare.forward(block, p, lanes, filled_L))
@@ -168,7 +172,7 @@ class Tasks:
         model, blocks = self.facts.config.model, len(self.facts.shape.kinds)
 
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
-            return cross_entropy(weights, x, tokens, model, self.facts.how.loss_chunk) / self.facts.global_tokens
+            return cross_entropy(weights, x, tokens, model, self.facts.compute.loss_chunk) / self.facts.global_tokens
 
         matrix = "embedding" if model.tie_word_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}
@@ -240,7 +244,7 @@ class Tasks:
                 pieces = [self._arrived_rows(self.dflow, p) for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 if self.awaits_rows:
-                    cotangents = [after(cotangents[0], drows, facts.how.platform)]
+                    cotangents = [after(cotangents[0], drows, facts.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
             self.ties.computed(self.dx[r])
@@ -281,10 +285,10 @@ class Tasks:
                 flow[p] = self._exchanged_ragged(_sent(flow, p), action, p)
                 self.ties.issued(floats_of(flow[p])[0])
             return
-        how, pieces = self.facts.how, self.facts.pieces_of(action)
+        compute, pieces = self.facts.compute, self.facts.pieces_of(action)
         phase: Phase = "dispatch" if action.op == "dispatch" else "combine"
-        exchange = TokenExchange(phase, how.route, hooks_of(self.facts.config.model.moe), action.direction == "B")
-        only_starts = how.route.exchange.only_starts
+        exchange = TokenExchange(phase, compute.route, hooks_of(self.facts.config.model.moe), action.direction == "B")
+        only_starts = compute.route.exchange.only_starts
         tie = partial(self.ties.in_order, only_starts=only_starts)
         in_flight = exchange.start([_rows(_sent(flow, p)) for p in pieces], self.facts.dispatcher.slot_axis, tie)
         if in_flight.num_rows:
@@ -309,7 +313,7 @@ class Tasks:
         assert piece.sizes is not None, "ragged rows travel with their sizes"
         assert piece.source is not None, "and may have to be sent again"
         self.rare.sent(p, piece.source)
-        count_E = self.ties.in_order(piece.sizes) if self.facts.how.platform == "gpu" else piece.sizes
+        count_E = self.ties.in_order(piece.sizes) if self.facts.compute.platform == "gpu" else piece.sizes
         inputs = self.ties.in_order(piece.rows), exchange.sizes(count_E)
         return self._differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
 
@@ -328,7 +332,7 @@ class Tasks:
     # pullbacks
 
     def _remat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        remat = self.facts.how.remat
+        remat = self.facts.compute.remat
         return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
 
     def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
@@ -361,8 +365,8 @@ class Tasks:
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
-def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, how: Computation) -> jax.Array:
-    return embed(embedding, tokens, how)
+def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, compute: ComputeConfig) -> jax.Array:
+    return embed(embedding, tokens, compute)
 
 
 def _sent(flow: Flow, p: int) -> Piece:

@@ -13,9 +13,9 @@ class ExpertWeights:
     """`blocks` are parameters by block number; `stored` gives a block's experts where they lie (None: in a loop)."""
 
     def __init__(self, facts: Facts, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
-        self._how, self._blocks = facts.how, blocks
+        self._compute, self._blocks = facts.compute, blocks
         # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
-        self._stored = None if facts.how.platform == "gpu" else stored
+        self._stored = None if facts.compute.platform == "gpu" else stored
         self._casts: dict[tuple[str, int], Tree] = {}  # by direction and block
 
     def forward(self, block: int, x: jax.Array) -> Tree:
@@ -38,8 +38,8 @@ class ExpertWeights:
         if self._stored is not None:
             return self._stored(block)
         weights = self._experts(block)
-        if self._how.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
-            weights = jax.tree.map(lambda w: w.astype(self._how.dtype), weights)
+        if self._compute.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
+            weights = jax.tree.map(lambda w: w.astype(self._compute.dtype), weights)
         return Stored(jax.tree.map(lambda w: w[None], weights), 0)
 
     def _experts(self, block: int) -> Tree:

@@ -40,7 +40,7 @@ class Sums:
         self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
         name = tasks.facts.config.exchange.reduction
-        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.how.platform)
+        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.compute.platform)
         self.under_way: dict[int, list[Started]] = {}
         self.counts: Started | None = None  # of all routers, under way
 
@@ -69,7 +69,7 @@ class Sums:
         assert stats is not None  # the shape has no counts without routers
         way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
         count_n = stats.count_E.ravel()
-        if self.tasks.facts.how.platform == "tpu":
+        if self.tasks.facts.compute.platform == "tpu":
             # a small sum is synchronous there: in order, it would be the end of what hides the exchange before
             self.counts = Started(way, way.start(count_n, TOKEN_AXES))
         else:
@@ -137,7 +137,7 @@ class Sums:
 
     def _started(self, way: Way, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
         """A sum in the order of the schedule."""
-        if self.tasks.facts.how.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
+        if self.tasks.facts.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
             # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
             return Started(way, way.start(x, axes))
@@ -148,7 +148,7 @@ class Sums:
     def _arrived(self, started: Started) -> jax.Array:
         """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
         *others, last = started.under_way
-        if self.tasks.facts.how.platform == "cpu":
+        if self.tasks.facts.compute.platform == "cpu":
             last = self.tasks.ties.in_turn(last)
         return started.way.finish((*others, last))
 

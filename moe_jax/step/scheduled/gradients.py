@@ -34,7 +34,7 @@ def scheduled_gradients(params: Params, inputs: StepInputs, context: StepContext
     Parts of a batch run one after another. The schedule of the last one sums the gradients of all parts over devices;
     with `optimizer.zero=2` each part's schedule sums its own.
     """
-    count, platform = context.config.train.grad_accumulation, context.how.platform
+    count, platform = context.config.train.grad_accumulation, context.compute.platform
 
     def of_part(
         plan: Plan, token_bN1: jax.Array, number: jax.Array | int, earlier: Grads | None = None
@@ -64,14 +64,14 @@ def _gradients_of_part(
     """
     model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
     tokens = own_tokens(inputs.token_BN1)
-    facts = Facts(context.config, context.how, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    facts = Facts(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
-    seen = inputs.seen(context)
+    router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    tasks = Tasks(facts, params, Given(blocks, seen, slots), tokens, partial(_stored, params, model))
+    tasks = Tasks(facts, params, Given(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
     sums = Sums(plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice))
     if looped is None:
         run(issued, tasks, sums)
@@ -81,7 +81,7 @@ def _gradients_of_part(
         params["segments"][number],
         plan.cuts["segments"][number],
         None if earlier is None else earlier["segments"][number],
-        seen,
+        router_inputs,
         slot_ME,
     )
     loops = Loops(looped, segments(model)[number], sums, stacked)

@@ -54,9 +54,11 @@ class RareRows:
         """
         if (block, p) in self._rest:
             return None
-        overflow, how = self.overflows[block, p], self._facts.how
+        overflow, compute = self.overflows[block, p], self._facts.compute
         widths = self._facts.ragged_exchange.widths
-        rows = ragged.rest_lanes(in_order(overflow.sent()), overflow.count_PE, widths, how.expert_axis, how.platform)
+        rows = ragged.rest_lanes(
+            in_order(overflow.sent()), overflow.count_PE, widths, compute.expert_axis, compute.platform
+        )
         self._rest[block, p] = Rest(rows, widths.main)
         return rows if rows.size else None
 

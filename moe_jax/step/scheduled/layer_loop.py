@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config.layer_layout import Segment
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.turns import Looped
@@ -36,7 +36,7 @@ class Stacked(NamedTuple):
     params: Tree
     cuts: Tree  # of its parameters
     earlier: Tree | None  # gradients that are added to those of the turns
-    seen: Seen | None  # what gates look at besides features, below the blocks
+    router_inputs: RouterInputs | None  # what gates look at besides features, below the blocks
     slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
 
 
@@ -46,7 +46,7 @@ class Loops:
     def __init__(self, looped: Looped, segment: Segment, sums: Sums, stacked: Stacked):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.seen, self.slot_ME = stacked
+        self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
         self.layout = Layout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
         self.gradients: TurnGradients
@@ -60,7 +60,7 @@ class Loops:
     def _given(self, turn: int | jax.Array) -> Given:
         weights = {block: self.layout.take(self.params, turn, block) for block in self._blocks}
         slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, turn, b) for b in self.moe}
-        return Given(weights, self.seen and self.seen.above(turn * self.turns.size), slots)
+        return Given(weights, self.router_inputs and self.router_inputs.above(turn * self.turns.size), slots)
 
     def up(self) -> None:
         """Run the forward turns."""

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import PyTreeDef
 
-from moe_jax.models.gates.seen import Seen
+from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
 
@@ -18,7 +18,7 @@ class Given(NamedTuple):
     """What the tasks of some blocks are given besides the residual stream."""
 
     blocks: dict[int, Tree]  # weights, by the block's number
-    seen: Seen | None = None  # what gates look at besides features, below these blocks
+    router_inputs: RouterInputs | None = None  # what gates look at besides features, below these blocks
     slots: Mapping[int, jax.Array] = MappingProxyType({})  # where a block's experts lie, if not in their order
 
 

@@ -16,7 +16,7 @@ from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import Buffer, TokenDispatcher, buffer_of
 from moe_jax.models.dispatchers.ragged import lane_widths
 from moe_jax.models.routing import expert_capacity
-from moe_jax.models.transformer import Computation
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
 from moe_jax.schedule.actions import NO_BLOCK, Action
@@ -28,7 +28,7 @@ class Facts:
     """What does not change during a step."""
 
     config: Config
-    how: Computation
+    compute: ComputeConfig
     shape: Shape
     global_tokens: int
     tokens: int  # of this device
@@ -58,7 +58,7 @@ class Facts:
     @property
     def ragged(self) -> bool:
         """Whether only existing rows are exchanged; each microbatch is one piece then."""
-        return EXCHANGE_FACTS.of(self.how.exchange).ragged
+        return EXCHANGE_FACTS.of(self.compute.exchange).ragged
 
     @property
     def keeps_least(self) -> bool:
@@ -66,7 +66,7 @@ class Facts:
 
         XLA:CPU and XLA:GPU fuse no pass into a product, so they would write again what is made again.
         """
-        return self.how.remat == "none" and self.how.platform == "tpu"
+        return self.compute.remat == "none" and self.compute.platform == "tpu"
 
     @property
     def dispatcher(self) -> TokenDispatcher:
@@ -81,14 +81,14 @@ class Facts:
     @property
     def buffer(self) -> Buffer | None:
         """How many rows an expert rank can receive; inside `shard_map`."""
-        config, ep_size = self.config, self.how.ep_size()
+        config, ep_size = self.config, self.compute.ep_size()
         own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
-        return buffer_of(config.model.moe, self.how.rank_capacity_factor, own, ep_size)
+        return buffer_of(config.model.moe, self.compute.rank_capacity_factor, own, ep_size)
 
     @property
     def ragged_exchange(self) -> RaggedExchange:
         """How a microbatch's rows travel if only existing ones do; inside `shard_map`."""
-        tokens, ranks = self.tokens // self.microbatches, self.how.route.ranks
+        tokens, ranks = self.tokens // self.microbatches, self.compute.route.ranks
         widths = lane_widths(self.slots, self.microbatches, tokens, ranks.size())
         return RaggedExchange(ranks, widths, tokens * self.config.model.moe.top_k)
 

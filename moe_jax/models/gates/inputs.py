@@ -17,7 +17,7 @@ from moe_jax.parallel.mesh import BATCH_AXES
 from moe_jax.parallel.own_tokens import own_part
 
 
-class Seen(NamedTuple):
+class RouterInputs(NamedTuple):
     """What gates read about some tokens: [B, n] for a part of the batch, [T] for one call of a gate."""
 
     id: Int[Array, "..."]  # in the vocabulary
@@ -25,15 +25,15 @@ class Seen(NamedTuple):
     key: UInt32[Array, " 2"] | None  # made of the seed and the step; None: evaluation, without noise
     block: Int[Array, ""]  # its number in the model
 
-    def above(self, blocks: int | jax.Array) -> "Seen":
+    def above(self, blocks: int | jax.Array) -> "RouterInputs":
         """The same tokens, this many blocks higher."""
         return self._replace(block=self.block + blocks)
 
-    def flat(self) -> "Seen":
+    def flat(self) -> "RouterInputs":
         """The same tokens along one dimension, [T]."""
         return self._replace(id=self.id.ravel(), place=self.place.ravel())
 
-    def parts(self, count: int) -> list["Seen"]:
+    def parts(self, count: int) -> list["RouterInputs"]:
         """The sequences in `count` equal parts."""
         halves = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
         return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*halves, strict=True)]
@@ -46,14 +46,14 @@ class Seen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class When:
+class BatchPart:
     """Which part of a device's batch some tokens are, and in which step."""
 
     step: jax.Array | None = None  # None: evaluation
     part: int | jax.Array = 0
     parts: int = 1
 
-    def seen(self, id_BN: Int[Array, "B N"], moe: MoE, seed: int) -> Seen | None:
+    def router_inputs(self, id_BN: Int[Array, "B N"], moe: MoE, seed: int) -> RouterInputs | None:
         """The inputs of this device's own tokens of these sequences; None if no gate reads them. Inside `shard_map`."""
         if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
             return None
@@ -62,7 +62,7 @@ class When:
         sequence_B1 = first + jnp.arange(sequences, dtype=jnp.int32)[:, None]
         place_BN = sequence_B1 * length + jnp.arange(length, dtype=jnp.int32)
         key = None if self.step is None else jax.random.key_data(jax.random.fold_in(jax.random.key(seed), self.step))
-        return Seen(own_part(id_BN), own_part(place_BN), key, jnp.int32(0))
+        return RouterInputs(own_part(id_BN), own_part(place_BN), key, jnp.int32(0))
 
 
-EVALUATION = When()
+EVALUATION = BatchPart()
