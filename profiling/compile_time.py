@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from count_argument import count_argument
 from results_file import write_result
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, ScheduleConfig, TrainConfig
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
@@ -39,15 +39,15 @@ _MIB = 2**20
 
 def config_of(num_layers: int, schedule: dict[str, Any]) -> Config:
     """Blocks of experts on a mesh of data=2, expert=4."""
-    moe = MoE(num_experts=8, top_k=2, intermediate_size=128, moe_layer_freq=1, capacity_factor=1.25)
+    moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=128, moe_layer_freq=1, capacity_factor=1.25)
     return Config(
-        model=Model(
+        model=ModelConfig(
             vocab_size=256, hidden_size=64, num_layers=num_layers, num_attention_heads=4, intermediate_size=128, moe=moe
         ),
-        mesh=Mesh(data=2, expert=4),
-        schedule=Schedule(**schedule),
-        data=Data(seq_len=64),
-        train=Train(batch_size=32, compute_dtype="float32"),
+        mesh=MeshConfig(data=2, expert=4),
+        schedule=ScheduleConfig(**schedule),
+        data=DataConfig(seq_len=64),
+        train=TrainConfig(batch_size=32, compute_dtype="float32"),
     )
 
 

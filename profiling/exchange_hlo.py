@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
     arguments, target = read_command(parser, ("per_node", "rows", "width"))
     devices = target_devices(target)
-    mesh = make_mesh(config.Mesh(data=1, expert=len(devices)), devices)
+    mesh = make_mesh(config.MeshConfig(data=1, expert=len(devices)), devices)
     per_node = arguments.per_node or ranks_per_node(mesh.devices, mesh.axis_names.index(Axis.EXPERT))
     if mesh.size % per_node:
         raise NodeError(f"--per-node={per_node} does not divide {mesh.size} devices: use a divisor")

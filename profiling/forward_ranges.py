@@ -12,7 +12,7 @@ from typing import Any
 
 from results_file import quartiles, rounded, write_result
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, scheduled, schedules
@@ -31,14 +31,14 @@ GRID: Mapping[str, tuple[int, ...]] = {
 def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
     """A model on a mesh of expert ranks."""
     ranks = CLUSTER.devices
-    moe = MoE(num_experts=ranks, top_k=2, intermediate_size=expert_width, num_shared_experts=1)
+    moe = MoEConfig(num_experts=ranks, top_k=2, intermediate_size=expert_width, num_shared_experts=1)
     return Config(
-        model=Model(
+        model=ModelConfig(
             vocab_size=4096, hidden_size=1024, num_layers=3, num_attention_heads=8, intermediate_size=4096, moe=moe
         ),
-        mesh=Mesh(data=1, expert=ranks),
-        data=Data(seq_len=seq_len),
-        train=Train(batch_size=ranks * sequences),
+        mesh=MeshConfig(data=1, expert=ranks),
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(batch_size=ranks * sequences),
     )
 
 

@@ -6,26 +6,26 @@ Widths are the published ones; blocks are as many as fit. Imports no jax.
 import dataclasses
 from typing import Any
 
-from moe_jax.config import Config, Data, Latent, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.plan.memory import step_memory
 
 MODELS = {
-    "coarse": Model(
+    "coarse": ModelConfig(
         vocab_size=32000,
         hidden_size=4096,
         num_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
-        moe=MoE(num_experts=8, top_k=2, intermediate_size=14336, capacity_factor=None),
+        moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=14336, capacity_factor=None),
     ),
-    "fine": Model(
+    "fine": ModelConfig(
         vocab_size=102400,
         hidden_size=2048,
         num_layers=27,
         num_attention_heads=16,
         intermediate_size=10944,
-        latent=Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-        moe=MoE(
+        latent=LatentConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        moe=MoEConfig(
             num_experts=64,
             top_k=6,
             intermediate_size=1408,
@@ -49,7 +49,7 @@ TOYS = {
         MODELS["fine"],
         **_TOY,
         intermediate_size=48,
-        latent=Latent(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+        latent=LatentConfig(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
         moe=dataclasses.replace(MODELS["fine"].moe, num_experts=8, top_k=3, intermediate_size=16),
     ),
 }
@@ -58,13 +58,13 @@ _LEAST = 4  # sequences that the number of blocks leaves room for
 _SHARE = 0.92  # of the memory: what is predicted may be too little
 
 
-def config_of(model: Model, sequences: int, seq_len: int = _SEQ_LEN, **schedule: Any) -> Config:
+def config_of(model: ModelConfig, sequences: int, seq_len: int = _SEQ_LEN, **schedule: Any) -> Config:
     """A step of it on one device."""
     config = Config(
         model=model,
-        mesh=Mesh(data=1, expert=1),
-        data=Data(seq_len=seq_len),
-        train=Train(batch_size=sequences, compute_dtype="bfloat16"),
+        mesh=MeshConfig(data=1, expert=1),
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(batch_size=sequences, compute_dtype="bfloat16"),
     )
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, **schedule))
 
@@ -80,7 +80,7 @@ def with_sequences(config: Config, sequences: int) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=sequences))
 
 
-def filling(model: Model, num_bytes: int) -> Config | None:
+def filling(model: ModelConfig, num_bytes: int) -> Config | None:
     """The most blocks whose step fits with 4 sequences, then the most sequences; None if not one block fits.
 
     All activations are kept: what is recomputed counts in no MFU.

@@ -15,7 +15,16 @@ from count_argument import count_argument
 from jax.sharding import NamedSharding
 from results_file import rounded, write_result
 
-from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import (
+    Config,
+    DataConfig,
+    ExchangeConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh
@@ -30,16 +39,16 @@ _MIB = 2**20
 
 def config_of(length: int, context: int, form: Literal["ring", "all_gather"] = "ring") -> Config:
     """One block of 8 experts that sees one sequence."""
-    moe = MoE(num_experts=8, top_k=2, intermediate_size=32, capacity_factor=1.25)
+    moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=32, capacity_factor=1.25)
     return Config(
-        model=Model(
+        model=ModelConfig(
             vocab_size=256, hidden_size=32, num_layers=1, num_attention_heads=2, num_key_value_heads=1, moe=moe
         ),
-        mesh=Mesh(data=1, context=context),
-        schedule=Schedule(remat="full"),
-        exchange=Exchange(context_form=form),
-        data=Data(seq_len=length),
-        train=Train(batch_size=1, compute_dtype="float32"),
+        mesh=MeshConfig(data=1, context=context),
+        schedule=ScheduleConfig(remat="full"),
+        exchange=ExchangeConfig(context_form=form),
+        data=DataConfig(seq_len=length),
+        train=TrainConfig(batch_size=1, compute_dtype="float32"),
     )
 
 

@@ -131,7 +131,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """All forms and sizes, in one process of the box."""
     box.join()
     box.set_rate(box.parse_rate(arguments.rate))
-    mesh = make_mesh(config.Mesh(expert=-1, data=1))
+    mesh = make_mesh(config.MeshConfig(expert=-1, data=1))
     background.connect(mesh)
     h = jax.device_put(jnp.zeros((mesh.size * _WIDTH, _WIDTH)), NamedSharding(mesh, BATCH_SPEC))
     ten = compiled(mesh, functools.partial(products, count=10), h)

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from results_file import quartiles, rounded, write_result
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import choices, schedules, with_rates
@@ -44,8 +44,8 @@ def layers(devices: int) -> Iterator[Config]:
 
 
 def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, width: int, hidden: int) -> Config:
-    moe = MoE(num_experts=devices, top_k=2, intermediate_size=hidden, capacity_factor=capacity_factor)
-    model = Model(
+    moe = MoEConfig(num_experts=devices, top_k=2, intermediate_size=hidden, capacity_factor=capacity_factor)
+    model = ModelConfig(
         vocab_size=256,
         hidden_size=width,
         num_layers=1,
@@ -56,9 +56,9 @@ def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, wi
     )
     return Config(
         model=model,
-        mesh=Mesh(data=1, expert=devices),
-        data=Data(seq_len=tokens),
-        train=Train(batch_size=devices * sequences),
+        mesh=MeshConfig(data=1, expert=devices),
+        data=DataConfig(seq_len=tokens),
+        train=TrainConfig(batch_size=devices * sequences),
     )
 
 

@@ -67,7 +67,7 @@ def main() -> None:
     arguments, target = read_command(parser, _SIZES)
     devices = target_devices(target)
     settings = config.Config(
-        mesh=config.Mesh(data=1, context=len(devices)), data=config.Data(seq_len=arguments.length)
+        mesh=config.MeshConfig(data=1, context=len(devices)), data=config.DataConfig(seq_len=arguments.length)
     )  # which checks that the sequence divides
     mesh = make_mesh(settings.mesh, devices)
     forms = {form: study(compile_form(form, mesh, target.platform, arguments), target, mesh.size) for form in FORMS}

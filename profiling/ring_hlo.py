@@ -36,7 +36,7 @@ _SIZES = ("experts", "slots", "width", "hidden")
 Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices and rows [P, experts, slots, width]
 
 
-def layers(ranks: Ranks, moe: config.MoE) -> dict[str, Layer]:
+def layers(ranks: Ranks, moe: config.MoEConfig) -> dict[str, Layer]:
     """Dispatch, experts, combine, in each way."""
     product, hooks = next(iter(GROUPED_PRODUCTS[ranks.platform].values())), hooks_of(moe)
     experts = partial(run_experts, moe=moe, product=product)
@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1408, help="width of an expert (default %(default)s)")
     arguments, target = read_command(parser, _SIZES)
     devices = target_devices(target)
-    mesh = make_mesh(config.Mesh(data=1, expert=len(devices)), devices)
-    ranks, moe = Ranks(Axis.EXPERT, target.platform), config.MoE(num_experts=mesh.size * arguments.experts)
+    mesh = make_mesh(config.MeshConfig(data=1, expert=len(devices)), devices)
+    ranks, moe = Ranks(Axis.EXPERT, target.platform), config.MoEConfig(num_experts=mesh.size * arguments.experts)
     ways = {
         name: study(compile_layer(layer, mesh, target.platform, arguments), target, mesh.size)
         for name, layer in layers(ranks, moe).items()

@@ -6,7 +6,7 @@ T tokens, E experts, k choices.
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.weights import weights_of
 
@@ -14,17 +14,17 @@ _SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
 _ALWAYS = 100.0  # more than random numbers are apart
 
 
-def choose(logit_TE: jax.Array, moe: MoE) -> TopKRouting:
+def choose(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
     """k experts drawn without putting back, by random numbers that a token's own logits stand for; softmax weights."""
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
 
 
-def choose_one_always(logit_TE: jax.Array, moe: MoE) -> TopKRouting:
+def choose_one_always(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
     """The same, but every token chooses the first expert, and draws the others."""
     return _drawn(logit_TE, moe, jnp.where(jnp.arange(moe.num_experts) == 0, _ALWAYS, 0))
 
 
-def _drawn(logit_TE: jax.Array, moe: MoE, more_E: jax.Array) -> TopKRouting:
+def _drawn(logit_TE: jax.Array, moe: MoEConfig, more_E: jax.Array) -> TopKRouting:
     gumbel_TE = -jnp.log(-jnp.log(_uniform(logit_TE)))
     likely_E = more_E - _SPAN * jnp.linspace(0, 1, moe.num_experts)
     expert_Tk = jax.lax.top_k(gumbel_TE + likely_E, moe.top_k)[1]

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="of a row (default 2048)")
     arguments, target = read_command(parser, ("tensor", "chunks", "rows", "width"))
     devices = target_devices(target)
-    mesh = make_mesh(config.Mesh(data=1, expert=-1, tensor=arguments.tensor), devices)
+    mesh = make_mesh(config.MeshConfig(data=1, expert=-1, tensor=arguments.tensor), devices)
     experts, itemsize = mesh.shape[Axis.EXPERT], row_dtype(target.platform).itemsize
     num_bytes = arguments.tensor * experts * arguments.rows * arguments.width * itemsize
     forms = {}

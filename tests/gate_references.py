@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 
 
 class Draws(NamedTuple):
@@ -47,7 +47,7 @@ def mask(expert_Tk, experts: int) -> np.ndarray:
     return chosen_TE
 
 
-def weighted(score_TE, best, moe: MoE):
+def weighted(score_TE, best, moe: MoEConfig):
     weight_TE = jnp.where(mask(best, moe.num_experts), score_TE, 0)
     if moe.norm_topk_prob and (moe.top_k > 1 or moe.norm_top1_prob):
         weight_TE = weight_TE / weight_TE.sum(-1, keepdims=True)
@@ -58,25 +58,25 @@ def linear(p, x_TD):
     return x_TD @ p["router"] + p.get("router_bias", 0.0)
 
 
-def softmax(p, x_TD, moe: MoE, draws: Draws):
+def softmax(p, x_TD, moe: MoEConfig, draws: Draws):
     return of_softmax(linear(p, x_TD), moe, p.get("score_bias", 0.0))
 
 
-def of_softmax(logit_TE, moe: MoE, bias_E=0.0):
+def of_softmax(logit_TE, moe: MoEConfig, bias_E=0.0):
     prob_TE = jnp.exp(logit_TE - logit_TE.max(-1, keepdims=True))
     prob_TE = prob_TE / prob_TE.sum(-1, keepdims=True)
     best = first_k(prob_TE + bias_E, moe.top_k)
     return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
 
 
-def sigmoid(p, x_TD, moe: MoE, draws: Draws):
+def sigmoid(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = linear(p, x_TD)
     score_TE = 1 / (1 + jnp.exp(-logit_TE))
     best = first_k(score_TE + p.get("score_bias", 0.0), moe.top_k)
     return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
 
 
-def gpt_oss(p, x_TD, moe: MoE, draws: Draws):
+def gpt_oss(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = x_TD @ p["router"] + p["router_bias"]
     best = first_k(logit_TE, moe.top_k)
     of_best = jnp.where(mask(best, moe.num_experts), jnp.exp(logit_TE), 0)
@@ -84,7 +84,7 @@ def gpt_oss(p, x_TD, moe: MoE, draws: Draws):
     return weight_TE, jax.nn.softmax(logit_TE), best, logit_TE
 
 
-def noisy(p, x_TD, moe: MoE, draws: Draws):
+def noisy(p, x_TD, moe: MoEConfig, draws: Draws):
     if draws.seed_and_step is None:
         return softmax(p, x_TD, moe, draws)
     streams = [[jax.random.fold_in(key, stream) for stream in (0, 1)] for key in draws.of_tokens()]
@@ -100,13 +100,13 @@ def noisy(p, x_TD, moe: MoE, draws: Draws):
     return jnp.where(mask(best, moe.num_experts), weight_TE, 0), prob_TE, best, logit_TE
 
 
-def xmoe(p, x_TD, moe: MoE, draws: Draws):
+def xmoe(p, x_TD, moe: MoEConfig, draws: Draws):
     low_Tr = x_TD @ p["router_projection"]
     lengths = jnp.linalg.norm(low_Tr, axis=1)[:, None] * jnp.linalg.norm(p["router"], axis=0)
     return of_softmax(low_Tr @ p["router"] / lengths / p["temperature"][0] + p.get("router_bias", 0.0), moe)
 
 
-def grouped(p, x_TD, moe: MoE, scores, count: int):
+def grouped(p, x_TD, moe: MoEConfig, scores, count: int):
     """Experts that are not in a token's best groups, by the sum of the `count` best scores in each, are out."""
     allowed_TE = fixed(scores).copy()
     size = moe.num_experts // moe.n_group
@@ -117,31 +117,31 @@ def grouped(p, x_TD, moe: MoE, scores, count: int):
     return first_k(allowed_TE, moe.top_k)
 
 
-def deepseek_v2(p, x_TD, moe: MoE, draws: Draws):
+def deepseek_v2(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = linear(p, x_TD)
     prob_TE = jax.nn.softmax(logit_TE)
     best = grouped(p, x_TD, moe, prob_TE, 1)
     return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
 
 
-def deepseek_v3(p, x_TD, moe: MoE, draws: Draws):
+def deepseek_v3(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = linear(p, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)
     best = grouped(p, x_TD, moe, score_TE + p["score_bias"], 2)
     return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
 
 
-def drawn(keys, moe: MoE):
+def drawn(keys, moe: MoEConfig):
     best = first_k(np.stack([jax.random.uniform(key, (moe.num_experts,)) for key in keys]), moe.top_k)
     equal_TE = mask(best, moe.num_experts) / np.float32(moe.top_k)
     return equal_TE * moe.routed_scaling_factor, equal_TE, best, None
 
 
-def random(p, x_TD, moe: MoE, draws: Draws):
+def random(p, x_TD, moe: MoEConfig, draws: Draws):
     return drawn(draws.of_tokens(), moe)
 
 
-def by_hash(p, x_TD, moe: MoE, draws: Draws):
+def by_hash(p, x_TD, moe: MoEConfig, draws: Draws):
     return drawn([jax.random.fold_in(jax.random.key(0), int(number)) for number in draws.id_T], moe)
 
 
@@ -159,7 +159,7 @@ GATES = {
 }
 
 
-def expert_choice(p, x_TD, moe: MoE, shares):
+def expert_choice(p, x_TD, moe: MoEConfig, shares):
     """Weights, 0 for tokens not picked, and probabilities. Each device's experts pick among its share of the tokens."""
     prob_TE = jax.nn.softmax(linear(p, x_TD))
     picked_TE = np.zeros(prob_TE.shape, bool)
@@ -171,7 +171,7 @@ def expert_choice(p, x_TD, moe: MoE, shares):
     return jnp.where(picked_TE, prob_TE, 0) * moe.routed_scaling_factor, prob_TE, picked_TE
 
 
-def softmoe(p, x_TD, moe: MoE, shares, expert):
+def softmoe(p, x_TD, moe: MoEConfig, shares, expert):
     """The output, the logits [T, E·C] and the probabilities; `expert(e, x)` is what expert e makes of rows."""
     slots_DS = p["slots"].reshape(x_TD.shape[1], -1)
     unit_TD = x_TD / jnp.linalg.norm(x_TD, axis=1, keepdims=True)

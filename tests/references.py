@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from tests import gate_references
 from tests.gate_references import Draws
 
@@ -19,7 +19,7 @@ def norm(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
-def rope(x_NK, model: Model):
+def rope(x_NK, model: ModelConfig):
     """Pairs (i, i + K/2) as complex numbers, turned by position · frequency."""
     n, width = x_NK.shape
     half = width // 2
@@ -28,7 +28,7 @@ def rope(x_NK, model: Model):
     return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
 
 
-def frequency(pair: int, pairs: int, model: Model) -> float:
+def frequency(pair: int, pairs: int, model: ModelConfig) -> float:
     """Of one pair of features, scaled."""
     plain, scaling = model.rope_theta ** (-pair / pairs), model.rope_scaling
     if scaling.rope_type == "none":
@@ -52,7 +52,7 @@ def frequency(pair: int, pairs: int, model: Model) -> float:
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
-def attention(p, x_ND, model: Model, block: int):
+def attention(p, x_ND, model: ModelConfig, block: int):
     """One sequence, one head at a time."""
     h = norm(x_ND, p["norm"], model.rms_norm_eps)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
@@ -67,7 +67,7 @@ def attention(p, x_ND, model: Model, block: int):
     return out
 
 
-def visible(n, model: Model, block: int):
+def visible(n, model: ModelConfig, block: int):
     """Which tokens (columns) a token (row) sees."""
     window, full_every = model.attention.sliding_window, model.attention.full_every
     causal = np.tri(n, dtype=bool)
@@ -76,12 +76,12 @@ def visible(n, model: Model, block: int):
     return causal & ~np.tri(n, k=-window, dtype=bool)
 
 
-def turned(x_NK, model: Model, block: int):
+def turned(x_NK, model: ModelConfig, block: int):
     every = model.attention.nope_every
     return x_NK if every and (block + 1) % every == 0 else rope(x_NK, model)
 
 
-def grouped_heads(p, h, model: Model, block: int):
+def grouped_heads(p, h, model: ModelConfig, block: int):
     """Query, key and value of each head."""
     q, k, v = (jnp.einsum("nd,dhk->hnk", h, p[name]) for name in ("query", "key", "value"))
     if model.attention.bias:
@@ -101,7 +101,7 @@ def norm_all(x_HNK, scale_HK, eps):
     return norm(flat, scale_HK.ravel(), eps).reshape(-1, *scale_HK.shape).swapaxes(0, 1)
 
 
-def latent_heads(p, h, model: Model, block: int):
+def latent_heads(p, h, model: ModelConfig, block: int):
     """The same from latents: the last features of a query are rotated, and those of all keys are one vector."""
     plain = model.latent.qk_nope_head_dim
     eps = model.latent.rms_norm_eps or model.rms_norm_eps
@@ -157,7 +157,7 @@ def mlp(p, x, product=jnp.matmul):
     return y / (1 + jnp.exp(-x @ p["token_gate"])) if "token_gate" in p else y
 
 
-def keep_in_buffer(expert_Tk, moe: MoE, buffer):
+def keep_in_buffer(expert_Tk, moe: MoEConfig, buffer):
     """Which pairs of one sequence find room at the rank of their expert: the first ones, a token's best choices first.
 
     `buffer` is (factor, ranks).
@@ -173,7 +173,7 @@ def keep_in_buffer(expert_Tk, moe: MoE, buffer):
     return kept_TE
 
 
-def keep(chosen_TE, moe: MoE, prob_TE=None):
+def keep(chosen_TE, moe: MoEConfig, prob_TE=None):
     """Which of one device's pairs find a slot: the first C of each expert, in the order of tokens or of scores."""
     tokens = chosen_TE.shape[0]
     if moe.capacity_factor is None:
@@ -203,7 +203,7 @@ def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int)
 
 
 def moe_layer(
-    p, h_TD, moe: MoE, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
+    p, h_TD, moe: MoEConfig, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
 ):
     """Output, pairs chosen, probabilities, mean squared log-sum-exp, pairs per expert and dropped pairs of the batch.
 
@@ -233,7 +233,7 @@ def moe_layer(
     return out + routed, (chosen_TE, prob_TE), z_loss, count_E, dropped
 
 
-def load_balance(choices, counts_ME, moe: MoE, sequences: int):
+def load_balance(choices, counts_ME, moe: MoEConfig, sequences: int):
     """The loss of all blocks, from (chosen, probabilities) [T, E] of each."""
     if moe.load_balancing_type == "pooled":
         probs = jnp.concatenate([prob_TE for _, prob_TE in choices])
@@ -248,7 +248,7 @@ def load_balance(choices, counts_ME, moe: MoE, sequences: int):
     return total
 
 
-def token_choice(p, h_TD, moe: MoE, of_devices, of_sequences, draws: Draws, buffer):
+def token_choice(p, h_TD, moe: MoEConfig, of_devices, of_sequences, draws: Draws, buffer):
     """Weights, probabilities, chosen and kept pairs [T, E], and logits."""
     if moe.gate == "expert_choice":
         weight_TE, prob_TE, picked_TE = gate_references.expert_choice(p, h_TD, moe, of_devices)
@@ -264,7 +264,7 @@ def token_choice(p, h_TD, moe: MoE, of_devices, of_sequences, draws: Draws, buff
     return weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE
 
 
-def block_params(params, model: Model):
+def block_params(params, model: ModelConfig):
     """Each block's parameters, from the bottom up, out of the stacked segments."""
     blocks = []
     for segment in params["segments"].values():
@@ -277,7 +277,7 @@ def block_params(params, model: Model):
 def objective(
     params,
     token_BN1,
-    model: Model,
+    model: ModelConfig,
     sources: int,
     buffer=None,
     tensor: int = 1,

@@ -6,7 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import (
+    Config,
+    DataConfig,
+    ExchangeConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from moe_jax.models.parameters import init_params
 
 
@@ -37,8 +46,8 @@ def small_config(
         "intermediate_size": 24,
     }
     return Config(
-        model=Model(**(shape | (model or {})), moe=MoE(**moe)),
-        mesh=Mesh(
+        model=ModelConfig(**(shape | (model or {})), moe=MoEConfig(**moe)),
+        mesh=MeshConfig(
             data=data,
             expert=expert,
             tensor=tensor,
@@ -46,10 +55,10 @@ def small_config(
             context=context,
             experts_over_context=experts_over_context,
         ),
-        schedule=Schedule(**(schedule or {})),
-        exchange=Exchange(**(exchange or {})),
-        data=Data(seq_len=seq_len),
-        train=Train(batch_size=batch_size, grad_accumulation=grad_accumulation, compute_dtype="float32"),
+        schedule=ScheduleConfig(**(schedule or {})),
+        exchange=ExchangeConfig(**(exchange or {})),
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(batch_size=batch_size, grad_accumulation=grad_accumulation, compute_dtype="float32"),
     )
 
 
@@ -59,7 +68,7 @@ def tokens_of(config: Config, seed: int = 0) -> np.ndarray:
 
 
 @functools.cache
-def first_params(model: Model) -> Any:
+def first_params(model: ModelConfig) -> Any:
     """Seed 0, as host arrays: free to be placed on any mesh. What begins with zeros does not here."""
     params = jax.device_get(jax.jit(lambda: init_params(model, 0))())
     rng = np.random.default_rng(0)

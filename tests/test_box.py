@@ -99,7 +99,7 @@ def test_without_communication_no_collective_is_left_and_shapes_stay():
 
 def test_communication_alone_runs_the_same_collectives():
     collectives = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
-    again = communication(collectives, make_mesh(config.Mesh(data=2, expert=4)))
+    again = communication(collectives, make_mesh(config.MeshConfig(data=2, expert=4)))
     found = collectives_of(again.trace().jaxpr)
     assert [(c.primitive, c.operands) for c in found] == [(c.primitive, c.operands) for c in collectives]
     assert np.isfinite(again())

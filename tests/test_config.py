@@ -14,7 +14,7 @@ import pytest
 
 import moe_jax
 from moe_jax import config as config_module
-from moe_jax.config import Config, Log, Model, MoE
+from moe_jax.config import Config, LogConfig, ModelConfig, MoEConfig
 from moe_jax.config import validate as config_checks
 from moe_jax.config.validate import check_batch_split
 from moe_jax.config.validate.ranges import RANGES
@@ -50,7 +50,7 @@ def test_every_refusal_of_the_config_is_in_the_table() -> None:
     """A new check without an entry above fails here."""
     raised = set()
     refused = [partial(made, changes) for changes in REFUSED]
-    for make in [*refused, partial(Config, log=Log(dir="~/run"))]:  # the last one can only be made in Python
+    for make in [*refused, partial(Config, log=LogConfig(dir="~/run"))]:  # the last one can only be made in Python
         with pytest.raises(ConfigError) as refusal:
             make()
         raised.add((str(refusal.traceback[-1].path), refusal.traceback[-1].lineno + 1))
@@ -112,17 +112,19 @@ def test_a_section_is_frozen_and_keyword_only(section: type) -> None:
 @pytest.mark.parametrize(
     ("num_layers", "moe", "expected"),
     [
-        (3, MoE(num_experts=0), "dense dense dense"),
-        (3, MoE(), "moe moe moe"),
-        (4, MoE(moe_layer_freq=2), "dense moe dense moe"),
-        (5, MoE(moe_layer_freq=2), "dense moe dense moe dense"),
-        (4, MoE(first_k_dense_replace=1), "dense moe moe moe"),
-        (6, MoE(first_k_dense_replace=1, moe_layer_freq=2), "dense dense moe dense moe dense"),
-        (3, MoE(first_k_dense_replace=2), "dense dense moe"),
+        (3, MoEConfig(num_experts=0), "dense dense dense"),
+        (3, MoEConfig(), "moe moe moe"),
+        (4, MoEConfig(moe_layer_freq=2), "dense moe dense moe"),
+        (5, MoEConfig(moe_layer_freq=2), "dense moe dense moe dense"),
+        (4, MoEConfig(first_k_dense_replace=1), "dense moe moe moe"),
+        (6, MoEConfig(first_k_dense_replace=1, moe_layer_freq=2), "dense dense moe dense moe dense"),
+        (3, MoEConfig(first_k_dense_replace=2), "dense dense moe"),
     ],
 )
-def test_experts_stand_in_every_nth_block_above_the_first_dense_ones(num_layers: int, moe: MoE, expected: str) -> None:
-    assert " ".join(Model(num_layers=num_layers, moe=moe).block_kinds) == expected
+def test_experts_stand_in_every_nth_block_above_the_first_dense_ones(
+    num_layers: int, moe: MoEConfig, expected: str
+) -> None:
+    assert " ".join(ModelConfig(num_layers=num_layers, moe=moe).block_kinds) == expected
 
 
 def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
@@ -130,7 +132,7 @@ def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
     for layers in range(1, 6):
         for first in range(6):
             for every in range(1, 6):
-                model = Model(num_layers=layers, moe=MoE(first_k_dense_replace=first, moe_layer_freq=every))
+                model = ModelConfig(num_layers=layers, moe=MoEConfig(first_k_dense_replace=first, moe_layer_freq=every))
                 try:
                     Config(model=model)
                 except ConfigError:
@@ -142,11 +144,17 @@ def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
 
 
 def test_null_heads_follow_the_model() -> None:
-    assert (Model(num_attention_heads=4).kv_heads, Model(num_attention_heads=4, num_key_value_heads=2).kv_heads) == (
+    assert (
+        ModelConfig(num_attention_heads=4).kv_heads,
+        ModelConfig(num_attention_heads=4, num_key_value_heads=2).kv_heads,
+    ) == (
         4,
         2,
     )
-    assert (Model(hidden_size=64, num_attention_heads=4).head_width, Model(head_dim=10).head_width) == (16, 10)
+    assert (ModelConfig(hidden_size=64, num_attention_heads=4).head_width, ModelConfig(head_dim=10).head_width) == (
+        16,
+        10,
+    )
 
 
 def settings_read() -> set[str]:
@@ -160,7 +168,9 @@ def settings_read() -> set[str]:
         tree = ast.parse(file.read_text())
         parts: list[tuple[ast.AST, str]] = [(tree, "")]
         if file == SOURCES / "config" / "sections.py":
-            parts = [(node, node.name.lower()) for node in tree.body if isinstance(node, ast.ClassDef)]
+            parts = [
+                (node, node.name.removesuffix("Config").lower()) for node in tree.body if isinstance(node, ast.ClassDef)
+            ]
         for part, itself in parts:
             nodes = list(ast.walk(part))
             alias = {("self", itself)} | {

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_jax.config import Config, Data, Log, Mesh, Model, MoE, Optimizer, Train
+from moe_jax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from moe_jax.config.renamed import RENAMED
 from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import config_from, load_config, load_draft, setting_names, to_yaml
@@ -23,16 +32,18 @@ LEAVES = [name for name in NAMES if not any(other.startswith(f"{name}.") for oth
 
 CONFIGS = {
     "defaults": Config(),
-    "dense": Config(model=Model(moe=MoE(num_experts=0), num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)),
-    "experts": Config(
-        model=Model(
-            hidden_size=48, num_layers=5, moe=MoE(first_k_dense_replace=1, moe_layer_freq=2, capacity_factor=None)
-        ),
-        mesh=Mesh(data=2, expert=4, cpu_devices=8),
-        optimizer=Optimizer(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
+    "dense": Config(
+        model=ModelConfig(moe=MoEConfig(num_experts=0), num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
     ),
-    "scheduled": Config(model=Model(moe=MoE(capacity_schedule=((10.0, 1.5), (20.0, 1.0))))),
-    "long": Config(train=Train(steps=2**31 - 1, seed=2**31 - 1), data=Data(validation_fraction=1 / 3)),
+    "experts": Config(
+        model=ModelConfig(
+            hidden_size=48, num_layers=5, moe=MoEConfig(first_k_dense_replace=1, moe_layer_freq=2, capacity_factor=None)
+        ),
+        mesh=MeshConfig(data=2, expert=4, cpu_devices=8),
+        optimizer=OptimizerConfig(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
+    ),
+    "scheduled": Config(model=ModelConfig(moe=MoEConfig(capacity_schedule=((10.0, 1.5), (20.0, 1.0))))),
+    "long": Config(train=TrainConfig(steps=2**31 - 1, seed=2**31 - 1), data=DataConfig(validation_fraction=1 / 3)),
 }
 
 
@@ -79,7 +90,7 @@ def _plain(value: object) -> str:
     ],
 )
 def test_a_text_that_looks_like_something_else_survives_its_file(text: str, tmp_path: Path) -> None:
-    config = Config(log=Log(sample_prompt=text))
+    config = Config(log=LogConfig(sample_prompt=text))
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(tmp_path / "config.yaml") == config
 
@@ -206,7 +217,10 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
             "model.activation=swiglo must be swiglu or gelu or clipped_swiglu: did you mean swiglu?",
         ),
         ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu"),
-        ("model=3", f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(Model))}"),
+        (
+            "model=3",
+            f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(ModelConfig))}",
+        ),
         ("train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
         ("mesh.expert=auot", "mesh.expert='auot' must be a whole number, not text: did you mean auto?"),
         (
@@ -275,7 +289,7 @@ def test_a_typical_slip_is_answered_with_the_right_name(typo: str, meant: str) -
 
 @pytest.mark.parametrize(("name", "has"), [("model.foo", "model has "), ("foo", "a config has ")])
 def test_what_resembles_no_setting_is_answered_with_all_there_are(name: str, has: str) -> None:
-    siblings = sorted(field.name for field in dataclasses.fields(Model if name == "model.foo" else Config))
+    siblings = sorted(field.name for field in dataclasses.fields(ModelConfig if name == "model.foo" else Config))
     with pytest.raises(ConfigError) as refusal:
         load_config(None, [f"{name}=1"])
     assert str(refusal.value) == f"unknown setting {name}: {has}{', '.join(siblings)}"
@@ -285,7 +299,11 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
     file = tmp_path / "x.yaml"
     file.write_text("train: {steps: 5, seed: 3}\nmodel:\n")
     config = load_config(file, ["train.steps=6", "model.moe.top_k=1", "train.steps=7", "log={dir: there, every: 2}"])
-    assert config == Config(model=Model(moe=MoE(top_k=1)), train=Train(steps=7, seed=3), log=Log(dir="there", every=2))
+    assert config == Config(
+        model=ModelConfig(moe=MoEConfig(top_k=1)),
+        train=TrainConfig(steps=7, seed=3),
+        log=LogConfig(dir="there", every=2),
+    )
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:

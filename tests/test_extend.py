@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.plugins import named
 from moe_jax.config.validate.plugins import OWN_PARTS
 from moe_jax.config.yaml_io import load_config
@@ -82,7 +82,7 @@ def test_exchange_and_policy_compute_what_the_reference_does(examples: list[str]
 
 
 def test_the_gate_is_a_sharper_softmax(examples: list[str]) -> None:
-    moe = MoE(gate="sharp:choose", norm_topk_prob=False)
+    moe = MoEConfig(gate="sharp:choose", norm_topk_prob=False)
     logit_TE = jax.random.normal(jax.random.key(0), (5, moe.num_experts))
     decision = gate_of(moe)({"router": jnp.eye(moe.num_experts)}, logit_TE, None, moe).decision
     for found, expected in zip(decision, softmax.choose(2 * logit_TE, moe), strict=True):
@@ -167,7 +167,9 @@ def test_what_is_no_policy_is_refused(name: str, message: str) -> None:
     assert str(error.value) == f"schedule.policy={policy}{message}"
 
 
-GATE = "it must take router logits [T, E] and the MoE settings, and return a moe_jax.models.gates.choice.TopKRouting"
+GATE = (
+    "it must take router logits [T, E] and the MoEConfig settings, and return a moe_jax.models.gates.choice.TopKRouting"
+)
 ENCODE = "encode must take rows [P, …, D] and return an array that keeps P"
 LAYER = "it must take rows [T, D] and return rows of the same shape and type"
 PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
@@ -265,7 +267,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], str]:
 def test_a_gate_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
     gate = elsewhere(name, GATES[name][0])
     with pytest.raises(ConfigError) as error:
-        gate_of(MoE(gate=gate))
+        gate_of(MoEConfig(gate=gate))
     assert str(error.value) == f"model.moe.gate={gate} {GATES[name][1]}"
 
 
@@ -273,7 +275,7 @@ def test_a_gate_of_another_form_is_named(name: str, elsewhere: Callable[[str, ob
 def test_hooks_of_another_form_are_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
     hooks = elsewhere(name, HOOKS[name][0])
     with pytest.raises(ConfigError) as error:
-        hooks_of(MoE(hooks=hooks))
+        hooks_of(MoEConfig(hooks=hooks))
     assert str(error.value) == f"model.moe.hooks={hooks}: {HOOKS[name][1]}"
 
 
@@ -288,7 +290,7 @@ def test_a_policy_of_another_form_is_named(name: str, elsewhere: Callable[[str, 
 @pytest.mark.parametrize("name", DISPATCHER)
 def test_a_dispatcher_of_another_form_is_named(name: str, elsewhere: Callable[[str, object], str]) -> None:
     own = elsewhere(name, DISPATCHER[name][0])
-    dispatcher, x_TD = dispatcher_of(MoE(dispatcher=own)), jnp.zeros((6, 4))
+    dispatcher, x_TD = dispatcher_of(MoEConfig(dispatcher=own)), jnp.zeros((6, 4))
     with pytest.raises(ConfigError) as error:
         dispatcher.experts(None, dispatcher.permute(x_TD, None, None, None, None)[0], None, None)
     assert str(error.value) == f"model.moe.dispatcher={own}: {DISPATCHER[name][1]}"

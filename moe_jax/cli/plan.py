@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_jax.config import Data, Model
+from moe_jax.config import DataConfig, ModelConfig
 from moe_jax.config.draft import open_draft
 from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
@@ -113,7 +113,7 @@ def _head(plans: Plans) -> str:
     """What the config is, as its comment."""
     config = plans.config
     told = f"# Planned for {plans.cluster.name}: {seconds(plans.best.estimate.step_s)} a step, as predicted.\n"
-    if config.data == Data(seq_len=config.data.seq_len) and config.model.vocab_size != Model().vocab_size:
+    if config.data == DataConfig(seq_len=config.data.seq_len) and config.model.vocab_size != ModelConfig().vocab_size:
         told += (
             f"# Set data.path before training: the default is a text of bytes, and this model knows "
             f"{config.model.vocab_size:,} tokens.\n# scripts/prepare_text.py makes a folder of tokens from text.\n"

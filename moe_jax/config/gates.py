@@ -1,10 +1,10 @@
 """A block's router: the sizes of the parameters that its gate declares."""
 
 from moe_jax.config.facts import ROUTER_BIAS, SCORE_BIAS
-from moe_jax.config.sections import Model
+from moe_jax.config.sections import ModelConfig
 
 
-def gate_parameters(model: Model) -> dict[str, tuple[dict[str, int], str | float]]:
+def gate_parameters(model: ModelConfig) -> dict[str, tuple[dict[str, int], str | float]]:
     """Names of a block's gate's parameters; of each the sizes of its dimensions and its first values."""
     moe = model.moe
     sizes = {

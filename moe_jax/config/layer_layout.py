@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from moe_jax.config import Config, Model, View
+from moe_jax.config import AttentionView, Config, ModelConfig
 from moe_jax.errors import ConfigError
 
 
@@ -22,17 +22,17 @@ class Segment:
     """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
 
     kinds: tuple[str, ...]
-    views: tuple[View, ...]
+    views: tuple[AttentionView, ...]
     repeats: int
 
     @classmethod
-    def of(cls, blocks: Sequence[tuple[str, View]], repeats: int) -> "Segment":
+    def of(cls, blocks: Sequence[tuple[str, AttentionView]], repeats: int) -> "Segment":
         """Of the blocks of one period."""
         return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
 
 
 @functools.lru_cache(maxsize=64)
-def segments(model: Model) -> tuple[Segment, ...]:
+def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
     of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
@@ -40,7 +40,7 @@ def segments(model: Model) -> tuple[Segment, ...]:
     return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.moe_layer_freq)))
 
 
-def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
+def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[Segment]:
     """Whole periods, and what is left as runs of equal blocks."""
     repeats = len(blocks) // period
     if repeats:
@@ -49,7 +49,7 @@ def _runs(blocks: Sequence[tuple[str, View]], period: int) -> Iterator[Segment]:
         yield Segment.of([block], len(list(run)))
 
 
-def check_blocks(model: Model, stages: int, chunks: int = 1) -> None:
+def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
     """Raise ConfigError if a model has too few blocks for so many stages of so many chunks."""
     periods = sum(segment.repeats for segment in segments(model))
     if periods < stages * chunks:
@@ -65,7 +65,7 @@ class Held(NamedTuple):
     """A block of a group, as every group of the same structure has it, whichever blocks these are."""
 
     kind: str
-    view: View
+    view: AttentionView
     segment: int
     place: int  # in the segment's period
     row: int  # of the segment's periods in the group
@@ -75,7 +75,7 @@ class Held(NamedTuple):
 class Stages:
     """The groups of a model's blocks, from the bottom up."""
 
-    model: Model
+    model: ModelConfig
     stages: int
     chunks: int  # model chunks of a stage
     head_blocks: int = 0  # periods that the head counts as
@@ -132,7 +132,7 @@ class Stages:
 
 
 @functools.lru_cache(maxsize=64)
-def _stages(model: Model, stages: int, chunks: int, head_blocks: int) -> Stages:
+def _stages(model: ModelConfig, stages: int, chunks: int, head_blocks: int) -> Stages:
     return Stages(model, stages, chunks, head_blocks)
 
 

@@ -48,7 +48,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoE:
+class MoEConfig:
     """The Mixture-of-Experts layer of a block."""
 
     num_experts: int = number(8, Range(0, EXPERTS))  # 0: no block has experts (a dense model)
@@ -131,7 +131,7 @@ class MoE:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent:
+class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): all keys and values are made of one short vector."""
 
     # width of that latent; null: no latents, grouped-query attention
@@ -146,7 +146,7 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionConfig:
     """What a token's attention sees, and what is added to it."""
 
     bias: bool = False  # vectors added behind the projections
@@ -159,7 +159,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScalingConfig:
     """Rotary frequencies for sequences that are longer than those a model began with, see docs/models.md.
 
     A pair of features turns so many times in `original_max_position_embeddings` tokens. Frequencies of up to
@@ -177,7 +177,7 @@ class RopeScaling:
     mscale_all_dim: float = number(0.0, Range(0, LARGE))
 
 
-class View(NamedTuple):
+class AttentionView(NamedTuple):
     """How attention of one block sees tokens."""
 
     window: int | None
@@ -185,7 +185,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelConfig:
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
     vocab_size: int = number(256, Range(2, 2**24))
@@ -202,11 +202,11 @@ class Model:
     qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = number(10_000.0, Range(1, 1e15))
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
-    attention: Attention = field(default_factory=Attention)
-    latent: Latent = field(default_factory=Latent)
-    moe: MoE = field(default_factory=MoE)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
     @property
     def kv_heads(self) -> int:
@@ -237,7 +237,7 @@ class Model:
         return self.latent.v_head_dim if self.has_latents else self.head_width
 
     @property
-    def views(self) -> tuple[View, ...]:
+    def views(self) -> tuple[AttentionView, ...]:
         """How each block's attention sees tokens, from the bottom up."""
         attention = self.attention
 
@@ -245,7 +245,7 @@ class Model:
             return every is not None and (block + 1) % every == 0
 
         return tuple(
-            View(
+            AttentionView(
                 window=None if is_nth(i, attention.full_every) else attention.sliding_window,
                 rope=not is_nth(i, attention.nope_every),
             )
@@ -264,7 +264,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class MeshConfig:
     """Devices along each named axis. One axis may be -1: all that the others leave."""
 
     data: int = number(-1, ALONG_AXIS)
@@ -297,7 +297,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ScheduleConfig:
     """In which order an iteration's tasks run."""
 
     policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
@@ -342,7 +342,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeConfig:
     """In which form tokens and gradients travel between devices."""
 
     # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, by way of nodes, see
@@ -381,7 +381,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataConfig:
     """Where tokens come from."""
 
     path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
@@ -394,7 +394,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerConfig:
     """AdamW behind a warm-up, a decay and a clip by the global norm."""
 
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
@@ -412,7 +412,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class TrainConfig:
     """How long, how much at once, and in which precision."""
 
     steps: int = number(1000, Range(1, ANY))
@@ -447,7 +447,7 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointConfig:
     """When the training state is saved (below log.dir) and how much is kept."""
 
     every: int = number(500, Range(0, ANY))  # steps; 0: only at the end
@@ -459,7 +459,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune:
+class TuneConfig:
     """Settings that a run tries while it trains, to go on with the fastest, see docs/tune.md."""
 
     # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
@@ -472,7 +472,7 @@ class Tune:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Migration:
+class MigrationConfig:
     """Experts that change ranks while a run trains, so that ranks are loaded alike, see docs/migration.md."""
 
     enabled: bool = False
@@ -486,7 +486,7 @@ class Migration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class LogConfig:
     """What a run leaves behind."""
 
     dir: str = "runs/default"
@@ -508,7 +508,7 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanConfig:
     """For what settings are planned that say auto (docs/plan.md)."""
 
     cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
@@ -518,18 +518,18 @@ class Plan:
 class Sections:
     """All settings of one experiment, unchecked."""
 
-    model: Model = field(default_factory=Model)
-    mesh: Mesh = field(default_factory=Mesh)
-    schedule: Schedule = field(default_factory=Schedule)
-    exchange: Exchange = field(default_factory=Exchange)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    train: Train = field(default_factory=Train)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    tune: Tune = field(default_factory=Tune)
-    migration: Migration = field(default_factory=Migration)
-    log: Log = field(default_factory=Log)
-    plan: Plan = field(default_factory=Plan)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    migration: MigrationConfig = field(default_factory=MigrationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def may_wait_in_threads(self) -> bool:
@@ -551,7 +551,7 @@ class Sections:
         """Which kind of training step these settings ask for."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
             return "pipelined"
-        unscheduled = Schedule()
+        unscheduled = ScheduleConfig()
         names = ("policy", "weight_grad", "grad_reduce")
         is_unscheduled = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
         return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"

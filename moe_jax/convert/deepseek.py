@@ -5,7 +5,7 @@ Pairs that are rotated together are neighbours on disk, and lie half a width apa
 
 from typing import Any
 
-from moe_jax.config import Latent, Model
+from moe_jax.config import LatentConfig, ModelConfig
 from moe_jax.convert.family import chosen_experts, expert_rows, mlp_rows, norm_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
@@ -22,7 +22,7 @@ def model_settings(hf: HfConfig) -> dict[str, Any]:
     return {
         **shared,
         "intermediate_size": hf.whole("intermediate_size"),
-        "latent": Latent(
+        "latent": LatentConfig(
             kv_lora_rank=hf.whole("kv_lora_rank"),
             q_lora_rank=hf.whole("q_lora_rank") if hf.has("q_lora_rank") else None,
             qk_nope_head_dim=hf.whole("qk_nope_head_dim"),
@@ -46,7 +46,7 @@ def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
     }
 
 
-def settings(model: Model) -> dict[str, Any]:
+def settings(model: ModelConfig) -> dict[str, Any]:
     """For a config.json."""
     latent, moe = model.latent, model.moe
     return hf_settings(model) | {
@@ -70,7 +70,7 @@ def settings(model: Model) -> dict[str, Any]:
     }
 
 
-def block(model: Model, kind: str) -> list[Tensor]:
+def block(model: ModelConfig, kind: str) -> list[Tensor]:
     """Rows of a block."""
     if kind == "dense":
         return [*_attention(model), *mlp_rows("mlp", "mlp")]
@@ -78,7 +78,7 @@ def block(model: Model, kind: str) -> list[Tensor]:
     return [*_attention(model), *expert_rows(model), *shared]
 
 
-def _attention(model: Model) -> list[Tensor]:
+def _attention(model: ModelConfig) -> list[Tensor]:
     latent = model.latent
     plain, rotated, width = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
     rank = latent.kv_lora_rank

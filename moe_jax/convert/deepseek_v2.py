@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.convert import deepseek
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import HfConfig
@@ -10,14 +10,14 @@ from moe_jax.convert.hf_config import HfConfig
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
 
 
-def _model(hf: HfConfig) -> Model:
+def _model(hf: HfConfig) -> ModelConfig:
     hf.only("topk_method", _GREEDY, _GROUPED)
     hf.only("scoring_func", "softmax")
     hf.only("norm_topk_prob", False)
     grouped = hf.word("topk_method", _GREEDY) == _GROUPED
-    return Model(
+    return ModelConfig(
         **deepseek.model_settings(hf),
-        moe=MoE(
+        moe=MoEConfig(
             **deepseek.moe_settings(hf, normalized=False),
             gate="deepseek_v2",
             n_group=hf.whole("n_group") if grouped else 1,
@@ -26,7 +26,7 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return deepseek.settings(model) | {
         "topk_method": _GROUPED if model.moe.n_group > 1 else _GREEDY,
         "scoring_func": "softmax",

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.convert import deepseek
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.tensors import Tensor
 
 
-def _model(hf: HfConfig) -> Model:
+def _model(hf: HfConfig) -> ModelConfig:
     hf.only("topk_method", "noaux_tc")
     hf.only("scoring_func", "sigmoid")
     hf.only("rope_interleave", True)
-    return Model(
+    return ModelConfig(
         **deepseek.model_settings(hf),
-        moe=MoE(
+        moe=MoEConfig(
             **deepseek.moe_settings(hf, hf.flag("norm_topk_prob", False)),
             gate="deepseek_v3",
             n_group=hf.whole("n_group", default=1),
@@ -24,7 +24,7 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return deepseek.settings(model) | {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
@@ -33,7 +33,7 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-def _block(model: Model, kind: str) -> list[Tensor]:
+def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     bias = Tensor("mlp.gate.e_score_correction_bias", "moe.score_bias", "choices", float32=True)
     return [*deepseek.block(model, kind), *([bias] if kind == "moe" else [])]
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
@@ -30,7 +30,7 @@ def family_of(hf: HfConfig) -> Family:
     return FAMILIES[name]
 
 
-def family_that_holds(model: Model, name: str | None = None) -> Family:
+def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
     """The family of this name, or the first one, whose files say all of a model. Raises ConvertError."""
     if name is not None and name not in FAMILIES:
         raise ConvertError(f"--family={name} is not built: it must be {', '.join(FAMILIES)}")
@@ -52,7 +52,7 @@ def family_that_holds(model: Model, name: str | None = None) -> Family:
     )
 
 
-def differences(here: Model, there: Model) -> dict[str, tuple[Any, Any]]:
+def differences(here: ModelConfig, there: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Settings that make two models different functions of their tokens, with the values of both."""
     mine, others = _meaning(here), _meaning(there)
     return {
@@ -62,7 +62,7 @@ def differences(here: Model, there: Model) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _meaning(model: Model) -> dict[str, Any]:
+def _meaning(model: ModelConfig) -> dict[str, Any]:
     """What a model computes: settings that mean something in it, those that follow from others spelled out."""
     found = _flat(model, "")
     found |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_width}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.tensors import Tensor
 
@@ -15,17 +15,17 @@ class Family:
 
     model_type: str
     architecture: str  # the class that transformers loads
-    read: Callable[[HfConfig], Model]  # raises ConvertError for what is not built
-    settings: Callable[[Model], dict[str, Any]]  # the inverse, for a model of this family
-    block: Callable[[Model, str], list[Tensor]]  # of a block of a kind, `dense` or `moe`
+    read: Callable[[HfConfig], ModelConfig]  # raises ConvertError for what is not built
+    settings: Callable[[ModelConfig], dict[str, Any]]  # the inverse, for a model of this family
+    block: Callable[[ModelConfig, str], list[Tensor]]  # of a block of a kind, `dense` or `moe`
     defaults: Mapping[str, Any]  # transformers' own for what config.json leaves out, where families differ
 
-    def model(self, hf: HfConfig) -> Model:
+    def model(self, hf: HfConfig) -> ModelConfig:
         """Of a config.json. Raises ConvertError for what is not built."""
         return self.read(hf.with_defaults(self.defaults))
 
 
-def end_rows(model: Model) -> list[Tensor]:
+def end_rows(model: ModelConfig) -> list[Tensor]:
     """Of what is no block's."""
     head = [] if model.tie_word_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
     return [
@@ -43,7 +43,7 @@ def norm_rows() -> list[Tensor]:
     ]
 
 
-def attention_rows(model: Model) -> list[Tensor]:
+def attention_rows(model: ModelConfig) -> list[Tensor]:
     """Of grouped-query attention, with its norms."""
     heads = {"q": ("query", "heads.head"), "k": ("key", "kv_heads.head"), "v": ("value", "kv_heads.head")}
     rows = [
@@ -76,7 +76,7 @@ def mlp_rows(
     ]
 
 
-def expert_rows(model: Model) -> list[Tensor]:
+def expert_rows(model: ModelConfig) -> list[Tensor]:
     """Of a router and its experts, as most families have them."""
     return [
         Tensor("mlp.gate.weight", "moe.router", "choices model"),
@@ -84,12 +84,12 @@ def expert_rows(model: Model) -> list[Tensor]:
     ]
 
 
-def dense_or_experts(model: Model, kind: str) -> list[Tensor]:
+def dense_or_experts(model: ModelConfig, kind: str) -> list[Tensor]:
     """Of grouped-query attention, and an MLP or experts."""
     return [*attention_rows(model), *(expert_rows(model) if kind == "moe" else mlp_rows("mlp", "mlp"))]
 
 
-def dense_copied(model: Model, kind: str) -> list[Tensor]:
+def dense_copied(model: ModelConfig, kind: str) -> list[Tensor]:
     """Of a dense family: where the model has experts, each gets the MLP."""
     return [*attention_rows(model), *mlp_rows("mlp", "moe.experts" if kind == "moe" else "mlp")]
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.convert.family import Family
 from moe_jax.convert.tensors import Part, Tensor
 
@@ -23,7 +23,7 @@ def as_stored(family: Family, names: Collection[str]) -> Family:
     return dataclasses.replace(family, block=functools.partial(_rows, family.block))
 
 
-def _rows(block: Callable[[Model, str], list[Tensor]], model: Model, kind: str) -> list[Tensor]:
+def _rows(block: Callable[[ModelConfig, str], list[Tensor]], model: ModelConfig, kind: str) -> list[Tensor]:
     """Of a block; what is not of single experts stays as it is."""
     return [
         _of_all(row, model.moe.intermediate_size)

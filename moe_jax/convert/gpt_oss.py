@@ -5,7 +5,7 @@ On disk experts are stacked, transposed, and an expert's gate and up columns tak
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, attention_rows
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
@@ -15,16 +15,16 @@ GATE = "gpt_oss"
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
-def _model(hf: HfConfig) -> Model:
+def _model(hf: HfConfig) -> ModelConfig:
     hf.only("swiglu_limit", 7.0)
     hf.only("swiglu_alpha", 1.702)
     hf.only("attention_bias", True)
-    return Model(
+    return ModelConfig(
         **shared_settings(hf),
         **grouped_heads(hf),
         activation="clipped_swiglu",
-        attention=Attention(bias=True, sinks=True, **_windows(hf)),
-        moe=MoE(
+        attention=AttentionConfig(bias=True, sinks=True, **_windows(hf)),
+        moe=MoEConfig(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             top_k=hf.whole("num_experts_per_tok", "experts_per_token"),
             intermediate_size=hf.whole("intermediate_size"),
@@ -46,7 +46,7 @@ def _windows(hf: HfConfig) -> dict[str, Any]:
     return {"sliding_window": hf.whole("sliding_window"), "full_every": every}
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
         "attention_bias": True,
@@ -60,7 +60,7 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-def _block(model: Model, kind: str) -> list[Tensor]:
+def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     both = 2 * model.moe.intermediate_size
     gate, up = (Part("hidden", both, (range(first, both, 2),)) for first in range(2))
     return [

@@ -2,23 +2,23 @@
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, dense_copied
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
 
-def _model(hf: HfConfig) -> Model:
-    return Model(
+def _model(hf: HfConfig) -> ModelConfig:
+    return ModelConfig(
         **shared_settings(hf),
         **grouped_heads(hf),
         intermediate_size=hf.whole("intermediate_size"),
-        attention=Attention(bias=hf.flag("attention_bias", False)),
-        moe=MoE(num_experts=0),
+        attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
+        moe=MoEConfig(num_experts=0),
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
         "intermediate_size": model.intermediate_size,

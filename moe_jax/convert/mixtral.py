@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, attention_rows, chosen_experts, mlp_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
 
 
-def _model(hf: HfConfig) -> Model:
-    return Model(
+def _model(hf: HfConfig) -> ModelConfig:
+    return ModelConfig(
         **shared_settings(hf),
         **grouped_heads(hf),
-        attention=Attention(sliding_window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
-        moe=MoE(
+        attention=AttentionConfig(sliding_window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
+        moe=MoEConfig(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             **chosen_experts(hf, normalized=True),
             intermediate_size=hf.whole("intermediate_size"),
@@ -23,7 +23,7 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
         "sliding_window": model.attention.sliding_window,
@@ -33,7 +33,7 @@ def _settings(model: Model) -> dict[str, Any]:
     }
 
 
-def _block(model: Model, kind: str) -> list[Tensor]:
+def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     return [
         *attention_rows(model),
         Tensor("block_sparse_moe.gate.weight", "moe.router", "choices model"),

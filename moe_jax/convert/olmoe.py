@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, chosen_experts, dense_or_experts
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
 
-def _model(hf: HfConfig) -> Model:
+def _model(hf: HfConfig) -> ModelConfig:
     hf.only("clip_qkv")
-    return Model(
+    return ModelConfig(
         **shared_settings(hf),
         **grouped_heads(hf),
         qk_norm=True,
         qk_norm_over="projection",
-        attention=Attention(bias=hf.flag("attention_bias", False)),
-        moe=MoE(
+        attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
+        moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=hf.whole("intermediate_size"),
@@ -25,7 +25,7 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | {
         "attention_bias": model.attention.bias,
         "intermediate_size": model.moe.intermediate_size,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import (
     Family,
     blocks_with_experts,
@@ -17,7 +17,7 @@ from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
 
 
-def _model(hf: HfConfig) -> Model:
+def _model(hf: HfConfig) -> ModelConfig:
     no_windows(hf)
     width, shared = hf.whole("moe_intermediate_size"), hf.whole("shared_expert_intermediate_size")
     if width == 0 or shared % width:
@@ -25,12 +25,12 @@ def _model(hf: HfConfig) -> Model:
             f"{hf.where}: shared_expert_intermediate_size={shared} is not built: it must be a multiple of "
             f"moe_intermediate_size={width}"
         )
-    return Model(
+    return ModelConfig(
         **shared_settings(hf),
         **grouped_heads(hf),
         intermediate_size=hf.whole("intermediate_size"),
-        attention=Attention(bias=hf.flag("qkv_bias", True), out_bias=False),
-        moe=MoE(
+        attention=AttentionConfig(bias=hf.flag("qkv_bias", True), out_bias=False),
+        moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=width,
@@ -42,7 +42,7 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     own = {
         "qkv_bias": model.attention.bias,
         "shared_expert_intermediate_size": model.moe.intermediate_size * model.moe.num_shared_experts,
@@ -50,7 +50,7 @@ def _settings(model: Model) -> dict[str, Any]:
     return hf_settings(model) | qwen_moe_settings(model) | own
 
 
-def _block(model: Model, kind: str) -> list[Tensor]:
+def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     rows = dense_or_experts(model, kind)
     if kind == "moe":
         rows += mlp_rows("mlp.shared_expert", "moe.shared")

@@ -2,25 +2,27 @@
 
 from typing import Any
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, dense_copied, no_windows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
 
-def _model(hf: HfConfig) -> Model:
-    return Model(**qwen3_settings(hf), intermediate_size=hf.whole("intermediate_size"), moe=MoE(num_experts=0))
+def _model(hf: HfConfig) -> ModelConfig:
+    return ModelConfig(
+        **qwen3_settings(hf), intermediate_size=hf.whole("intermediate_size"), moe=MoEConfig(num_experts=0)
+    )
 
 
 def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
     """Arguments of a Model for what is not behind attention."""
     no_windows(hf)
     hf.whole("head_dim")  # required: transformers' default is not hidden_size / heads
-    attention = Attention(bias=hf.flag("attention_bias", False))
+    attention = AttentionConfig(bias=hf.flag("attention_bias", False))
     return {**shared_settings(hf), **grouped_heads(hf), "qk_norm": True, "attention": attention}
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | {
         "head_dim": model.head_width,
         "intermediate_size": model.intermediate_size,

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, blocks_with_experts, chosen_experts, dense_or_experts
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.qwen3 import qwen3_settings
 from moe_jax.convert.shared import hf_settings
 
 
-def _model(hf: HfConfig) -> Model:
-    return Model(
+def _model(hf: HfConfig) -> ModelConfig:
+    return ModelConfig(
         **qwen3_settings(hf),
         intermediate_size=hf.whole("intermediate_size"),
-        moe=MoE(
+        moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=hf.whole("moe_intermediate_size"),
@@ -23,11 +23,11 @@ def _model(hf: HfConfig) -> Model:
     )
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | qwen_moe_settings(model) | {"attention_bias": model.attention.bias}
 
 
-def qwen_moe_settings(model: Model) -> dict[str, Any]:
+def qwen_moe_settings(model: ModelConfig) -> dict[str, Any]:
     """For a config.json, of what Qwen's models with experts have alike."""
     moe, dense = model.moe, [i for i, kind in enumerate(model.block_kinds) if kind == "dense"]
     return {

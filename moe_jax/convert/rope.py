@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any
 
-from moe_jax.config import Model, RopeScaling
+from moe_jax.config import ModelConfig, RopeScalingConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _NEW, _OLD, _DEFAULT = "rope_parameters", "rope_scaling", "default_rope_parameters"
@@ -21,7 +21,7 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
     found = _settings(old or new or hf.section(_DEFAULT) or HfConfig({}, hf.where), hf)
     if old and new:
         for name, value in _settings(new, hf).items():
-            if value != found[name] and value != RopeScaling():
+            if value != found[name] and value != RopeScalingConfig():
                 raise ConvertError(
                     f"{hf.where}: {_OLD} makes model.{name}={_text(found[name])}, and {_NEW} makes it {_text(value)}: "
                     f"write the same rope_theta and scaling into both, or remove {_OLD}"
@@ -34,25 +34,25 @@ def _settings(rope: HfConfig, hf: HfConfig) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": _scaling(rope, hf)}
 
 
-def _text(value: float | RopeScaling) -> str:
+def _text(value: float | RopeScalingConfig) -> str:
     """Of a scaling only what is not the default."""
-    if not isinstance(value, RopeScaling):
+    if not isinstance(value, RopeScalingConfig):
         return f"{value:g}"
-    plain = RopeScaling()
+    plain = RopeScalingConfig()
     own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     changed = {name: each for name, each in own.items() if each != getattr(plain, name)}
     changed = changed or {"rope_type": value.rope_type}
     return ", ".join(f"{name}={f'{each:g}' if isinstance(each, float) else each}" for name, each in changed.items())
 
 
-def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
     for each in rope.sections():
         raise ConvertError(f"{each.where} is not built: all blocks must have one rotary embedding")
     rope.only("partial_rotary_factor", 1.0)
     hf.only("partial_rotary_factor", 1.0)
     kind = rope.word("rope_type", rope.word("type", "default"))
     if kind == "default":
-        return RopeScaling()
+        return RopeScalingConfig()
     if kind not in _KINDS:
         raise ConvertError(f"{rope.where}: rope_type={json.dumps(kind)} is not built: it must be {', '.join(_KINDS)}")
     scaling = _KINDS[kind](rope, hf)
@@ -62,12 +62,12 @@ def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     return dataclasses.replace(scaling, mscale_all_dim=rope.number("mscale_all_dim", 0.0))
 
 
-def _linear(rope: HfConfig, hf: HfConfig) -> RopeScaling:
-    return RopeScaling(rope_type="linear", factor=rope.number("factor"))
+def _linear(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
+    return RopeScalingConfig(rope_type="linear", factor=rope.number("factor"))
 
 
-def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
-    return RopeScaling(
+def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
+    return RopeScalingConfig(
         rope_type="llama3",
         factor=rope.number("factor"),
         original_max_position_embeddings=_original_length(rope, hf),
@@ -76,7 +76,7 @@ def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScaling:
     )
 
 
-def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
+def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
     """`mscale` and `mscale_all_dim` together decide the factor on rotated features."""
     factor, all_dim = rope.number("factor"), rope.number("mscale_all_dim", 0.0)
 
@@ -85,7 +85,7 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScaling:
 
     own = rope.number("mscale", 0.0)
     default = mscale(own) / mscale(all_dim) if own and all_dim else mscale(1.0)
-    return RopeScaling(
+    return RopeScalingConfig(
         rope_type="yarn",
         factor=factor,
         original_max_position_embeddings=_original_length(rope, hf),
@@ -105,7 +105,7 @@ def _original_length(rope: HfConfig, hf: HfConfig) -> int:
 _KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
-def hf_rope(model: Model) -> dict[str, Any]:
+def hf_rope(model: ModelConfig) -> dict[str, Any]:
     """For a config.json."""
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default" if scaling.rope_type == "none" else scaling.rope_type}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.rope import hf_rope, rope_settings
 
@@ -35,7 +35,7 @@ def grouped_heads(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def hf_settings(model: Model) -> dict[str, Any]:
+def hf_settings(model: ModelConfig) -> dict[str, Any]:
     """The inverse of `shared_settings` and `grouped_heads`, for a config.json."""
     return {
         "vocab_size": model.vocab_size,

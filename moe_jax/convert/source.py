@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_jax.config import Config, Model, MoE
+from moe_jax.config import Config, ModelConfig, MoEConfig
 from moe_jax.convert.families import differences, family_of
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
@@ -16,7 +16,7 @@ from moe_jax.convert.table import disk_shapes, places
 ORIGIN = "imported_config.json"  # the config.json of the model that a run began with
 
 
-def model_in(folder: Path) -> Model:
+def model_in(folder: Path) -> ModelConfig:
     """The model that a folder holds; not checked. Raises ConvertError."""
     hf = read_config(folder)
     return family_of(hf).model(hf)
@@ -47,7 +47,7 @@ def longest_sequence(config: Config, run: Path) -> int:
 
 
 @contextmanager
-def opened(folder: Path, model: Model, upcycle: bool = False) -> Iterator[tuple[Weights, Family]]:
+def opened(folder: Path, model: ModelConfig, upcycle: bool = False) -> Iterator[tuple[Weights, Family]]:
     """The tensors of a folder that holds a model, or the dense one that it is upcycled from, and their family.
 
     Raises ConvertError if it holds another one, or not all of it.
@@ -61,12 +61,12 @@ def opened(folder: Path, model: Model, upcycle: bool = False) -> Iterator[tuple[
         yield weights, stored
 
 
-def check_same(folder: Path, here: Model, there: Model) -> None:
+def check_same(folder: Path, here: ModelConfig, there: ModelConfig) -> None:
     """Raise ConvertError unless the model of a folder is the same function of tokens as another."""
     for name, (own, others) in differences(here, there).items():
         raise ConvertError(f"{name}={own}, and the model in {folder} has {name}={others}: use that, or another model")
 
 
-def dense_twin(model: Model) -> Model:
+def dense_twin(model: ModelConfig) -> ModelConfig:
     """The dense model whose MLP each expert begins as."""
-    return dataclasses.replace(model, intermediate_size=model.moe.intermediate_size, moe=MoE(num_experts=0))
+    return dataclasses.replace(model, intermediate_size=model.moe.intermediate_size, moe=MoEConfig(num_experts=0))

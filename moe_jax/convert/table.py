@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.convert.family import Family, end_rows
 from moe_jax.convert.tensors import Sizes, Tensor
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         return self.row.shape(self.ours)
 
 
-def places(model: Model, family: Family) -> dict[Path, list[Place]]:
+def places(model: ModelConfig, family: Family) -> dict[Path, list[Place]]:
     """Of each array that the family's table has: of a stacked one for each period from the bottom up."""
     dims, shapes = (
         _by_path(param_dims(model), is_leaf=lambda leaf: isinstance(leaf, tuple)),
@@ -63,7 +63,7 @@ def disk_shapes(found: dict[Path, list[Place]]) -> dict[str, tuple[int, ...]]:
     return {name: each.shape for group in found.values() for each in group for name in each.names()}
 
 
-def _blocks(model: Model) -> Iterator[tuple[int, int, str]]:
+def _blocks(model: ModelConfig) -> Iterator[tuple[int, int, str]]:
     """Segment, place in its period and kind of each block, from the bottom up."""
     for number, segment in enumerate(segments(model)):
         for _ in range(segment.repeats):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
@@ -31,7 +31,7 @@ def check_is_free(folder: Path) -> None:
 
 def write_model(
     folder: Path,
-    model: Model,
+    model: ModelConfig,
     family: Family,
     params: Any,
     dtype: str,

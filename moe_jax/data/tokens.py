@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.config import Data
+from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import AGAIN, CHUNK_BYTES, Chunks
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
@@ -75,7 +75,7 @@ class Tokens:
     meta: Meta | None = None  # None: a .txt file
 
 
-def open_tokens(data: Data, vocab_size: int) -> Tokens:
+def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
     """Map the tokens behind `data.path` for a model of `vocab_size` tokens; only older folders are read, and checked.
 
     Raises DataError if they are missing, damaged, of a larger vocabulary, or too few for one sequence.

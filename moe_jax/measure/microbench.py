@@ -38,7 +38,7 @@ def compile_all(operations: Iterable[Operation], dtype: jnp.dtype) -> list[Progr
     programs = []
     for operation in operations:
         expert = operation.group.expert() if operation.group else 1
-        mesh = meshes.setdefault(expert, make_mesh(config.Mesh(expert=expert)))
+        mesh = meshes.setdefault(expert, make_mesh(config.MeshConfig(expert=expert)))
         programs.append(Program(operation, _compile(operation, mesh, dtype), mesh))
     return programs
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_next, form_of
 from moe_jax.models.gates.inputs import RouterInputs
@@ -28,7 +28,7 @@ def sample(
     prompt_length: Int[Array, ""],
     key: Key[Array, ""],
     temperature: Float[Array, ""],
-    model: Model,
+    model: ModelConfig,
     compute: ComputeConfig,
 ) -> Int[Array, "B S"]:
     """The prompt's first `prompt_length` tokens and sampled ones behind them, S in all. Temperature 0: the likeliest.
@@ -62,7 +62,7 @@ def _next_logits(
     cache: Cache,
     token_B: Int[Array, " B"],
     position: Int[Array, ""],
-    model: Model,
+    model: ModelConfig,
     compute: ComputeConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
@@ -79,7 +79,7 @@ def _next_logits(
 
 
 def _feed_forward(
-    p: Any, h_BD: jax.Array, model: Model, compute: ComputeConfig, router_inputs: RouterInputs
+    p: Any, h_BD: jax.Array, model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
 ) -> jax.Array:
     if "mlp" in p:
         return mlp(p["mlp"], h_BD)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
@@ -138,7 +138,7 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def dispatch_compute_combine(
-    sent: ExpertRows, experts: Callable[[ExpertRows], jax.Array], route: DispatchRoute, moe: MoE
+    sent: ExpertRows, experts: Callable[[ExpertRows], jax.Array], route: DispatchRoute, moe: MoEConfig
 ) -> jax.Array:
     """The experts' outputs for all rows, back in their places [P, …]. For steps that schedule nothing in between.
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.layers import Product
 
 _LARGEST = {jnp.float8_e4m3fn: 2.0**8, jnp.float8_e5m2: 2.0**15}  # powers of 2, of which 1.5 times is in range, too
@@ -92,6 +92,6 @@ _multiply.defvjp(_forward, _backward)
 _FORMS = {"compute_dtype": lambda product: product, "fp8": in_fp8}
 
 
-def as_experts_multiply(product: Product, moe: MoE) -> Product:
+def as_experts_multiply(product: Product, moe: MoEConfig) -> Product:
     """The product in the precision that a config asks for."""
     return _FORMS[moe.expert_matmuls](product)

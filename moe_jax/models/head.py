@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.models.layers import rms_norm, wide_matmul
 from moe_jax.parallel.trees import Tree
@@ -19,13 +19,13 @@ _Gradients = tuple[jax.Array, jax.Array]
 _Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: Model) -> Float[Array, "B n V"]:
+def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
     """Logits in float32."""
     return wide_matmul(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), _matrix(params, model))
 
 
 def cross_entropy(
-    params: Tree, x_BnD: Float[Array, "B n D"], target_Bn: Int[Array, "B n"], model: Model, loss_chunk: int | None
+    params: Tree, x_BnD: Float[Array, "B n D"], target_Bn: Int[Array, "B n"], model: ModelConfig, loss_chunk: int | None
 ) -> Float[Array, ""]:
     """Nats of all tokens, summed; `loss_chunk` is that of the config."""
     h_TD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps).reshape(-1, model.hidden_size)
@@ -41,7 +41,7 @@ def cross_entropy(
         return _by_chunks(h_KcD, matrix, target_Kc)
 
 
-def _matrix(params: Tree, model: Model) -> Float[Array, "D V"]:
+def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:
     matrix: jax.Array = params["embedding"].T if model.tie_word_embeddings else params["head"]
     return matrix
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.gates import gate_of
@@ -47,7 +47,7 @@ class RoutedTokens(NamedTuple):
 def route(
     params: Any,
     h_TD: Float[Array, "T D"],
-    moe: MoE,
+    moe: MoEConfig,
     ep_size: int,
     capacity: CapacityState | None = None,
     ragged: bool = False,
@@ -74,7 +74,7 @@ def route(
     return RoutedTokens(sent, metadata, stats)
 
 
-def _prob_sum(decision: Decision, moe: MoE, sequences: int | None) -> Float[Array, " E"]:
+def _prob_sum(decision: Decision, moe: MoEConfig, sequences: int | None) -> Float[Array, " E"]:
     if moe.load_balancing_type != "sequence" or sequences is None:
         return decision.prob_TE.sum(axis=0)
     assert isinstance(decision, TopKRouting), "other gates are refused"
@@ -91,18 +91,20 @@ def shared_experts(params: Any) -> list[Any]:
 
 
 @jax.named_scope("experts")
-def run_experts(params: Any, received: ExpertRows, moe: MoE, product: GroupedProduct) -> jax.Array:
+def run_experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> jax.Array:
     """This rank's experts on the rows they were sent."""
     return dispatcher_of(moe).experts(params, received, moe, product)
 
 
 @jax.named_scope("unpermute")
-def unpermute(returned: jax.Array, metadata: DispatchMetadata, moe: MoE, ragged: bool = False) -> Float[Array, "T D"]:
+def unpermute(
+    returned: jax.Array, metadata: DispatchMetadata, moe: MoEConfig, ragged: bool = False
+) -> Float[Array, "T D"]:
     """Each token's weighted sum of what its experts returned."""
     return hooks_of(moe).after_layer(dispatcher_of(moe, ragged).unpermute(returned, metadata))
 
 
-def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoE) -> Float[Array, "M E"]:
+def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoEConfig) -> Float[Array, "M E"]:
     """What the load-balance loss multiplies each summed probability with: `f` below."""
     if moe.load_balancing_type == "sequence":
         return jnp.ones(global_count_ME.shape)  # the sums have shares in them already
@@ -113,7 +115,7 @@ def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoE) -> Float[Array,
 
 
 def load_balance_loss(
-    stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int, moe: MoE
+    stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int, moe: MoEConfig
 ) -> Float[Array, ""]:
     """This device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per block.
 

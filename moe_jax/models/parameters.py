@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
@@ -53,7 +53,7 @@ class _Declare:
         return (self._repeats, *dims.values()), ("layers", *dims)
 
 
-def _output_matrix(model: Model, declare: _Declare) -> nnx.Param:
+def _output_matrix(model: ModelConfig, declare: _Declare) -> nnx.Param:
     """From values of heads to the model width."""
     std = (model.num_attention_heads * model.v_width * 2 * model.num_layers) ** -0.5
     return declare.matrix(std, heads=model.num_attention_heads, head=model.v_width, model=model.hidden_size)
@@ -62,7 +62,7 @@ def _output_matrix(model: Model, declare: _Declare) -> nnx.Param:
 class GroupedAttention(nnx.Module):
     """Projections of grouped-query attention."""
 
-    def __init__(self, model: Model, declare: _Declare):
+    def __init__(self, model: ModelConfig, declare: _Declare):
         width, in_std = model.head_width, model.hidden_size**-0.5
         self.norm = declare.scale(model=model.hidden_size)
         self.query = declare.matrix(in_std, model=model.hidden_size, heads=model.num_attention_heads, head=width)
@@ -87,7 +87,7 @@ class GroupedAttention(nnx.Module):
 class LatentAttention(nnx.Module):
     """Projections to and from the latents of multi-head latent attention."""
 
-    def __init__(self, model: Model, declare: _Declare):
+    def __init__(self, model: ModelConfig, declare: _Declare):
         d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
         rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
         assert rank is not None, "a model with latents"
@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
 class MLP(nnx.Module):
     """Matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
 
-    def __init__(self, model: Model, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
+    def __init__(self, model: ModelConfig, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
         in_std, out_std = model.hidden_size**-0.5, (hidden * 2 * model.num_layers) ** -0.5
         gate = _GATES[model.activation]
         if gate is not None:
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
 class MoELayer(nnx.Module):
     """Router, routed experts, shared experts and an MLP beside them."""
 
-    def __init__(self, model: Model, declare: _Declare):
+    def __init__(self, model: ModelConfig, declare: _Declare):
         moe = model.moe
         # "choices", not "experts": the router is whole on every device
         for name, (dims, first) in gate_parameters(model).items():
@@ -153,7 +153,7 @@ def _first_of_gate(declare: _Declare, first: str | float, dims: dict[str, int]) 
 class Block(nnx.Module):
     """Attention, then an MLP or an MoE layer."""
 
-    def __init__(self, kind: str, model: Model, declare: _Declare):
+    def __init__(self, kind: str, model: ModelConfig, declare: _Declare):
         self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
         self.norm = declare.scale(model=model.hidden_size)
         if kind == "moe":
@@ -165,7 +165,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """All parameters of the decoder."""
 
-    def __init__(self, model: Model, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
         declare, std = _Declare(rngs), model.hidden_size**-0.5
         self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.hidden_size)
         self.segments = nnx.List(
@@ -177,24 +177,24 @@ class Transformer(nnx.Module):
             self.head = declare.matrix(std, model=model.hidden_size, vocab=model.vocab_size)
 
 
-def init_params(model: Model, seed: int) -> Params:
+def init_params(model: ModelConfig, seed: int) -> Params:
     """First parameters: nested dicts of float32 arrays, the same for a seed on every mesh."""
     return nnx.to_pure_dict(nnx.state(Transformer(model, nnx.Rngs(seed)), nnx.Param))
 
 
-def param_shapes(model: Model) -> Params:
+def param_shapes(model: ModelConfig) -> Params:
     """The parameters as ShapeDtypeStructs; nothing is allocated."""
     return jax.eval_shape(lambda: init_params(model, 0))
 
 
-def param_dims(model: Model) -> ParamDims:
+def param_dims(model: ModelConfig) -> ParamDims:
     """The parameters' tree with each array replaced by the names of its dimensions."""
     state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
     named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
 
 
-def blocks_of(tree: Tree, model: Model, take: Callable[[Any, int], Any]) -> list[Tree]:
+def blocks_of(tree: Tree, model: ModelConfig, take: Callable[[Any, int], Any]) -> list[Tree]:
     """Each block's own part of a tree laid out like the parameters, from the bottom up.
 
     `take(leaf, turn)` gives one block's share of a leaf that is stacked over the periods of a segment.
@@ -207,6 +207,6 @@ def blocks_of(tree: Tree, model: Model, take: Callable[[Any, int], Any]) -> list
     ]
 
 
-def block_params(params: Params, model: Model) -> list[Tree]:
+def block_params(params: Params, model: ModelConfig) -> list[Tree]:
     """Each block's own parameters, from the bottom up."""
     return blocks_of(params, model, lambda leaf, turn: leaf[turn])

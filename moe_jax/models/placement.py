@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.models.dispatchers.protocol import CapacityState
 from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
@@ -31,8 +31,8 @@ def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
 
 
 def in_slots(
-    decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoE
-) -> tuple[Decision, CapacityState | None, MoE]:
+    decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoEConfig
+) -> tuple[Decision, CapacityState | None, MoEConfig]:
     """A decision, and what earlier parts of the batch used, with slots instead of experts; and a layer of so many."""
     if slot_E is None:
         return decision, capacity, moe

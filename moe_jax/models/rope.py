@@ -10,12 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from moe_jax.config import Model, RopeScaling
+from moe_jax.config import ModelConfig, RopeScalingConfig
 
 Pairs = NDArray[np.float64]  # of each pair that is rotated together
 
 
-def rotate(x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: Model) -> Float[Array, "B N H K"]:
+def rotate(
+    x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: ModelConfig
+) -> Float[Array, "B N H K"]:
     """Rotary position embedding (Su et al. 2021) on pairs (i, i + K/2), angles in float32."""
     half, scaling = x_BNHK.shape[-1] // 2, model.rope_scaling
     if scaling.rope_type == "none":
@@ -32,25 +34,25 @@ def rotate(x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], mode
     return turned.astype(x_BNHK.dtype)
 
 
-def logit_scale(model: Model) -> float:
+def logit_scale(model: ModelConfig) -> float:
     """What a product of query and key is multiplied with (DeepSeek-V3 2024, section 4.3, in its published code)."""
     scaling = model.rope_scaling
     return model.qk_width**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
 
 
-def _linear(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
+def _linear(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
     """Positions are divided (Chen et al. 2023)."""
     return frequency / scaling.factor
 
 
-def _llama3(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
+def _llama3(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
     """A ramp over the number of turns (Llama 3, 2024, in its published code)."""
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     kept = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
     return _between(frequency, kept, scaling)
 
 
-def _yarn(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
+def _yarn(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
     """A ramp over the number of the pair (YaRN, Peng et al. 2023, section 3.2)."""
     pairs = len(frequency)
 
@@ -65,7 +67,7 @@ def _yarn(frequency: Pairs, theta: float, scaling: RopeScaling) -> Pairs:
     return _between(frequency, 1 - np.clip(ramp, 0, 1), scaling)
 
 
-def _between(frequency: Pairs, kept: Pairs, scaling: RopeScaling) -> Pairs:
+def _between(frequency: Pairs, kept: Pairs, scaling: RopeScalingConfig) -> Pairs:
     return frequency / scaling.factor * (1 - kept) + frequency * kept
 
 

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 
 _NEVER = 2**30  # after all slots
 
 
-def expert_capacity(moe: MoE, tokens: int) -> int:
+def expert_capacity(moe: MoEConfig, tokens: int) -> int:
     """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
     if moe.capacity_factor is None:
         return tokens

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Config, Exchange, Model, View
+from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
@@ -117,7 +117,7 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
         if table.of(value).in_background and platform != "cpu":
             raise ConfigError(
                 f"exchange.{name}={value} is for CPUs, and these devices are {platform}, whose collectives run "
-                f"beside computations anyway: use exchange.{name}={getattr(Exchange(), name)}"
+                f"beside computations anyway: use exchange.{name}={getattr(ExchangeConfig(), name)}"
             )
     if config.exchange.algorithm != OPEN_EXCHANGE:
         return config.exchange.algorithm
@@ -148,8 +148,8 @@ class Routed(NamedTuple):
 def attend_and_route(
     params: Any,
     x_BND: Float[Array, "B N D"],
-    model: Model,
-    view: View,
+    model: ModelConfig,
+    view: AttentionView,
     compute: ComputeConfig,
     capacity: CapacityState | None = None,
     ragged: bool = False,
@@ -181,13 +181,19 @@ def attend_and_route(
 
 
 def rejoin(
-    x_BND: Float[Array, "B N D"], returned: jax.Array, metadata: DispatchMetadata, model: Model, ragged: bool = False
+    x_BND: Float[Array, "B N D"],
+    returned: jax.Array,
+    metadata: DispatchMetadata,
+    model: ModelConfig,
+    ragged: bool = False,
 ) -> Float[Array, "B N D"]:
     """The residual stream with what the experts returned."""
     return x_BND + moe_layer.unpermute(returned, metadata, model.moe, ragged).reshape(x_BND.shape)
 
 
-def dense_block(params: Any, x_BND: Float[Array, "B N D"], model: Model, view: View, way: Way) -> Float[Array, "B N D"]:
+def dense_block(
+    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, way: Way
+) -> Float[Array, "B N D"]:
     """One block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, way)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps))
@@ -201,8 +207,8 @@ def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N
 def block(
     params: Any,
     x_BND: Float[Array, "B N D"],
-    model: Model,
-    view: View,
+    model: ModelConfig,
+    view: AttentionView,
     compute: ComputeConfig,
     router_inputs: RouterInputs | None = None,
     slot_E: Int[Array, " E"] | None = None,
@@ -228,7 +234,7 @@ def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], compute: 
 def forward(
     params: Params,
     token_BN: Int[Array, "B N"],
-    model: Model,
+    model: ModelConfig,
     compute: ComputeConfig,
     router_inputs: RouterInputs | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
@@ -255,7 +261,7 @@ def _run_segment(
     params: Any,
     x_BND: jax.Array,
     segment: Segment,
-    model: Model,
+    model: ModelConfig,
     compute: ComputeConfig,
     router_inputs: RouterInputs | None,
     slot_mE: jax.Array | None,

@@ -27,7 +27,7 @@ BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
 TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)  # and the tokens of each over context and tensor ranks
 
 
-def mesh_sizes(settings: config.Mesh, num_devices: int) -> dict[Axis, int]:
+def mesh_sizes(settings: config.MeshConfig, num_devices: int) -> dict[Axis, int]:
     """Devices along each axis, -1 resolved. Raises MeshError unless their product is `num_devices`."""
     sizes = {axis: settings.sizes[axis] for axis in Axis}
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -86,7 +86,7 @@ def found_devices() -> list[jax.Device]:
         ) from None
 
 
-def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh over `devices` (default: all of all processes). Raises MeshError."""
     devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
@@ -102,7 +102,7 @@ def make_mesh(settings: config.Mesh, devices: Sequence[jax.Device] | None = None
         ) from None
 
 
-def expert_axis(settings: config.Mesh) -> Axes:
+def expert_axis(settings: config.MeshConfig) -> Axes:
     """What experts are cut over."""
     axes = tuple(map(Axis, settings.expert_axes))
     return axes if len(axes) > 1 else axes[0]

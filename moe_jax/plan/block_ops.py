@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.plan.axes import Cut, Op
 
 _WHOLE, _SEQUENCES, _TOKENS, _HEADS, _FEATURES = Cut.WHOLE, Cut.SEQUENCES, Cut.TOKENS, Cut.HEADS, Cut.FEATURES
 _ROWS = (Cut.SLOTS, Cut.IRREGULAR)
 
 
-def forward_ops(model: Model, kinds: Sequence[str]) -> tuple[Op, ...]:
+def forward_ops(model: ModelConfig, kinds: Sequence[str]) -> tuple[Op, ...]:
     """Of blocks of these kinds, from the bottom up."""
     return tuple(op for block, kind in enumerate(kinds) for op in _block(model, kind, block))
 
 
-def _block(model: Model, kind: str, block: int) -> Iterator[Op]:
+def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
     moe = model.moe
 
     def op(name: str, reads: str, writes: str, *cuts: tuple[Cut, ...], task: str = "attend") -> Op:

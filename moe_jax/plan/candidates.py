@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_jax.config import Config, Schedule, Sections
+from moe_jax.config import Config, ScheduleConfig, Sections
 from moe_jax.config.draft import Draft
 from moe_jax.config.layer_layout import Stages, check_blocks
 from moe_jax.config.registry import PIPELINE_FACTS, POLICY_FACTS
@@ -38,7 +38,7 @@ class Refused:
     needed_bytes: float | None = None  # of a device's memory, where it has too little
 
 
-def with_rates(schedule: Schedule, cluster: Cluster) -> Schedule:
+def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:
     """Those that training orders tasks by: the cluster's, where none are given."""
     device, near, far = cluster.device, cluster.levels[0], cluster.levels[-1]
     rates = {
@@ -180,7 +180,7 @@ def guesses() -> tuple[Settings, ...]:
 def plain() -> Settings:
     """Nothing scheduled: as settings are by themselves."""
     names = ("policy", "microbatches", "backward_microbatches", "expert_chunks", "weight_grad", "grad_reduce")
-    return {name: getattr(Schedule(), name) for name in (*names, "bucket_cap_mb")}
+    return {name: getattr(ScheduleConfig(), name) for name in (*names, "bucket_cap_mb")}
 
 
 def scheduled(policy: str, degree: int, backward: int | None = None, chunks: int = 1) -> Settings:

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from math import inf
 from typing import NamedTuple
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.plan.axes import Cut, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
 from moe_jax.plan.candidates import policies
@@ -144,7 +144,7 @@ class _Costs:
         return rate.seconds(share * (block.forward - self._squares_s) + squares_s, parts)
 
 
-def _shares(model: Model, kind: str) -> Mapping[str, float]:
+def _shares(model: ModelConfig, kind: str) -> Mapping[str, float]:
     """Of a block's parameters in matrix products, experts left out; other ops pass in their neighbours' time."""
     moe, matrices = model.moe, 3 if model.is_gated else 2
     hidden = model.intermediate_size if kind == "dense" or moe.dense_residual else 0

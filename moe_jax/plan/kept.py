@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
@@ -137,7 +137,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     return Rows(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
 
 
-def _mlps(model: Model, kind: str) -> list[int]:
+def _mlps(model: ModelConfig, kind: str) -> list[int]:
     """Hidden widths of a block's MLPs that every token meets."""
     moe = model.moe
     widths = {
@@ -147,7 +147,7 @@ def _mlps(model: Model, kind: str) -> list[int]:
     return [width for width in widths[kind] if width]
 
 
-def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
+def kept_bytes(sizes: Sizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
@@ -200,7 +200,7 @@ def kept_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode, remat_unit: Re
     return total
 
 
-def _latent_bytes(sizes: Sizes, model: Model, mode: Mode) -> float:
+def _latent_bytes(sizes: Sizes, model: ModelConfig, mode: Mode) -> float:
     """What latents of queries, keys and values add to what attention keeps: norms' values, and what heads are made of.
 
     Latents are gathered instead of what they are made of, and travel around a ring instead of keys and values.
@@ -242,7 +242,7 @@ _WAITING: dict[Mode, _Waiting] = {
 }
 
 
-def held_bytes(sizes: Sizes, model: Model, kind: str, mode: Mode) -> float:
+def held_bytes(sizes: Sizes, model: ModelConfig, kind: str, mode: Mode) -> float:
     """What activation gradients of a block leave to weight gradients that come later, as read off traced steps.
 
     Beside what finds room in kept values that nobody reads any more: the softmax, or all that a `remat` keeps.

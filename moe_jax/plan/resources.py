@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 
@@ -42,7 +42,7 @@ class _Count(NamedTuple):
         return self.cut + self.whole_matrices + self.whole_vectors
 
 
-def count_parameters(model: Model) -> Parameters:
+def count_parameters(model: ModelConfig) -> Parameters:
     """Count every parameter of a model."""
     moe, d, blocks = model.moe, model.hidden_size, model.num_layers
     num_moe = model.block_kinds.count("moe")
@@ -76,14 +76,14 @@ class Owned(NamedTuple):
     biases: int = 0  # those among `whole` that no gradient moves, and that have no moments
 
 
-def owned_parameters(model: Model) -> tuple[Owned, ...]:
+def owned_parameters(model: ModelConfig) -> tuple[Owned, ...]:
     """Of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
     head = Owned(d + (0 if model.tie_word_embeddings else table))
     return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
 
 
-def owned_by_kind(model: Model) -> dict[str, Owned]:
+def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
     """Of a block, `dense` or `moe`."""
     moe, d = model.moe, model.hidden_size
     attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
@@ -102,12 +102,12 @@ def owned_by_kind(model: Model) -> dict[str, Owned]:
     }
 
 
-def attention_matrices(model: Model) -> int:
+def attention_matrices(model: ModelConfig) -> int:
     """Parameters in the projections of one block's attention."""
     return _attention(model).matrices
 
 
-def _attention(model: Model) -> _Count:
+def _attention(model: ModelConfig) -> _Count:
     """Of one block."""
     d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
     sinks = heads if model.attention.sinks else 0
@@ -128,18 +128,18 @@ def _attention(model: Model) -> _Count:
     return _Count(2 * d * (queries + keys), cut, whole_vectors=whole)
 
 
-def gate_matrices(model: Model) -> int:
+def gate_matrices(model: ModelConfig) -> int:
     """Parameters in the matrix products of one block's gate, and of that of its shared experts."""
     return _gate(model).matrices
 
 
-def mixed_matrices(model: Model) -> int:
+def mixed_matrices(model: ModelConfig) -> int:
     """Products with activations for each token where a gate mixes tokens into slots, and slots into tokens."""
     moe = model.moe
     return 2 * model.hidden_size * moe.num_experts * moe.slots_per_expert if moe.gate_facts.mixes else 0
 
 
-def _gate(model: Model) -> _Count:
+def _gate(model: ModelConfig) -> _Count:
     """Of one block with experts."""
     sizes = [tuple(dims.values()) for dims, _ in gate_parameters(model).values()]
     of_shared = model.hidden_size if model.moe.shared_gate else 0
@@ -150,13 +150,13 @@ def _gate(model: Model) -> _Count:
     )
 
 
-def _mlp(model: Model, hidden: int, bias: bool = False) -> _Count:
+def _mlp(model: ModelConfig, hidden: int, bias: bool = False) -> _Count:
     """Of one MLP or expert."""
     inner = 2 if model.is_gated else 1
     return _Count((inner + 1) * model.hidden_size * hidden, *((inner * hidden, 0, model.hidden_size) if bias else ()))
 
 
-def train_flops_per_token(model: Model, seq_len: int) -> float:
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one token's forward and backward pass, nothing recomputed or padded.
 
     6 per matrix parameter it meets, and causal attention over the earlier tokens of its window, seq_len/2 on average
@@ -174,7 +174,7 @@ def _mean_seen(window: int | None, seq_len: int) -> float:
     return width - width**2 / (2 * seq_len)
 
 
-def parameters_per_device(model: Model, expert_ranks: int, tensor_ranks: int, replicas: int = 0) -> int:
+def parameters_per_device(model: ModelConfig, expert_ranks: int, tensor_ranks: int, replicas: int = 0) -> int:
     """Parameters that one device has, experts cut over `expert_ranks` of which each has room for so many replicas."""
     counts = count_parameters(model)
     whole = counts.total - counts.expert - counts.heads_and_hidden

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
@@ -230,7 +230,7 @@ class Step:
         own += owned.expert / (self.tensor * self.experts.ranks)
         return own * self._item / self.device.memory_bytes_per_s
 
-    def _gathered(self, model: Model, kind: str) -> float:
+    def _gathered(self, model: ModelConfig, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
         group, seconds = Group(self.tensor, 1), 0.0
         for width in gathered_widths(model, kind):
@@ -240,7 +240,7 @@ class Step:
             seconds += self.fabric.ring(gathered, group) + self.fabric.ring(summed, group, "reduce_scatter")
         return seconds
 
-    def _from_others(self, model: Model) -> tuple[float, float]:
+    def _from_others(self, model: ModelConfig) -> tuple[float, float]:
         """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
 
         Those of a ring travel beside the squares; backward, gradients in float32 follow them. Where the batch is cut,
@@ -306,7 +306,7 @@ class _Exchange:
         return self.step.exchange_seconds(amount / parts) if amount else 0.0
 
 
-def gathered_widths(model: Model, kind: str) -> list[int]:
+def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
     """Numbers of a token that tensor ranks gather in a block: for attention, and for an MLP that they cut.
 
     What they sum behind each has the model's width.
@@ -319,7 +319,7 @@ def gathered_widths(model: Model, kind: str) -> list[int]:
     return [for_attention, *([model.hidden_size] if has_mlp else [])]
 
 
-def passed_on(model: Model, tensor: int) -> float:
+def passed_on(model: ModelConfig, tensor: int) -> float:
     """Numbers of a token that one context rank sends to the next, for each of its `tensor` ranks' share of tokens."""
     if model.latent.kv_lora_rank is None:
         return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank passes on its heads

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
@@ -67,7 +67,7 @@ def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
     return _sent_rows(config, tokens, ranks) * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
 
 
-def expert_rows(model: Model, tokens: float) -> float:
+def expert_rows(model: ModelConfig, tokens: float) -> float:
     """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
     moe = model.moe
     if moe.gate_facts.mixes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.kept import Mode, Sizes, kept_bytes
 from moe_jax.plan.resources import count_parameters
@@ -46,7 +46,7 @@ def working_bytes(
     return total
 
 
-def _ring_bytes(sizes: Sizes, model: Model) -> float:
+def _ring_bytes(sizes: Sizes, model: ModelConfig) -> float:
     """Of a block's backward pass: gradients of queries and of the keys of three ranks in float32, keys of two ranks."""
     query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
     return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moe_jax.config import Mesh
+from moe_jax.config import MeshConfig
 from moe_jax.rebalance.costs import MigrationCosts, migration_costs
 from moe_jax.rebalance.planner import Plan, Prices, is_due, load_ratio, num_swaps, plan
 from moe_jax.rebalance.transfer import Moved, Mover
@@ -34,7 +34,7 @@ class Migration:
         self._mover = Mover(run.config, run.trainer)
         self._costs: MigrationCosts | None = None
         if run.cluster is not None:
-            sizes = Mesh(
+            sizes = MeshConfig(
                 **{str(axis): size for axis, size in run.trainer.mesh.shape.items()},
                 experts_over_context=run.config.mesh.experts_over_context,
             )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.config import Config, Mesh
+from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from moe_jax.errors import ConfigError
@@ -26,7 +26,7 @@ from moe_jax.parallel.sharding import REPLICATED
 def one_device_mesh() -> jax.sharding.Mesh:
     """All axes of size 1 over this process's first device."""
     found_devices()
-    return make_mesh(Mesh(), jax.local_devices()[:1])
+    return make_mesh(MeshConfig(), jax.local_devices()[:1])
 
 
 def sample_tokens(

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.stages import Compiled
 
-from moe_jax.config import Tune
+from moe_jax.config import TuneConfig
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import ConfigError, UserError
@@ -129,7 +129,7 @@ class Tuning:
 class _Decider:
     """What process 0 decides, tells and keeps."""
 
-    def __init__(self, choices: Choices, tune: Tune, folder: Path, log: RunLog):
+    def __init__(self, choices: Choices, tune: TuneConfig, folder: Path, log: RunLog):
         self._choices, self._samples, self._folder, self._log = choices, tune.samples, folder, log
         self._tuner = Tuner(
             choices.values, samples=tune.samples, band=tune.band, start=choices.first, best_s=choices.best_s

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
 from moe_jax.parallel.copies import sum_copies
@@ -27,7 +27,7 @@ from moe_jax.step.optimizer import unless_bad
 Placement = dict[str, jax.Array]
 
 
-def first_placement(model: Model, ranks: int = 1, replicas: int = 0) -> Placement:
+def first_placement(model: ModelConfig, ranks: int = 1, replicas: int = 0) -> Placement:
     """Experts in their order, nothing seen; with `replicas` as many slots of each of the ranks are free."""
     blocks, experts = model.block_kinds.count("moe"), model.moe.num_experts
     name = "expert_MS" if replicas else "slot_ME"
@@ -38,7 +38,7 @@ def first_placement(model: Model, ranks: int = 1, replicas: int = 0) -> Placemen
     }
 
 
-def placement_shapes(model: Model, slots: int, like: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+def placement_shapes(model: ModelConfig, slots: int, like: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     """Of a placement with so many slots of a block, on the mesh of another array."""
     whole = NamedSharding(like.mesh, REPLICATED)
     shapes = jax.eval_shape(partial(first_placement, model, replicas=slots - model.moe.num_experts))

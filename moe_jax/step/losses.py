@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.moe import RouterStats, load_balance_loss
 
 Metrics = dict[str, jax.Array]
@@ -24,7 +24,7 @@ class Parts(NamedTuple):
     count_ME: Int[Array, "M E"]
     num_dropped_M: Float[Array, " M"]
 
-    def auxiliary(self, moe: MoE) -> Float[Array, ""]:
+    def auxiliary(self, moe: MoEConfig) -> Float[Array, ""]:
         """The weighted losses that are added to the cross-entropy."""
         return moe.aux_loss_coeff * self.load_balance_loss + moe.z_loss_coeff * self.router_z_loss
 
@@ -34,7 +34,7 @@ def parts_of(
     stats: RouterStats | None,
     global_count_ME: Int[Array, "M E"] | None,
     global_tokens: int,
-    moe: MoE,
+    moe: MoEConfig,
 ) -> Parts:
     """The parts of a device's share, from what its routers did and what those of all devices counted."""
     if stats is None or global_count_ME is None:
@@ -48,7 +48,7 @@ def parts_of(
     )
 
 
-def metrics_of(total: Parts, norm: jax.Array, rate: jax.Array, moe: MoE) -> Metrics:
+def metrics_of(total: Parts, norm: jax.Array, rate: jax.Array, moe: MoEConfig) -> Metrics:
     """The metrics of a step, from the sums over devices, the gradients' norm and the learning rate."""
     metrics = {
         "cross_entropy": total.cross_entropy,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, Data, Log, Sections
+from moe_jax.config import Config, DataConfig, LogConfig, Sections
 from moe_jax.config.yaml_io import load_config, setting_names
 from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
@@ -97,9 +97,9 @@ def test_other_names_stay_as_they_are() -> None:
 def test_a_config_made_in_python_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     with pytest.raises(ConfigError, match=r"^log.dir=~/x is not replaced here: write /home/me/x$"):
-        Config(log=Log(dir="~/x"))
+        Config(log=LogConfig(dir="~/x"))
     with pytest.raises(ConfigError, match=r"^data.path=s3://x is a URL"):
-        Config(data=Data(path="s3://x"))
+        Config(data=DataConfig(path="s3://x"))
 
 
 def test_every_setting_that_names_a_file_is_among_them() -> None:

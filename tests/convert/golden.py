@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
-from moe_jax.config import Config, Mesh, Model
+from moe_jax.config import Config, MeshConfig, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import FAMILIES, family_of
 from moe_jax.convert.files import Weights
@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = sorted(FAMILIES)
 
 
-def model_of(name: str) -> Model:
+def model_of(name: str) -> ModelConfig:
     hf = read_config(GOLDEN / name)
     return family_of(hf).model(hf)
 
@@ -41,11 +41,11 @@ def shapes_on(mesh: jax.sharding.Mesh, config: Config) -> Any:
     )
 
 
-def read(folder: Path, mesh: Mesh | None = None) -> Any:
+def read(folder: Path, mesh: MeshConfig | None = None) -> Any:
     """Parameters on a mesh; None: on one device."""
     hf = read_config(folder)
     family = family_of(hf)
-    settings = mesh or Mesh()
+    settings = mesh or MeshConfig()
     config = Config(model=family.model(hf), mesh=settings)
     devices = jax.devices()[: 1 if mesh is None else int(np.prod(list(mesh.sizes.values())))]
     with Weights(folder) as weights:

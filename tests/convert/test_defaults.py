@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, Data, Model, RopeScaling, Train
+from moe_jax.config import Config, DataConfig, ModelConfig, RopeScalingConfig, TrainConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.source import ORIGIN, longest_sequence
@@ -27,7 +27,7 @@ DEFAULTS = {
 }
 
 
-def without(name: str, *settings: str, **others: object) -> Model:
+def without(name: str, *settings: str, **others: object) -> ModelConfig:
     """The model of a golden config.json without some settings, with others."""
     values = json.loads((GOLDEN / name / "config.json").read_text()) | {"num_attention_heads": HEADS, "head_dim": 8}
     return FAMILIES[name].model(HfConfig({k: v for k, v in values.items() if k not in settings} | others, name))
@@ -47,7 +47,7 @@ def test_families_have_defaults_of_their_own(name):
 def test_gpt_oss_is_scaled_unless_it_says_otherwise():
     yarn = without("gpt_oss", "rope_parameters").rope_scaling
     assert (yarn.kind, yarn.factor, yarn.original_max_position_embeddings, yarn.truncate) == ("yarn", 32, 4096, False)
-    assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScaling()
+    assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScalingConfig()
 
 
 def test_deepseek_v3_has_groups_and_latents_by_default():
@@ -62,13 +62,15 @@ def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path
     """Of a model that began at random, its training's, or what its positions are scaled to."""
 
     def longest(seq_len: int, begun: Path | None = None, **model: object) -> int:
-        train = Train(init_from=None if begun is None else str(begun))
-        return longest_sequence(Config(model=Model(**model), data=Data(seq_len=seq_len), train=train), tmp_path / "run")
+        train = TrainConfig(init_from=None if begun is None else str(begun))
+        return longest_sequence(
+            Config(model=ModelConfig(**model), data=DataConfig(seq_len=seq_len), train=train), tmp_path / "run"
+        )
 
     (tmp_path / ORIGIN).write_text((GOLDEN / "olmoe" / "config.json").read_text())
     for folder in (GOLDEN / "olmoe", tmp_path):
         assert [longest(16, folder), longest(100, folder)] == [64, 100]
     assert longest(100) == 100
-    scaling = RopeScaling(rope_type="llama3", factor=8, original_max_position_embeddings=32)
+    scaling = RopeScalingConfig(rope_type="llama3", factor=8, original_max_position_embeddings=32)
     assert [longest(100, rope_scaling=scaling), longest(999, rope_scaling=scaling)] == [256, 999]
     assert longest(16, GOLDEN / "llama", rope_scaling=dataclasses.replace(scaling, factor=2)) == 64, "as it was given"

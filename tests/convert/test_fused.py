@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_jax.config import Mesh
+from moe_jax.config import MeshConfig
 from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.source import opened
@@ -49,7 +49,7 @@ def test_fused_experts_are_the_same_parameters(name, tmp_path):
     with opened(folder, model_of(name)):
         pass
     jax.tree.map(np.testing.assert_array_equal, read(folder), read(GOLDEN / name))
-    cut = read(folder, Mesh(data=1, expert=2, tensor=2))
+    cut = read(folder, MeshConfig(data=1, expert=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, cut, read(GOLDEN / name))
 
 

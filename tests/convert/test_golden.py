@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moe_jax.config import Config, Mesh
+from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import FAMILIES, family_that_holds
 from moe_jax.convert.hf_config import HfConfig
@@ -46,14 +46,14 @@ def test_tensors_come_back_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_each_device_reads_its_part(name):
-    whole, cut = read(GOLDEN / name), read(GOLDEN / name, Mesh(data=1, expert=2, tensor=2))
+    whole, cut = read(GOLDEN / name), read(GOLDEN / name, MeshConfig(data=1, expert=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, cut, whole)
     assert any(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in jax.tree.leaves(cut))
 
 
 def test_stages_hold_their_blocks():
     """In rows of their own, those that are not used are 0."""
-    mesh = Mesh(data=1, pipeline=2)
+    mesh = MeshConfig(data=1, pipeline=2)
     config = Config(model=model_of("deepseek_v3"), mesh=mesh)
     back = in_order(jax.device_get(read(GOLDEN / "deepseek_v3", mesh)), Stages.of(config))
     jax.tree.map(np.testing.assert_array_equal, back, read(GOLDEN / "deepseek_v3"))

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_jax.config import Mesh, Model, MoE
+from moe_jax.config import MeshConfig, ModelConfig, MoEConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.files import INDEX, Weights
 from moe_jax.convert.write import write_model
 from moe_jax.models.parameters import param_shapes
 from tests.convert.golden import read
 
-MODEL = Model(
+MODEL = ModelConfig(
     vocab_size=8192,
     hidden_size=256,
     num_layers=2,
-    moe=MoE(num_experts=8, intermediate_size=512, capacity_factor=None),
+    moe=MoEConfig(num_experts=8, intermediate_size=512, capacity_factor=None),
 )
 LARGEST = 2 * MODEL.vocab_size * MODEL.hidden_size  # bytes of the embedding, in bfloat16
 
@@ -36,7 +36,7 @@ def test_memory_holds_one_tensor_beside_the_parameters(fused, tmp_path):
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     tracemalloc.start()
     try:
-        found = read(tmp_path / "hf", Mesh(data=1, expert=8))
+        found = read(tmp_path / "hf", MeshConfig(data=1, expert=8))
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moe_jax.config import RopeScaling
+from moe_jax.config import RopeScalingConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.hf_config import ConvertError, HfConfig, read_config
 from moe_jax.convert.rope import rope_settings
@@ -18,7 +18,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
-def settings(**values: object) -> tuple[float, RopeScaling]:
+def settings(**values: object) -> tuple[float, RopeScalingConfig]:
     found = rope_settings(HfConfig({"max_position_embeddings": 64, **values}, "config.json"))
     return found["rope_theta"], found["rope_scaling"]
 

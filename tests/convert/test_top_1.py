@@ -5,12 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moe_jax.config import Attention, Model, MoE
+from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.families import FAMILIES, differences, family_that_holds
 from moe_jax.convert.hf_config import ConvertError, HfConfig, read_config
 from tests.convert.golden import changed, logits_in, of_transformers
 
-SWITCH = Model(qk_norm=True, moe=MoE(top_k=1, capacity_factor=None))  # the settings that a run has by default
+SWITCH = ModelConfig(
+    qk_norm=True, moe=MoEConfig(top_k=1, capacity_factor=None)
+)  # the settings that a run has by default
 
 
 def test_logits_are_those_of_transformers(tmp_path):
@@ -48,8 +50,8 @@ def test_a_model_trained_with_scores_as_weights_is_no_mixtral():
 
 def test_settings_that_a_gate_does_not_read_are_no_difference():
     """A softmax over one logit is 1 whatever they say."""
-    moe = MoE(top_k=1, gate="gpt_oss", bias=True, capacity_factor=None)
-    model = Model(activation="clipped_swiglu", attention=Attention(bias=True, sinks=True), moe=moe)
+    moe = MoEConfig(top_k=1, gate="gpt_oss", bias=True, capacity_factor=None)
+    model = ModelConfig(activation="clipped_swiglu", attention=AttentionConfig(bias=True, sinks=True), moe=moe)
     for settings in ({"norm_top1_prob": True}, {"norm_topk_prob": False}):
         own = dataclasses.replace(model, moe=dataclasses.replace(moe, **settings))
         assert family_that_holds(own).model_type == "gpt_oss"

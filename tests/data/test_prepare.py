@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moe_jax.config import Data
+from moe_jax.config import DataConfig
 from moe_jax.data import long_text, prepare, text_files
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ def test_the_tokens_are_the_text_whatever_its_form(
     characters = sum(map(len, DOCUMENTS))
     assert len(validation.replace("␄", "")) == characters // 4  # a document may be divided
     assert meta.dtype == ("uint16" if tokenizer == "bpe" else "uint8")
-    assert open_tokens(Data(path=str(tmp_path / "out"), seq_len=8), 400).vocab_size == meta.vocab_size
+    assert open_tokens(DataConfig(path=str(tmp_path / "out"), seq_len=8), 400).vocab_size == meta.vocab_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
@@ -243,7 +243,7 @@ def test_the_cure_of_an_encoding_makes_the_text(encoding: str, named: str, tmp_p
         cure = f"iconv -f {named} -t utf-8"
         assert str(error.value) == f"{tmp_path / name} is {named.upper()}, not UTF-8: convert it with {cure}"
     with pytest.raises(DataError) as error:  # without preparation, too
-        open_tokens(Data(path=str(tmp_path / "in.txt"), seq_len=8), 256)
+        open_tokens(DataConfig(path=str(tmp_path / "in.txt"), seq_len=8), 256)
     assert str(error.value) == f"{tmp_path / 'in.txt'} is {named.upper()}, not UTF-8: convert it with {cure}"
     iconv = subprocess.run([*cure.split(), tmp_path / "in.txt"], capture_output=True, check=True)
     assert iconv.stdout.decode() == text

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_jax.config import Data
+from moe_jax.config import DataConfig
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import open_tokens, verify_tokens
 from moe_jax.errors import DataError
@@ -16,8 +16,8 @@ AGAIN = "make the folder again with scripts/prepare_text.py"
 TEXT = "The quality of mercy is not strained.\n" * 50
 
 
-def data(path: Path, **settings: Any) -> Data:
-    return Data(path=str(path), **({"seq_len": 16} | settings))
+def data(path: Path, **settings: Any) -> DataConfig:
+    return DataConfig(path=str(path), **({"seq_len": 16} | settings))
 
 
 @pytest.fixture

@@ -9,23 +9,23 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from moe_jax.config import Attention, Config, Latent, Mesh, Model, Train
+from moe_jax.config import AttentionConfig, Config, LatentConfig, MeshConfig, ModelConfig, TrainConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.errors import ConfigError
 from moe_jax.models.attention import kernels
 
-BFLOAT16 = Train(compute_dtype="bfloat16")
-WIDE = Latent(kv_lora_rank=512)  # 192 features of keys, 128 of values
-CONFIG = Config(model=Model(num_attention_heads=2), train=BFLOAT16)
-LATENT = dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, latent=WIDE))
+BFLOAT16 = TrainConfig(compute_dtype="bfloat16")
+WIDE = LatentConfig(kv_lora_rank=512)  # 192 features of keys, 128 of values
+CONFIG = Config(model=ModelConfig(num_attention_heads=2), train=BFLOAT16)
+LATENT = dataclasses.replace(CONFIG, model=ModelConfig(num_attention_heads=2, latent=WIDE))
 AMPERE, HOPPER = (8, 0), (9, 0)
 OTHERS = {
-    "float32": dataclasses.replace(CONFIG, train=Train(compute_dtype="float32")),
-    "sinks": dataclasses.replace(CONFIG, model=Model(attention=Attention(sinks=True))),
-    "context": dataclasses.replace(CONFIG, mesh=Mesh(data=1, context=2)),
-    "odd": dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, head_dim=36)),
-    "wide": dataclasses.replace(CONFIG, model=Model(num_attention_heads=2, head_dim=264)),
-    "wide values": dataclasses.replace(CONFIG, model=Model(latent=Latent(kv_lora_rank=8, v_head_dim=256))),
+    "float32": dataclasses.replace(CONFIG, train=TrainConfig(compute_dtype="float32")),
+    "sinks": dataclasses.replace(CONFIG, model=ModelConfig(attention=AttentionConfig(sinks=True))),
+    "context": dataclasses.replace(CONFIG, mesh=MeshConfig(data=1, context=2)),
+    "odd": dataclasses.replace(CONFIG, model=ModelConfig(num_attention_heads=2, head_dim=36)),
+    "wide": dataclasses.replace(CONFIG, model=ModelConfig(num_attention_heads=2, head_dim=264)),
+    "wide values": dataclasses.replace(CONFIG, model=ModelConfig(latent=LatentConfig(kv_lora_rank=8, v_head_dim=256))),
 }
 
 

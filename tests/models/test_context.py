@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Attention, Latent, Mesh, Model, MoE
+from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import Way
 from moe_jax.models.attention.over_context import ring, tiles
@@ -26,16 +26,16 @@ SHAPE = {
     "num_key_value_heads": 2,
     "intermediate_size": 8,
 }
-LATENTS = Latent(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
+LATENTS = LatentConfig(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
 VARIANTS = {
     "grouped": {},
-    "window": {"attention": Attention(sliding_window=7), "qk_norm": True},
-    "sinks": {"attention": Attention(sliding_window=20, sinks=True, bias=True, nope_every=1)},
+    "window": {"attention": AttentionConfig(sliding_window=7), "qk_norm": True},
+    "sinks": {"attention": AttentionConfig(sliding_window=20, sinks=True, bias=True, nope_every=1)},
     "latent": {"latent": LATENTS, "num_key_value_heads": None},
     "latent sinks": {
         "latent": LATENTS,
         "num_key_value_heads": None,
-        "attention": Attention(sliding_window=3, sinks=True),
+        "attention": AttentionConfig(sliding_window=3, sinks=True),
     },
 }
 
@@ -46,7 +46,7 @@ def pieces(context: int) -> np.ndarray:
     return np.concatenate([piece for r in range(context) for piece in (numbers[r], numbers[-1 - r])])
 
 
-def attended(model: Model, context: int, form: str):
+def attended(model: ModelConfig, context: int, form: str):
     """What attention adds, its gradients by parameters and inputs, all as of one device."""
     params = jax.tree.map(lambda leaf: leaf[0], first_params(model)["segments"][0][0]["attention"])
     x, weight = np.random.default_rng(0).standard_normal((2, 2, LENGTH, model.hidden_size), np.float32)
@@ -60,7 +60,7 @@ def attended(model: Model, context: int, form: str):
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)
         return y, jax.lax.psum(grads, Axis.CONTEXT)
 
-    mesh = make_mesh(Mesh(data=1, context=context), jax.devices()[:context])
+    mesh = make_mesh(MeshConfig(data=1, context=context), jax.devices()[:context])
     everywhere, by_rank = PartitionSpec(), PartitionSpec(None, Axis.CONTEXT)
     run = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=(by_rank, everywhere), check_vma=False)
     y, grads = jax.device_get(jax.jit(run)(params, x, weight))
@@ -82,7 +82,7 @@ def attended(model: Model, context: int, form: str):
 )
 def test_values_and_gradients_are_those_of_whole_sequences(variant, context, form, tile, monkeypatch):
     monkeypatch.setattr(ring, "TILE", tile)
-    model = Model(**(SHAPE | VARIANTS[variant]), moe=MoE(num_experts=0))
+    model = ModelConfig(**(SHAPE | VARIANTS[variant]), moe=MoEConfig(num_experts=0))
     chex.assert_trees_all_close(attended(model, context, form), attended(model, 1, form), rtol=2e-5, atol=5e-6)
 
 

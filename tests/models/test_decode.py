@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Attention, Latent, Mesh, Model, MoE, RopeScaling
+from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, RopeScalingConfig
 from moe_jax.models.decode import sample
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.mesh import make_mesh
 from tests.small import first_params
 
-MODEL = Model(
+MODEL = ModelConfig(
     vocab_size=32,
     hidden_size=16,
     num_layers=3,
@@ -24,7 +24,7 @@ MODEL = Model(
     num_key_value_heads=2,
     intermediate_size=24,
     qk_norm=True,
-    moe=MoE(
+    moe=MoEConfig(
         num_experts=4,
         top_k=2,
         intermediate_size=12,
@@ -46,7 +46,7 @@ COMPUTE = ComputeConfig(
 
 
 def on_one_device(function):
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     specs = {"mesh": mesh, "in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
     return jax.jit(jax.shard_map(function, **specs))
 
@@ -59,28 +59,30 @@ LATENT = dataclasses.replace(
     MODEL,
     num_key_value_heads=None,
     qk_norm=False,
-    latent=Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+    latent=LatentConfig(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
 )
 MODELS = {
     "grouped": MODEL,
     "windows-and-no-rope": dataclasses.replace(
-        MODEL, qk_norm_over="projection", attention=Attention(sliding_window=3, full_every=3, nope_every=2)
+        MODEL, qk_norm_over="projection", attention=AttentionConfig(sliding_window=3, full_every=3, nope_every=2)
     ),
     "sinks-and-biases": dataclasses.replace(
         MODEL,
         qk_norm=False,
-        attention=Attention(bias=True, sinks=True, sliding_window=4),
+        attention=AttentionConfig(bias=True, sinks=True, sliding_window=4),
         activation="clipped_swiglu",
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
     "latents": dataclasses.replace(
         LATENT,
-        rope_scaling=RopeScaling(rope_type="yarn", factor=4, original_max_position_embeddings=8, mscale_all_dim=1),
+        rope_scaling=RopeScalingConfig(
+            rope_type="yarn", factor=4, original_max_position_embeddings=8, mscale_all_dim=1
+        ),
     ),
     "latents-sinks-window": dataclasses.replace(
         LATENT,
         latent=dataclasses.replace(LATENT.latent, q_lora_rank=None),
-        attention=Attention(sinks=True, sliding_window=4, nope_every=2),
+        attention=AttentionConfig(sinks=True, sliding_window=4, nope_every=2),
     ),
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models import routing
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import Buffer, CapacityState, ExpertRows, buffer_of
@@ -29,9 +29,9 @@ every_case = pytest.mark.parametrize(
 every_dispatcher = pytest.mark.parametrize("name", DISPATCHERS)
 
 
-def moe_of(name: str, choices: int) -> MoE:
+def moe_of(name: str, choices: int) -> MoEConfig:
     factor = None if name == "dropless" else 1.0
-    return MoE(num_experts=EXPERTS, top_k=choices, capacity_factor=factor)
+    return MoEConfig(num_experts=EXPERTS, top_k=choices, capacity_factor=factor)
 
 
 def choice_of(choices: int, skewed: bool) -> TopKRouting:
@@ -64,7 +64,7 @@ def send_and_return(
     used_E: jax.Array,
     *,
     name: str,
-    moe: MoE,
+    moe: MoEConfig,
     ranks: int,
     slots: int,
     parts: int,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.expert_matmuls import as_experts_multiply, rounded
@@ -18,7 +18,7 @@ from moe_jax.step.scheduled.jaxpr_utils import inlined
 from tests.references import fp8_product, to_fp8
 
 L, ROWS, D, F = 3, 16, 10, 6
-FP8 = MoE(num_experts=L, expert_matmuls="fp8")
+FP8 = MoEConfig(num_experts=L, expert_matmuls="fp8")
 KINDS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
@@ -34,16 +34,17 @@ BIASED = [name for name, facts in GATE_FACTS.items() if "bias_update_rate" in fa
 GROUPED = [name for name, facts in GATE_FACTS.items() if facts.group_scorers]
 
 
-def moe_of(gate: str, **more) -> MoE:
+def moe_of(gate: str, **more) -> MoEConfig:
     own = {"n_group": 4, "topk_group": 2} if gate in GROUPED else {}
     own |= {"slots_per_expert": 2} if gate == "softmoe" else {}
-    return MoE(**({"num_experts": 8, "top_k": 2, "routed_scaling_factor": 1.5, "gate": gate} | own | more))
+    return MoEConfig(**({"num_experts": 8, "top_k": 2, "routed_scaling_factor": 1.5, "gate": gate} | own | more))
 
 
-def params_of(moe: MoE) -> dict[str, jax.Array]:
+def params_of(moe: MoEConfig) -> dict[str, jax.Array]:
     rng = np.random.default_rng(1)
     shapes = {
-        name: tuple(dims.values()) for name, (dims, _) in gate_parameters(Model(hidden_size=WIDTH, moe=moe)).items()
+        name: tuple(dims.values())
+        for name, (dims, _) in gate_parameters(ModelConfig(hidden_size=WIDTH, moe=moe)).items()
     }
     return {name: jnp.asarray(0.5 + 0.6 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
@@ -67,7 +68,7 @@ def draws_of(router_inputs: RouterInputs) -> Draws:
     )
 
 
-def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
+def through(decision: Any, x_TD: jax.Array, moe: MoEConfig) -> jax.Array:
     """What experts that multiply by their number make of the tokens, without a limit of slots."""
     if isinstance(decision, TopKRouting):
         weight_TE = (jax.nn.one_hot(decision.expert_Tk, moe.num_experts) * decision.weight_Tk[..., None]).sum(1)
@@ -77,7 +78,7 @@ def through(decision: Any, x_TD: jax.Array, moe: MoE) -> jax.Array:
     return dispatcher.unpermute(sent.rows * NUMBERS.reshape(2, 4, 1, 1), metadata)
 
 
-def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE) -> tuple[Any, ...]:
+def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig) -> tuple[Any, ...]:
     """The same, and probabilities and logits, by the slow twin."""
     everyone = [np.arange(len(x_TD))]
     if moe.gate == "softmoe":
@@ -89,12 +90,12 @@ def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe:
     return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, logit_TE
 
 
-def by_gate(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE) -> tuple[Any, ...]:
+def by_gate(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig) -> tuple[Any, ...]:
     decision, logit_TE = gate_of(moe)(params, x_TD, router_inputs, moe)
     return through(decision, x_TD, moe), decision.prob_TE, logit_TE
 
 
-def value(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoE, of: Any) -> jax.Array:
+def value(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig, of: Any) -> jax.Array:
     """One number of all that a gate decides, which every expert's weight is in."""
     out_TD, prob_TE, logit_TE = of(params, x_TD, router_inputs, moe)
     rng = np.random.default_rng(4)
@@ -148,7 +149,7 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
     expected = gate_references.GATES[gate](params, x_TD, one, draws_of(router_inputs_of()))[0]
     np.testing.assert_allclose(expected.sum(axis=1), 1.5, rtol=1e-6)
 
-    def out(params: Any, moe: MoE) -> jax.Array:
+    def out(params: Any, moe: MoEConfig) -> jax.Array:
         return through(gate_of(moe)(params, x_TD, router_inputs_of(), moe)[0], x_TD, moe).sum()
 
     learned, nothing = (jax.grad(out)(params, each)["router"] for each in (moe, one))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Model, MoE, Train
+from moe_jax.config import Config, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.errors import ConfigError
 from moe_jax.models import grouped_kernel
 from moe_jax.models.grouped_matmul import group_of_tiles
@@ -123,8 +123,10 @@ def test_each_tile_knows_its_group():
 
 
 def config_with(name: str, hidden: int = 64) -> Config:
-    moe = MoE(num_experts=4, top_k=2, intermediate_size=hidden, capacity_factor=None)
-    return Config(model=Model(hidden_size=64, num_attention_heads=4, moe=moe), train=Train(grouped_product=name))
+    moe = MoEConfig(num_experts=4, top_k=2, intermediate_size=hidden, capacity_factor=None)
+    return Config(
+        model=ModelConfig(hidden_size=64, num_attention_heads=4, moe=moe), train=TrainConfig(grouped_product=name)
+    )
 
 
 def test_auto_is_the_first_of_a_platform_and_a_name_is_itself():

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Model, MoE
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.models.head import cross_entropy
 from tests import references
 
-MODEL = Model(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoE(num_experts=0))
+MODEL = ModelConfig(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoEConfig(num_experts=0))
 
 
 def example(model, sequences=3, length=8):

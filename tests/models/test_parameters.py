@@ -5,32 +5,32 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Attention, Mesh, Model, MoE
+from moe_jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.sharding import partitions, shardings
 
 PATTERNS = [
-    (4, MoE()),
-    (4, MoE(num_experts=0)),
-    (7, MoE(first_k_dense_replace=1, moe_layer_freq=2)),
-    (8, MoE(first_k_dense_replace=1, moe_layer_freq=3)),
-    (1, MoE()),
+    (4, MoEConfig()),
+    (4, MoEConfig(num_experts=0)),
+    (7, MoEConfig(first_k_dense_replace=1, moe_layer_freq=2)),
+    (8, MoEConfig(first_k_dense_replace=1, moe_layer_freq=3)),
+    (1, MoEConfig()),
 ]
 
 
 VIEWS = [
-    Attention(),
-    Attention(sliding_window=4, full_every=2),
-    Attention(sliding_window=4, full_every=3, nope_every=4),
+    AttentionConfig(),
+    AttentionConfig(sliding_window=4, full_every=2),
+    AttentionConfig(sliding_window=4, full_every=3, nope_every=4),
 ]
 
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
 @pytest.mark.parametrize("attention", VIEWS)
 def test_segments_are_the_blocks_in_order(num_layers, moe, attention):
-    model = Model(num_layers=num_layers, moe=moe, attention=attention)
+    model = ModelConfig(num_layers=num_layers, moe=moe, attention=attention)
     blocks = [
         block
         for segment in segments(model)
@@ -42,7 +42,7 @@ def test_segments_are_the_blocks_in_order(num_layers, moe, attention):
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
 def test_every_array_has_a_name_for_each_dimension(num_layers, moe):
-    model = Model(num_layers=num_layers, moe=moe)
+    model = ModelConfig(num_layers=num_layers, moe=moe)
     shapes = param_shapes(model)
     dims = jax.tree.leaves(param_dims(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
     assert [len(d) for d in dims] == [x.ndim for x in jax.tree.leaves(shapes)]
@@ -51,10 +51,12 @@ def test_every_array_has_a_name_for_each_dimension(num_layers, moe):
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_mesh():
-    model = Model(hidden_size=16, intermediate_size=24, num_layers=2, moe=MoE(intermediate_size=12))
+    model = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, moe=MoEConfig(intermediate_size=12))
 
     def first(seed: int, expert: int):
-        placed = shardings(make_mesh(Mesh(data=8 // expert, expert=expert)), partitions(param_dims(model), Axis.EXPERT))
+        placed = shardings(
+            make_mesh(MeshConfig(data=8 // expert, expert=expert)), partitions(param_dims(model), Axis.EXPERT)
+        )
         return jax.jit(lambda: init_params(model, seed), out_shardings=placed)()
 
     expected = first(seed=3, expert=1)

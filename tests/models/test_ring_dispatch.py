@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Var
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
@@ -48,7 +48,7 @@ def test_hooks_round_what_travels_as_they_do_around_the_whole_exchange(hooks):
 
 
 def test_no_product_waits_for_another_hop():
-    route, moe, width = DispatchRoute("ring", Ranks(Axis.EXPERT, "cpu")), MoE(num_experts=8), 4
+    route, moe, width = DispatchRoute("ring", Ranks(Axis.EXPERT, "cpu")), MoEConfig(num_experts=8), 4
     matrices = {"gate": (width, 6), "up": (width, 6), "down": (6, width)}
     params = {name: jnp.ones((1, *shape)) for name, shape in matrices.items()}
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import tokens_per_expert
 
@@ -31,12 +31,14 @@ def test_rank_counts_earlier_pairs_of_the_same_expert(tokens, choices, experts):
 
 
 def test_capacity_is_the_share_rounded_up_and_never_more_than_the_tokens():
-    moe = MoE(num_experts=8, top_k=2, capacity_factor=1.25)
+    moe = MoEConfig(num_experts=8, top_k=2, capacity_factor=1.25)
     assert routing.expert_capacity(moe, 64) == 20
     assert routing.expert_capacity(moe, 65) == 21  # 20.3
-    assert routing.expert_capacity(MoE(num_experts=10, top_k=1, capacity_factor=1.1), 100) == 11  # in binary: above
-    assert routing.expert_capacity(MoE(num_experts=8, top_k=2, capacity_factor=100.0), 64) == 64
-    assert routing.expert_capacity(MoE(num_experts=8, top_k=2, capacity_factor=None), 64) == 64
+    assert (
+        routing.expert_capacity(MoEConfig(num_experts=10, top_k=1, capacity_factor=1.1), 100) == 11
+    )  # in binary: above
+    assert routing.expert_capacity(MoEConfig(num_experts=8, top_k=2, capacity_factor=100.0), 64) == 64
+    assert routing.expert_capacity(MoEConfig(num_experts=8, top_k=2, capacity_factor=None), 64) == 64
 
 
 def rows_and_one_hot(seed: int):

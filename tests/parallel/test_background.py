@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Mesh
+from moe_jax.config import MeshConfig
 from moe_jax.errors import ConfigError, MeshError
 from moe_jax.models.transformer import exchange_of
 from moe_jax.parallel import background, post
@@ -79,7 +79,7 @@ def test_what_comes_before_it_is_expected_is_kept():
 
 
 def test_connecting_another_mesh_ends_the_threads_of_the_one_before():
-    two, four = (make_mesh(Mesh(data=1, expert=count), jax.devices()[:count]) for count in (2, 4))
+    two, four = (make_mesh(MeshConfig(data=1, expert=count), jax.devices()[:count]) for count in (2, 4))
     background.connect(four)
     before = set(threading.enumerate())
     background.connect(two)

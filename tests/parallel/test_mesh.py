@@ -4,14 +4,19 @@ import re
 
 import pytest
 
-from moe_jax.config import Mesh
+from moe_jax.config import MeshConfig
 from moe_jax.errors import MeshError
 from moe_jax.parallel.mesh import Axis, batch_shards, make_mesh, mesh_sizes
 
 
 @pytest.mark.parametrize(
     ("settings", "data", "expert"),
-    [(Mesh(), 8, 1), (Mesh(expert=4), 2, 4), (Mesh(data=2, expert=-1), 2, 4), (Mesh(data=4, expert=2), 4, 2)],
+    [
+        (MeshConfig(), 8, 1),
+        (MeshConfig(expert=4), 2, 4),
+        (MeshConfig(data=2, expert=-1), 2, 4),
+        (MeshConfig(data=4, expert=2), 4, 2),
+    ],
 )
 def test_sizes(settings, data, expert):
     sizes = mesh_sizes(settings, 8)
@@ -20,14 +25,20 @@ def test_sizes(settings, data, expert):
 
 
 def test_every_axis_has_a_setting():
-    assert set(Mesh().sizes) == set(Axis)
+    assert set(MeshConfig().sizes) == set(Axis)
 
 
 WRONG = [
-    *(Mesh(data=3), Mesh(expert=3), Mesh(data=2, expert=2), Mesh(data=1, expert=16)),
-    *(Mesh(tensor=3), Mesh(tensor=16), Mesh(expert=4, tensor=6), Mesh(expert=8, tensor=2), Mesh(data=3, tensor=-1)),
-    Mesh(pipeline=3, expert=2),
-    Mesh(data=1, pipeline=2, context=8),
+    *(MeshConfig(data=3), MeshConfig(expert=3), MeshConfig(data=2, expert=2), MeshConfig(data=1, expert=16)),
+    *(
+        MeshConfig(tensor=3),
+        MeshConfig(tensor=16),
+        MeshConfig(expert=4, tensor=6),
+        MeshConfig(expert=8, tensor=2),
+        MeshConfig(data=3, tensor=-1),
+    ),
+    MeshConfig(pipeline=3, expert=2),
+    MeshConfig(data=1, pipeline=2, context=8),
 ]
 
 
@@ -37,19 +48,19 @@ def test_wrong_products_name_a_cure_that_works(settings):
         mesh_sizes(settings, 8)
     changes = dict(re.findall(r"mesh\.(\w+)=(-?\d+)", str(error.value).split("use ")[1]))
     cured = settings.sizes | {name: int(size) for name, size in changes.items()}
-    assert mesh_sizes(Mesh(**cured), 8)
+    assert mesh_sizes(MeshConfig(**cured), 8)
 
 
 def test_a_lone_device_may_be_simulated_as_many():
-    for settings in (Mesh(expert=4), Mesh(data=1, expert=4)):
+    for settings in (MeshConfig(expert=4), MeshConfig(data=1, expert=4)):
         with pytest.raises(MeshError, match=r"expert=4 = 4, but there is one device: use mesh.cpu_devices=4 to simul"):
             mesh_sizes(settings, 1)
-    assert mesh_sizes(Mesh(expert=4), 4)
-    assert mesh_sizes(Mesh(), 1)
+    assert mesh_sizes(MeshConfig(expert=4), 4)
+    assert mesh_sizes(MeshConfig(), 1)
 
 
 def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
-    mesh = make_mesh(Mesh(data=2, expert=4))
+    mesh = make_mesh(MeshConfig(data=2, expert=4))
     ids = [device.id for device in mesh.devices.flatten()]
     assert ids == sorted(ids)
     assert mesh.axis_names.index(Axis.EXPERT) > mesh.axis_names.index(Axis.DATA)
@@ -61,4 +72,4 @@ def test_axes_that_do_not_follow_the_links_of_tpus_are_told(monkeypatch: pytest.
 
     monkeypatch.setattr("jax.make_mesh", refuse)
     with pytest.raises(MeshError, match=r"^mesh: expert=8 cannot be laid along the links of these 8 devices: an axis"):
-        make_mesh(Mesh(expert=8))
+        make_mesh(MeshConfig(expert=8))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Mesh
+from moe_jax.config import MeshConfig
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.all_to_all.ragged import Widths
@@ -43,7 +43,7 @@ PAIRS = [
 
 
 def mesh_of(sizes: dict[Axis, int]) -> jax.sharding.Mesh:
-    plain = Mesh(**({axis.value: 1 for axis in Axis} | {axis.value: size for axis, size in sizes.items()}))
+    plain = MeshConfig(**({axis.value: 1 for axis in Axis} | {axis.value: size for axis, size in sizes.items()}))
     mesh = make_mesh(plain, jax.devices()[: math.prod(sizes.values())])
     background.connect(mesh)
     return mesh

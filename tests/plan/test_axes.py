@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
 from moe_jax.plan.axes import Cut, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
@@ -16,7 +16,7 @@ SCORE = {"gate": "batch_prioritised"}
 
 
 def ops_of(kinds: Sequence[str] = ("moe",), **moe) -> tuple[Op, ...]:
-    return forward_ops(Model(num_layers=len(kinds), moe=MoE(**moe)), kinds)
+    return forward_ops(ModelConfig(num_layers=len(kinds), moe=MoEConfig(**moe)), kinds)
 
 
 def named(ops: Sequence[Op], first: str, last: str) -> list[Op]:
@@ -85,12 +85,12 @@ def test_what_is_found_satisfies_every_op() -> None:
 def test_planning_tries_only_what_a_gate_lets_be_cut() -> None:
     """The constraints agree with what a config may say."""
     for moe in ({}, SCORE):
-        experts = MoE(num_experts=16, intermediate_size=512, **moe)
-        model = Model(
+        experts = MoEConfig(num_experts=16, intermediate_size=512, **moe)
+        model = ModelConfig(
             vocab_size=512, hidden_size=256, num_layers=2, num_attention_heads=8, intermediate_size=512, moe=experts
         )
-        mesh = Mesh(data=1, expert=16)
-        config = Config(model=model, mesh=mesh, data=Data(seq_len=256), train=Train(batch_size=64))
+        mesh = MeshConfig(data=1, expert=16)
+        config = Config(model=model, mesh=mesh, data=DataConfig(seq_len=256), train=TrainConfig(batch_size=64))
         ways = choices(open_draft(config), config, ({"schedule": each} for each in schedules()))
         tried = [each.schedule for each in ways]
         cut = {each.microbatches for each in tried if each.policy == "unified"} > {1}

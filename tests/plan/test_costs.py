@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.config import Config, Exchange, Schedule
+from moe_jax.config import Config, ExchangeConfig, ScheduleConfig
 from moe_jax.plan.costs import rates_of, task_times
 
 
@@ -16,7 +16,7 @@ def test_what_leaves_a_node_of_gpus_is_timed_with_the_network() -> None:
 
 
 def test_given_rates_come_before_typical_ones() -> None:
-    given = Config(schedule=Schedule(device_tflops=100.0, link_gb_per_s=10.0, network_gb_per_s=2.0))
+    given = Config(schedule=ScheduleConfig(device_tflops=100.0, link_gb_per_s=10.0, network_gb_per_s=2.0))
     rates = rates_of(given, "gpu", 8, 1, 64)
     assert rates.flops_per_s == 100e12
     assert abs(rates.exchange.seconds(10e9) - 1) < 1e-3
@@ -25,7 +25,7 @@ def test_given_rates_come_before_typical_ones() -> None:
 
 def test_tensor_ranks_gather_what_was_exchanged_and_replicated_rows_travel_from_each_of_them() -> None:
     def dispatch_s(form: str, tensor_ranks: int) -> float:
-        config = Config(exchange=Exchange(tensor_form=form))  # type: ignore[arg-type]
+        config = Config(exchange=ExchangeConfig(tensor_form=form))  # type: ignore[arg-type]
         rates = rates_of(config, "gpu", 8, tensor_ranks, 64)
         transfer = task_times(config, "gpu", 2**20, 8, tensor_ranks, [[0.0]] * 6, rates, {}).transfer["dispatch"]
         return transfer.link.seconds(transfer.num_bytes)

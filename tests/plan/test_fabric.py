@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from moe_jax.config import Config, Exchange, Mesh, Model, MoE
+from moe_jax.config import Config, ExchangeConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.curves import Curve, curve
 from moe_jax.plan.fabric import Fabric, Group
@@ -48,8 +48,8 @@ def test_what_is_given_is_timed() -> None:
         assert seconds_of("ring", 1e6, group=group) > hops * level.alpha_s > seconds_of("flat", 1e6, group=group) / 2
         assert Fabric(H100).exchange(1e6, group, "ring").algorithm == "ring"
     assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
-    model, ring = Model(moe=MoE(num_experts=64)), Exchange(algorithm="ring")
-    step = Step(Config(mesh=Mesh(data=1, expert=64), model=model, exchange=ring), H100)
+    model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
+    step = Step(Config(mesh=MeshConfig(data=1, expert=64), model=model, exchange=ring), H100)
     assert step.choice(1e6).seconds == seconds_of("ring", 1e6)
     for name, group in itertools.product(BY_NODE, (Group(8, 1), Group(12, 1), Group(8, 8))):
         assert Fabric(H100).exchange(1e6, group, name) == Fabric(H100).exchange(1e6, group, "flat")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, Model, MoE
+from moe_jax.config import Config, ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.plan.costs import rates_of, task_times
 from moe_jax.plan.measured import Measured, read_times, write_times
@@ -50,7 +50,7 @@ def test_between_numbers_of_parts_times_follow_a_line_over_the_share_of_a_part(t
 def test_measured_ops_replace_estimated_ones(tmp_path: Path) -> None:
     file = tmp_path / "times.json"
     write_times(file, {"expert": _SECONDS["expert"]}, 0.05)
-    model = Model(num_layers=3, moe=MoE(num_experts=8, first_k_dense_replace=1))
+    model = ModelConfig(num_layers=3, moe=MoEConfig(num_experts=8, first_k_dense_replace=1))
     config = Config(model=model)
     rates = rates_of(config, "cpu", 2, 1, 2)
     found = read_times(str(file), model.block_kinds).compute

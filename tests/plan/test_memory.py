@@ -13,7 +13,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
-from moe_jax.config import Config, Latent, Mesh, Optimizer
+from moe_jax.config import Config, LatentConfig, MeshConfig, OptimizerConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models import transformer
@@ -77,7 +77,7 @@ _MIXED = {"moe_layer_freq": 2, "num_shared_experts": 1, "model": {"num_layers": 
 _LATENT = {
     "num_key_value_heads": None,
     "head_dim": None,
-    "latent": Latent(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18),
+    "latent": LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18),
 }
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
@@ -140,7 +140,7 @@ def test_the_state_is_exact(mesh: tuple[int, ...], shared: bool) -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("moe", [{"gate": "deepseek_v3"}, {"gate": "sigmoid", "bias_update_rate": 0.01}])
 def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero: Literal[0, 1]) -> None:
-    config = dataclasses.replace(config_of(moe_layer_freq=2, **moe), optimizer=Optimizer(zero=zero))
+    config = dataclasses.replace(config_of(moe_layer_freq=2, **moe), optimizer=OptimizerConfig(zero=zero))
     state = make_trainer(config, make_mesh(config.mesh)).state_shapes["optimizer"]
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert step_memory(config, "cpu").optimizer == sum(4 * math.prod(shape) for shape in arrays)
@@ -157,7 +157,7 @@ def test_what_saves_memory_does_so_in_the_model() -> None:
 
 
 def test_an_axis_of_open_size_is_told() -> None:
-    config = dataclasses.replace(config_of(), mesh=Mesh(data=-1, expert=4))
+    config = dataclasses.replace(config_of(), mesh=MeshConfig(data=-1, expert=4))
     with pytest.raises(ConfigError, match=r"mesh\.data=-1 leaves memory open: say how many"):
         step_memory(config, "tpu")
     assert step_memory(config, "tpu", {**config.mesh.sizes, "data": 2}).total == step_memory(config_of(), "tpu").total

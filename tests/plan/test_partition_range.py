@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft, sections_of
 from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import find_cluster
@@ -69,12 +69,12 @@ def test_a_pipeline_of_two_streams_by_hand() -> None:
 
 
 def config_of(sequences: int = 8, layers: int = 3, **moe) -> Config:
-    experts = MoE(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024, "num_shared_experts": 1} | moe))
-    model = Model(
+    experts = MoEConfig(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024, "num_shared_experts": 1} | moe))
+    model = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=layers, num_attention_heads=8, intermediate_size=4096, moe=experts
     )
-    train = Train(batch_size=16 * sequences)
-    return Config(model=model, mesh=Mesh(data=1, expert=16), data=Data(seq_len=512), train=train)
+    train = TrainConfig(batch_size=16 * sequences)
+    return Config(model=model, mesh=MeshConfig(data=1, expert=16), data=DataConfig(seq_len=512), train=train)
 
 
 def replaced(config: Config, **sections: dict[str, object]) -> Config:
@@ -94,7 +94,7 @@ def test_ops_take_as_long_as_the_tasks_that_they_are_part_of(every: int) -> None
     found = ranges_of(config)
     assert found.uncut_s == pytest.approx(found.scheduled_s), "a plain forward pass"
     between = [len(list(run)) for cut, run in itertools.groupby(found.groups, lambda g: g.part[0].exchange) if not cut]
-    assert 4 <= max(between) <= 6, "about five groups between two MoE layers"
+    assert 4 <= max(between) <= 6, "about five groups between two MoEConfig layers"
 
 
 @pytest.mark.parametrize("parts", [2, 4])

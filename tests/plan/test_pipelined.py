@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, ScheduleConfig, TrainConfig
 from moe_jax.config.draft import Draft, sections_of
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
@@ -46,14 +46,14 @@ def config_of(
     pipeline: str = "1f1b", chunks: int = 1, stages: int = 4, parts: int = 8, layers: int = 16, vocab: int = 8, **rest
 ) -> Config:
     """Of one sequence in each part, on 8 devices."""
-    moe = MoE(num_experts=8, top_k=2, intermediate_size=1024)
+    moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=1024)
     expert = 8 // stages
     return Config(
-        model=Model(vocab_size=vocab, hidden_size=1024, num_layers=layers, num_attention_heads=8, moe=moe),
-        mesh=Mesh(data=1, expert=expert, pipeline=stages),
-        schedule=Schedule(pipeline=pipeline, virtual_stages=chunks, **rest),
-        data=Data(seq_len=1024),
-        train=Train(batch_size=expert * parts, grad_accumulation=parts),
+        model=ModelConfig(vocab_size=vocab, hidden_size=1024, num_layers=layers, num_attention_heads=8, moe=moe),
+        mesh=MeshConfig(data=1, expert=expert, pipeline=stages),
+        schedule=ScheduleConfig(pipeline=pipeline, virtual_stages=chunks, **rest),
+        data=DataConfig(seq_len=1024),
+        train=TrainConfig(batch_size=expert * parts, grad_accumulation=parts),
     )
 
 
@@ -184,15 +184,17 @@ def test_what_a_compiler_allocated_is_predicted(target: str, platform: str, high
 
 def large(**mesh: int) -> Draft:
     """13 billion parameters of which no device can hold all."""
-    model = Model(
+    model = ModelConfig(
         vocab_size=1024,
         hidden_size=4096,
         num_layers=48,
         num_attention_heads=32,
         intermediate_size=16384,
-        moe=MoE(num_experts=0),
+        moe=MoEConfig(num_experts=0),
     )
-    config = Config(model=model, data=Data(seq_len=512), train=Train(batch_size=64), mesh=Mesh(**mesh))
+    config = Config(
+        model=model, data=DataConfig(seq_len=512), train=TrainConfig(batch_size=64), mesh=MeshConfig(**mesh)
+    )
     opened = {"schedule.pipeline", "schedule.virtual_stages", "train.grad_accumulation", "mesh.data", "mesh.pipeline"}
     return Draft(**sections_of(config), open=frozenset(opened - {f"mesh.{axis}" for axis in mesh}))
 

@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 
-from moe_jax.config import Config, Data, Exchange, Mesh, Model, MoE, Schedule, Train
+from moe_jax.config import (
+    Config,
+    DataConfig,
+    ExchangeConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from moe_jax.config.draft import PLANNED, Draft, open_draft, sections_of
 from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import load_config, load_draft
@@ -25,11 +34,11 @@ H100S = find_cluster("h100x16")
 
 
 def config_of(layers: int = 3, batch_size: int = 64, **moe) -> Config:
-    experts = MoE(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024} | moe))
-    model = Model(
+    experts = MoEConfig(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024} | moe))
+    model = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=layers, num_attention_heads=8, intermediate_size=4096, moe=experts
     )
-    return Config(model=model, data=Data(seq_len=512), train=Train(batch_size=batch_size))
+    return Config(model=model, data=DataConfig(seq_len=512), train=TrainConfig(batch_size=batch_size))
 
 
 def draft_of(**settings) -> Draft:
@@ -43,11 +52,11 @@ def planned(layers: int = 3, batch_size: int = 64, cluster: str = "h100x16") -> 
 
 
 def test_every_mesh_of_all_devices_is_tried_or_refused_with_a_reason() -> None:
-    config = dataclasses.replace(config_of(), train=Train(batch_size=8))
+    config = dataclasses.replace(config_of(), train=TrainConfig(batch_size=8))
     found = list(on_meshes(open_draft(config), H100S))
     meshes = [each.mesh for each in found if isinstance(each, Config)]
     assert {mesh.data * mesh.expert * mesh.pipeline * mesh.tensor for mesh in meshes} == {16}
-    assert Mesh(data=1, expert=8, tensor=2) in meshes
+    assert MeshConfig(data=1, expert=8, tensor=2) in meshes
     assert max(mesh.tensor for mesh in meshes) == H100S.node_devices, "tensor ranks stay inside a node"
     refused = {each.mesh: each.reason for each in found if isinstance(each, Refused)}
     assert "train.batch_size=8 " in refused["expert=16"]
@@ -116,8 +125,8 @@ def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
     """A few periods stand for all: the whole model, simulated, takes the same within 2 %."""
     config = dataclasses.replace(
         config_of(layers=12),
-        mesh=Mesh(data=1, expert=16),
-        schedule=Schedule(
+        mesh=MeshConfig(data=1, expert=16),
+        schedule=ScheduleConfig(
             policy="unified", microbatches=2, weight_grad="greedy", grad_reduce="bucketed", bucket_cap_mb=32
         ),
     )
@@ -160,7 +169,7 @@ def test_each_stage_of_zero_is_smaller_and_sends_what_it_says() -> None:
 
 
 def test_faster_links_and_more_devices_make_no_step_slower() -> None:
-    config = dataclasses.replace(config_of(), mesh=Mesh(data=1, expert=16))
+    config = dataclasses.replace(config_of(), mesh=MeshConfig(data=1, expert=16))
     levels = tuple(dataclasses.replace(level, bytes_per_s=4 * level.bytes_per_s) for level in H100S.levels)
     assert estimate(config, dataclasses.replace(H100S, levels=levels)).step_s < estimate(config, H100S).step_s
     steps = [planned(cluster=f"h100x{count}").best.estimate.step_s for count in (8, 16, 32)]
@@ -229,7 +238,7 @@ def test_context_ranks_are_planned_around() -> None:
     )
     assert (cut.config.mesh.data, cut.config.mesh.context) == (8, 2)
     assert cut.memory.activations < 0.6 * whole.memory.activations
-    gathered = dataclasses.replace(cut.config, exchange=Exchange(context_form="all_gather"))
+    gathered = dataclasses.replace(cut.config, exchange=ExchangeConfig(context_form="all_gather"))
     assert estimate(gathered, H100S).step_s > cut.estimate.step_s
     with pytest.raises(PlanError, match=r"mesh.context=32 is no mesh of 16 devices"):
         plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from moe_jax.config import Attention, Latent, Mesh, Model, MoE
+from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
@@ -12,26 +12,30 @@ from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 
 MODELS = [
-    Model(),
-    Model(moe=MoE(num_experts=0)),
-    Model(tie_word_embeddings=True, qk_norm=True, activation="gelu"),
-    Model(
+    ModelConfig(),
+    ModelConfig(moe=MoEConfig(num_experts=0)),
+    ModelConfig(tie_word_embeddings=True, qk_norm=True, activation="gelu"),
+    ModelConfig(
         num_key_value_heads=2,
         head_dim=32,
         num_layers=5,
-        moe=MoE(first_k_dense_replace=1, moe_layer_freq=2, num_shared_experts=2, dense_residual=True),
+        moe=MoEConfig(first_k_dense_replace=1, moe_layer_freq=2, num_shared_experts=2, dense_residual=True),
     ),
-    Model(latent=Latent(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
-    Model(latent=Latent(kv_lora_rank=24)),
-    Model(qk_norm=True, qk_norm_over="projection", num_key_value_heads=2, attention=Attention(bias=True, sinks=True)),
-    Model(attention=Attention(bias=True, out_bias=False), moe=MoE(num_shared_experts=1, shared_gate=True)),
-    Model(activation="clipped_swiglu", moe=MoE(bias=True)),
-    Model(moe=MoE(bias=True)),
-    Model(activation="gelu", moe=MoE(bias=True, moe_layer_freq=2)),
-    *(Model(moe=MoE(gate=gate)) for gate in GATE_FACTS),
-    *(Model(moe=MoE(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
-    Model(moe=MoE(gate="xmoe", router_rank=5)),
-    Model(moe=MoE(gate="softmoe", slots_per_expert=3)),
+    ModelConfig(latent=LatentConfig(kv_lora_rank=24, q_lora_rank=48, qk_rope_head_dim=8, v_head_dim=20)),
+    ModelConfig(latent=LatentConfig(kv_lora_rank=24)),
+    ModelConfig(
+        qk_norm=True, qk_norm_over="projection", num_key_value_heads=2, attention=AttentionConfig(bias=True, sinks=True)
+    ),
+    ModelConfig(
+        attention=AttentionConfig(bias=True, out_bias=False), moe=MoEConfig(num_shared_experts=1, shared_gate=True)
+    ),
+    ModelConfig(activation="clipped_swiglu", moe=MoEConfig(bias=True)),
+    ModelConfig(moe=MoEConfig(bias=True)),
+    ModelConfig(activation="gelu", moe=MoEConfig(bias=True, moe_layer_freq=2)),
+    *(ModelConfig(moe=MoEConfig(gate=gate)) for gate in GATE_FACTS),
+    *(ModelConfig(moe=MoEConfig(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
+    ModelConfig(moe=MoEConfig(gate="xmoe", router_rank=5)),
+    ModelConfig(moe=MoEConfig(gate="softmoe", slots_per_expert=3)),
 ]
 
 
@@ -43,8 +47,8 @@ def test_counts_equal_the_declared_parameters(model):
     assert count_parameters(model).expert == sum(x.size for x in experts)
 
 
-ALL_BIASES = {"qk_norm": True, "qk_norm_over": "projection", "attention": Attention(bias=True, sinks=True)}
-LATENTS = {"num_key_value_heads": None, "latent": Latent(kv_lora_rank=8, q_lora_rank=12)}
+ALL_BIASES = {"qk_norm": True, "qk_norm_over": "projection", "attention": AttentionConfig(bias=True, sinks=True)}
+LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q_lora_rank=12)}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_flops_of_a_dense_step_equal_what_xla_counts():
     config = small_config(
         1, 1, num_experts=0, model={"hidden_size": 64, "intermediate_size": 256, "vocab_size": 256, "num_layers": 1}
     )
-    trainer = make_trainer(config, make_mesh(Mesh(), jax.devices()[:1]))
+    trainer = make_trainer(config, make_mesh(MeshConfig(), jax.devices()[:1]))
     compiled = trainer.step.lower(trainer.init(), tokens_of(config)).compile()
     n = config.data.seq_len
     tokens = config.train.batch_size * n

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import Draft, sections_of
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import UserError
@@ -23,11 +23,13 @@ Compile = Callable[[Target, Job], tuple[str, Outcome]]
 
 
 def draft() -> Draft:
-    moe = MoE(num_experts=8, top_k=2, intermediate_size=4096)
-    model = Model(
+    moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=4096)
+    model = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=8, num_attention_heads=8, intermediate_size=4096, moe=moe
     )
-    config = Config(model=model, mesh=Mesh(expert=8), data=Data(seq_len=512), train=Train(batch_size=256))
+    config = Config(
+        model=model, mesh=MeshConfig(expert=8), data=DataConfig(seq_len=512), train=TrainConfig(batch_size=256)
+    )
     return Draft(**sections_of(config), open=frozenset({"schedule.remat", "train.grad_accumulation"}))
 
 

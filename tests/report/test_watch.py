@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, Train
+from moe_jax.config import Config, TrainConfig
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report.watch import watch
@@ -19,7 +19,7 @@ REFRESH = '<meta http-equiv="refresh" content="7">'
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """One that is to train for four steps and has just begun."""
-    (tmp_path / "config.yaml").write_text(to_yaml(Config(train=Train(steps=4))))
+    (tmp_path / "config.yaml").write_text(to_yaml(Config(train=TrainConfig(steps=4))))
     (tmp_path / FILE_NAME).write_text("")
     return tmp_path
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moe_jax.config import Optimizer, Train
+from moe_jax.config import OptimizerConfig, TrainConfig
 from moe_jax.run.describe import blocks_text, pipeline_text, router_text, unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
@@ -35,8 +35,10 @@ def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
 def test_settings_without_effect_are_told() -> None:
     config = small_config(1, 1, schedule={"task_times": "times.json"})
     assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
-    short = dataclasses.replace(small_config(1, 1), train=Train(steps=20), optimizer=Optimizer(warmup_steps=21))
+    short = dataclasses.replace(
+        small_config(1, 1), train=TrainConfig(steps=20), optimizer=OptimizerConfig(warmup_steps=21)
+    )
     assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
-    quick = dataclasses.replace(small_config(1, 1), train=Train(quick_compile=True))
+    quick = dataclasses.replace(small_config(1, 1), train=TrainConfig(quick_compile=True))
     assert unused(quick)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
     assert unused(small_config(1, 1)) == {}

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from moe_jax.cli import convert, generate
-from moe_jax.config import Config, Mesh, MoE, Train
+from moe_jax.config import Config, MeshConfig, MoEConfig, TrainConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.prepare import prepare_text
 from moe_jax.errors import ConfigError, DataError
@@ -203,10 +203,10 @@ def test_an_imported_model_is_sampled_with_its_tokenizer(with_tokenizer, tmp_pat
 def test_an_upcycled_model_begins_as_the_dense_one():
     """All its experts are alike, and the weights of those that a token chose sum to 1."""
     dense = model_of("llama")
-    moe = MoE(num_experts=4, top_k=2, intermediate_size=dense.intermediate_size, capacity_factor=None)
+    moe = MoEConfig(num_experts=4, top_k=2, intermediate_size=dense.intermediate_size, capacity_factor=None)
     model = dataclasses.replace(dense, moe=moe)
-    settings = Train(init_from=str(GOLDEN / "llama"), upcycle=True)
-    params = params_of(Config(model=model, mesh=Mesh(data=1, expert=2), train=settings))
+    settings = TrainConfig(init_from=str(GOLDEN / "llama"), upcycle=True)
+    params = params_of(Config(model=model, mesh=MeshConfig(data=1, expert=2), train=settings))
     token_BN, logit_BNV = expected("llama")
     np.testing.assert_allclose(logits_of(jax.device_get(params), token_BN, model), logit_BNV, rtol=0, atol=2e-5)
     router = params["segments"][0][0]["moe"]["router"]

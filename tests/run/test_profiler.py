@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.config import Config, Log, Train
+from moe_jax.config import Config, LogConfig, TrainConfig
 from moe_jax.run.profiler import Tracing, steps_to_trace
 
 METER: Any = SimpleNamespace(paused=nullcontext)
@@ -28,13 +28,13 @@ METER: Any = SimpleNamespace(paused=nullcontext)
     ],
 )
 def test_the_first_step_of_a_process_is_not_traced(wanted, first_step, expected):
-    config = Config(train=Train(steps=6), log=Log(trace_step=wanted))
+    config = Config(train=TrainConfig(steps=6), log=LogConfig(trace_step=wanted))
     assert list(steps_to_trace(config, first_step)) == expected
 
 
 def test_no_step_is_traced_unasked_or_behind_the_last():
     assert not steps_to_trace(Config(), 0)
-    assert not steps_to_trace(Config(train=Train(steps=5), log=Log(trace_step=(5,))), 4)
+    assert not steps_to_trace(Config(train=TrainConfig(steps=5), log=LogConfig(trace_step=(5,))), 4)
 
 
 def test_a_trace_replaces_the_one_before_and_a_step_that_fails_leaves_that_one(tmp_path):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Data, Exchange, Mesh, Train
+from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
 from moe_jax.data.tokenizer import ByteTokenizer, of_model
 from moe_jax.run import sample
 from moe_jax.run.sample import _shown, encode_prompt, sample_text, sample_tokens
@@ -15,7 +15,7 @@ from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
 
 LENGTH, COUNT = 8, 18
-CONFIG = Config(model=MODEL, data=Data(seq_len=LENGTH), train=Train(compute_dtype="float32"))
+CONFIG = Config(model=MODEL, data=DataConfig(seq_len=LENGTH), train=TrainConfig(compute_dtype="float32"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_each_window_begins_with_the_second_half_of_the_one_before(prompt_length
 def test_windows_draw_from_keys_of_their_own(params):
     """A key used again would repeat the draws of the window before: half of every window would come twice."""
     flat = jax.tree.map(lambda x: 0 * x, params)  # equal logits, so that the key alone decides
-    config = dataclasses.replace(CONFIG, data=Data(seq_len=32))
+    config = dataclasses.replace(CONFIG, data=DataConfig(seq_len=32))
     prompt = np.zeros(32, np.int32)
     new = sample_tokens(config, flat, prompt, 64, temperature=1, seed=0).reshape(4, 16)
     assert len({tuple(window) for window in new.tolist()}) == 4
@@ -56,7 +56,7 @@ def test_a_model_of_other_devices_is_sampled_here():
     """Its run's kernels may be some that this device does not have, and its exchange one between nodes."""
     own = {"grouped_product": "pallas", "attention_kernel": "cudnn", "compute_dtype": "bfloat16"}
     model = dataclasses.replace(CONFIG.model, head_dim=8)
-    nodes = {"mesh": Mesh(data=1, expert=4), "exchange": Exchange(algorithm="hier_2d", ranks_per_node=2)}
+    nodes = {"mesh": MeshConfig(data=1, expert=4), "exchange": ExchangeConfig(algorithm="hier_2d", ranks_per_node=2)}
     there = dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(CONFIG.train, **own), **nodes)
     own |= {"grouped_product": "auto", "attention_kernel": "auto"}
     here = dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(there.train, **own))

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from moe_jax.config import Config, Log, Tune
+from moe_jax.config import Config, LogConfig, TuneConfig
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run.tuning_space import Choices, choices_of
@@ -22,7 +22,7 @@ def config_of(
     folder: Path, *over: str, data: int = 2, expert: int = 4, batch_size: int = 16, **changes: object
 ) -> Config:
     config = small_config(data, expert, batch_size=batch_size, **{"schedule": CHUNKED, **changes})  # type: ignore[arg-type]
-    return dataclasses.replace(config, tune=Tune(over=over), log=Log(dir=str(folder)))  # type: ignore[arg-type]
+    return dataclasses.replace(config, tune=TuneConfig(over=over), log=LogConfig(dir=str(folder)))  # type: ignore[arg-type]
 
 
 def found(config: Config) -> Choices:
@@ -103,7 +103,7 @@ def test_what_was_found_is_where_the_next_run_begins_if_it_is_the_same(tmp_path:
     assert again.config == first.config_of(3)
     assert found(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=32))).best_s is None
     shared = dataclasses.replace(
-        config, log=Log(dir="elsewhere"), tune=Tune(over=config.tune.over, cache=str(first.file))
+        config, log=LogConfig(dir="elsewhere"), tune=TuneConfig(over=config.tune.over, cache=str(first.file))
     )
     assert found(shared).best_s == 0.25
 
@@ -111,7 +111,7 @@ def test_what_was_found_is_where_the_next_run_begins_if_it_is_the_same(tmp_path:
 def test_a_cache_that_could_not_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = f"{tmp_path}/file/tuned.json"
-    config = dataclasses.replace(config_of(tmp_path), tune=Tune(over=("bucket_cap_mb",), cache=cache))
+    config = dataclasses.replace(config_of(tmp_path), tune=TuneConfig(over=("bucket_cap_mb",), cache=cache))
     message = f"tune.cache={cache} cannot be written ({tmp_path}/file: Not a directory): name another file"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         found(config)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
@@ -63,7 +63,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
 
 @functools.cache
 def reference_gradients(
-    model: Model,
+    model: ModelConfig,
     sources: int,
     batch_size: int,
     seq_len: int,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from moe_jax.config import Config, Migration, Model
+from moe_jax.config import Config, MigrationConfig, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import param_shapes
@@ -97,7 +97,7 @@ def trained(config: Config) -> Step:
 
 
 @functools.cache
-def some_params(model: Model) -> Any:
+def some_params(model: ModelConfig) -> Any:
     """Random numbers, none of them 0, of which each layer makes numbers of the size of its input's."""
     rng = np.random.default_rng(0)
 
@@ -114,7 +114,7 @@ def first_state(config: Config, trainer: Trainer) -> Any:
     """At STEP, with nothing learned yet; where experts have places, none lies in its own."""
     shapes = trainer.state_shapes
     if config.migration.enabled:
-        fixed = dataclasses.replace(config, migration=Migration())
+        fixed = dataclasses.replace(config, migration=MigrationConfig())
         plain = first_state(fixed, make_trainer(fixed, mesh_of(fixed)))
         return (
             placed(config, plain, with_copies(config))

@@ -4,20 +4,20 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import Attention, Latent, RopeScaling
+from moe_jax.config import AttentionConfig, LatentConfig, RopeScalingConfig
 from tests.small import small_config
 from tests.step.gradients import assert_equals_reference
 from tests.step.test_tensor_axis import SCHEDULES
 
-LATENT = Latent(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+LATENT = LatentConfig(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 FORMS: dict[str, dict] = {
     "latents-sinks-window": {
         "latent": dataclasses.replace(LATENT, q_lora_rank=None),
         "num_key_value_heads": None,
-        "attention": Attention(sinks=True, sliding_window=4, nope_every=2),
+        "attention": AttentionConfig(sinks=True, sliding_window=4, nope_every=2),
     },
     "windows-and-no-rope-and-norm-over-projections": {
-        "attention": Attention(sliding_window=3, full_every=2, nope_every=3),
+        "attention": AttentionConfig(sliding_window=3, full_every=2, nope_every=3),
         "num_layers": 3,
         "qk_norm": True,
         "qk_norm_over": "projection",
@@ -25,7 +25,7 @@ FORMS: dict[str, dict] = {
     "scaled-rotary-latents": {
         "latent": dataclasses.replace(LATENT, rms_norm_eps=1e-3),
         "num_key_value_heads": None,
-        "rope_scaling": RopeScaling(
+        "rope_scaling": RopeScalingConfig(
             rope_type="yarn",
             factor=4,
             original_max_position_embeddings=64,
@@ -35,7 +35,7 @@ FORMS: dict[str, dict] = {
         ),
     },
     "sinks-and-biases": {
-        "attention": Attention(bias=True, sinks=True, sliding_window=5, out_bias=False),
+        "attention": AttentionConfig(bias=True, sinks=True, sliding_window=5, out_bias=False),
         "activation": "clipped_swiglu",
     },
 }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Schedule
+from moe_jax.config import ScheduleConfig
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.scan_residuals import Turn
 from moe_jax.step.scheduled.step_dims import Facts
@@ -52,7 +52,7 @@ def test_a_model_without_experts_runs_in_loops():
     config = small_config(2, 1, model={"num_layers": 3}, num_experts=0, schedule={"weight_grad": "greedy"})
     assert make_plan(config, mesh_of(config)).looped
     params, tokens = first_params(config.model), tokens_of(config)
-    expected = sharded_gradients(dataclasses.replace(config, schedule=Schedule()), params, tokens)
+    expected = sharded_gradients(dataclasses.replace(config, schedule=ScheduleConfig()), params, tokens)
     chex.assert_trees_all_close(sharded_gradients(config, params, tokens), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Migration, Optimizer
+from moe_jax.config import Config, MigrationConfig, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert
 from moe_jax.rebalance.moves import moves_between
@@ -32,7 +32,7 @@ EVALUATED = ("dropless, accumulated", "pipeline stages")  # by ways of their own
 
 
 def migrating(config: Config, **settings) -> Config:
-    return dataclasses.replace(config, migration=Migration(enabled=True, payback_steps=None, **settings))
+    return dataclasses.replace(config, migration=MigrationConfig(enabled=True, payback_steps=None, **settings))
 
 
 def random_slots(config: Config) -> np.ndarray:
@@ -79,7 +79,7 @@ MOVED = {
     "2 ranks": migrating(small_config(2, 2, **LOOPED)),
     "3 ranks": migrating(small_config(1, 3, num_experts=9, batch_size=6)),
     "4 ranks, cut moments": dataclasses.replace(
-        migrating(small_config(2, 4, batch_size=16, **LOOPED)), optimizer=Optimizer(zero=1)
+        migrating(small_config(2, 4, batch_size=16, **LOOPED)), optimizer=OptimizerConfig(zero=1)
     ),
     "stages": migrating(small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
     "8 ranks over context": migrating(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Var
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.models import attention
 from moe_jax.models.attention import grouped
 from moe_jax.models.attention.core import Way
@@ -124,7 +124,7 @@ def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(attention, "summed", lambda x, dim: x)
     for module in (grouped, context):
         monkeypatch.setattr(module, "context_ranks", lambda: 1)
-    model = Model(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2)
+    model = ModelConfig(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2)
     tokens, width = 512, WIDTH // 2
     shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, 2, width)) | {"out": (2, width, WIDTH)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"norm": jnp.ones(WIDTH)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.config import Config, Exchange, Mesh, Model, MoE
+from moe_jax.config import Config, ExchangeConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import BY_NODE
@@ -28,7 +28,9 @@ def test_the_step_computes_what_the_reference_computes(name):
 
 def computation(expert: int, **exchange) -> ComputeConfig:
     config = Config(
-        model=Model(moe=MoE(num_experts=8)), mesh=Mesh(data=-1, expert=expert), exchange=Exchange(**exchange)
+        model=ModelConfig(moe=MoEConfig(num_experts=8)),
+        mesh=MeshConfig(data=-1, expert=expert),
+        exchange=ExchangeConfig(**exchange),
     )
     return ComputeConfig.of(config, make_mesh(config.mesh))
 

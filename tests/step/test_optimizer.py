@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Attention, Config, Optimizer, Train
+from moe_jax.config import AttentionConfig, Config, OptimizerConfig, TrainConfig
 from moe_jax.models.parameters import param_dims
 from moe_jax.step.optimizer import clip_factor, learning_rate, make_optimizer
 from tests.small import first_params, small_config
@@ -17,7 +17,9 @@ from tests.small import first_params, small_config
     ("schedule", "middle", "end"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
 )
 def test_warm_up_peak_and_end(schedule, middle, end):
-    config = Config(optimizer=Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=10), train=Train(steps=111))
+    config = Config(
+        optimizer=OptimizerConfig(learning_rate=0.5, schedule=schedule, warmup_steps=10), train=TrainConfig(steps=111)
+    )
     rate = learning_rate(config)
     np.testing.assert_allclose(
         [rate(0), rate(10), rate(60), rate(110)], np.array([1 / 11, 1, middle, end]) / 2, rtol=1e-6
@@ -30,8 +32,8 @@ def test_warm_up_peak_and_end(schedule, middle, end):
     ("warmup", "steps", "fraction"), [(5, 30, 0.0), (5, 30, 0.25), (0, 8, 0.0), (0, 2, 0.5), (6, 8, 0.0), (7, 8, 1.0)]
 )
 def test_the_last_step_has_the_final_rate_and_no_earlier_one(schedule, warmup, steps, fraction):
-    settings = Optimizer(learning_rate=0.5, schedule=schedule, warmup_steps=warmup, final_fraction=fraction)
-    rate = learning_rate(Config(optimizer=settings, train=Train(steps=steps)))
+    settings = OptimizerConfig(learning_rate=0.5, schedule=schedule, warmup_steps=warmup, final_fraction=fraction)
+    rate = learning_rate(Config(optimizer=settings, train=TrainConfig(steps=steps)))
     rates = [float(rate(step)) for step in range(steps + 3)]
     assert rates[warmup] == 0.5 == max(rates)
     assert rates[steps - 1 :] == [0.5 * fraction] * 4
@@ -40,14 +42,14 @@ def test_the_last_step_has_the_final_rate_and_no_earlier_one(schedule, warmup, s
 
 def test_a_run_that_gets_more_steps_decays_to_the_new_last_one():
     """Its rates are then those of a run that had them from the start: the step and `train.steps` alone count."""
-    settings = Optimizer(schedule="linear", warmup_steps=2, final_fraction=0)
-    shorter, longer = (learning_rate(Config(optimizer=settings, train=Train(steps=steps))) for steps in (11, 21))
+    settings = OptimizerConfig(schedule="linear", warmup_steps=2, final_fraction=0)
+    shorter, longer = (learning_rate(Config(optimizer=settings, train=TrainConfig(steps=steps))) for steps in (11, 21))
     assert float(shorter(10)) == float(longer(20)) == 0
     assert float(longer(11)) == pytest.approx(1e-3 * 9 / 18)
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
-    rate = learning_rate(Config(optimizer=Optimizer(warmup_steps=100), train=Train(steps=20)))
+    rate = learning_rate(Config(optimizer=OptimizerConfig(warmup_steps=100), train=TrainConfig(steps=20)))
     assert 0 < rate(0) < rate(19) < 1e-3
 
 
@@ -58,7 +60,7 @@ def test_clipping_shrinks_long_gradients_only():
 
 def test_only_matrices_decay():
     """With zero gradients, AdamW moves exactly the parameters that decay."""
-    attention = Attention(bias=True, sinks=True)
+    attention = AttentionConfig(bias=True, sinks=True)
     model = {"attention": attention, "qk_norm": True, "qk_norm_over": "projection"}
     config = small_config(1, 1, bias=True, model=model)
     params = first_params(config.model)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoint.compatibility import check_same_run
-from moe_jax.config import Config, Mesh
+from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
@@ -95,11 +95,11 @@ def test_checkpoints_of_other_rows_are_refused(tmp_path):
     """Stages that cut all blocks evenly lie like no stages at all."""
     even, uneven = config_of((2, 2, 2), "even", 2, {}), config_of((2, 2, 2), "dense below", 2, {})
     (tmp_path / "config.yaml").write_text(to_yaml(even))
-    check_same_run(dataclasses.replace(even, mesh=Mesh(data=2, expert=2)), tmp_path)
+    check_same_run(dataclasses.replace(even, mesh=MeshConfig(data=2, expert=2)), tmp_path)
     (tmp_path / "config.yaml").write_text(to_yaml(uneven))
     check_same_run(uneven, tmp_path)
     with pytest.raises(CheckpointError, match=r"^mesh\.pipeline=1 .* order of mesh\.pipeline=2 with .*: use"):
-        check_same_run(dataclasses.replace(uneven, mesh=Mesh(data=2, expert=2)), tmp_path)
+        check_same_run(dataclasses.replace(uneven, mesh=MeshConfig(data=2, expert=2)), tmp_path)
 
 
 def test_more_stages_than_blocks_are_refused():

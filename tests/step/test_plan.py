@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Optimizer
+from moe_jax.config import Config, OptimizerConfig
 from moe_jax.distributed import processes
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import find_cluster
@@ -83,7 +83,7 @@ def test_the_planner_counts_the_bytes_that_the_step_sums(sizes: tuple[int, int, 
     config = small_config(
         data, expert, tensor=tensor, num_shared_experts=1, model={"num_key_value_heads": 4, "num_attention_heads": 4}
     )
-    config, mesh = dataclasses.replace(config, optimizer=Optimizer(zero=zero)), mesh_of(config)
+    config, mesh = dataclasses.replace(config, optimizer=OptimizerConfig(zero=zero)), mesh_of(config)
     summed = [sum(each.sent_bytes(mesh.shape)) for each in reductions_of(config, mesh, None)]
     planned = [sum(each.sent_bytes for each in owner) for owner in sums_of(config, config.mesh.sizes, None)]
     assert planned == pytest.approx(summed)

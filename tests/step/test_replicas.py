@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Schedule
+from moe_jax.config import Config, ScheduleConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.gates.choice import tokens_per_expert
 from moe_jax.models.placement import by_expert, first_experts, map_experts, moe_blocks, slots_of_pairs
@@ -92,7 +92,10 @@ def test_copies_split_tokens_and_learn_the_same(name):
     """
     config, mesh = CASES[name], mesh_of(CASES[name])
     copied = migrating(config, replicas=1)
-    trainer, plain = make_trainer(copied, mesh), make_trainer(dataclasses.replace(config, schedule=Schedule()), mesh)
+    trainer, plain = (
+        make_trainer(copied, mesh),
+        make_trainer(dataclasses.replace(config, schedule=ScheduleConfig()), mesh),
+    )
     twin = trainer if config.step_facts.has_ticks else plain
     expected, expert_MS = twin.init(), with_copies(config)
     state = placed(copied, plain.init(), expert_MS)

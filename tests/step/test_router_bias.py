@@ -15,7 +15,7 @@ from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import check_files
 from moe_jax.checkpoint.save import Checkpoints
-from moe_jax.config import Config, Optimizer
+from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import CheckpointError
@@ -67,7 +67,7 @@ STEP_FORMS = {
     "stages": config_of(1, 2, pipeline=2, schedule={"pipeline": "zero_bubble"}, grad_accumulation=2),
     "zero": dataclasses.replace(
         config_of(2, 1, gate="deepseek_v3", model={"num_layers": 2}, grad_accumulation=2),
-        optimizer=Optimizer(zero=2),
+        optimizer=OptimizerConfig(zero=2),
     ),
 }
 
@@ -109,7 +109,7 @@ def test_the_direction_is_exact_for_many_pairs():
 def test_the_optimiser_knows_no_bias_and_checkpoints_do(tmp_path: Path):
     """One that does not move is not decayed, and has no moments; all others have two."""
     config = config_of(2, 1, bias_update_rate=0.0, model={"num_layers": 2})
-    config = dataclasses.replace(config, optimizer=Optimizer(weight_decay=0.5))
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(weight_decay=0.5))
     trainer = make_trainer(config, mesh_of(config))
     state = trainer.init()
     ones = jax.tree.map(np.ones_like, jax.device_get(state["params"]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.config import Config, Exchange, Schedule
+from moe_jax.config import Config, ExchangeConfig, ScheduleConfig
 from moe_jax.models.dispatchers.protocol import CapacityState
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import ragged
@@ -61,7 +61,7 @@ def test_what_other_platforms_run_computes_the_same(platform, monkeypatch):
     monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), platform=platform))
     monkeypatch.setattr(ragged, "_move", lambda *given: move(*given[:-1], "cpu"))
     config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, moe_layer_freq=1)
-    assert_equals_reference(dataclasses.replace(config, exchange=Exchange(algorithm="ragged")))
+    assert_equals_reference(dataclasses.replace(config, exchange=ExchangeConfig(algorithm="ragged")))
 
 
 def test_validation_knows_ragged_exchanges_as_padded_ones():
@@ -102,7 +102,9 @@ def test_a_schedule_adds_no_arithmetic(schedule):
         capacity_factor=2.0,
         top_k=2,
     )
-    plain, scheduled = (dataclasses.replace(base, schedule=Schedule(**each)) for each in ({"unroll": 2}, schedule))
+    plain, scheduled = (
+        dataclasses.replace(base, schedule=ScheduleConfig(**each)) for each in ({"unroll": 2}, schedule)
+    )
     assert flops_of(scheduled) <= 1.01 * flops_of(plain)
 
 

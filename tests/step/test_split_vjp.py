@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
@@ -165,7 +165,7 @@ def test_experts_leave_all_their_weight_gradients_for_later(matmuls, remat):
     shapes = {"gate": (held, WIDTH, hidden), "up": (held, WIDTH, hidden), "down": (held, hidden, WIDTH)}
     params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
     rows = jax.random.normal(next(keys), (1, held, slots, WIDTH))
-    moe = MoE(num_experts=held, expert_matmuls=matmuls)
+    moe = MoEConfig(num_experts=held, expert_matmuls=matmuls)
 
     def experts(params: Any, rows: jax.Array) -> jax.Array:
         return DISPATCHERS["capacity"].experts(params, ExpertRows(rows), moe, GROUPED_PRODUCTS["cpu"]["blocks"])

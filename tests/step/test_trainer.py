@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Data, Mesh, Optimizer, Schedule
+from moe_jax.config import Config, DataConfig, MeshConfig, OptimizerConfig, ScheduleConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
@@ -42,7 +42,7 @@ def run_steps(config: Config, steps: int = 3):
 
 def test_unrolling_changes_no_gradient():
     config = small_config(1, 2, model={"num_layers": 4}, moe_layer_freq=1)
-    other = dataclasses.replace(config, schedule=Schedule(unroll=2))
+    other = dataclasses.replace(config, schedule=ScheduleConfig(unroll=2))
     params = first_params(config.model)
     expected = sharded_gradients(config, params, tokens_of(config)).grads
     grads = sharded_gradients(other, params, tokens_of(config)).grads
@@ -53,8 +53,8 @@ def test_rematerialisation_saves_memory():
     bytes_of = {}
     for remat in ("none", "dots", "full"):
         base = small_config(1, 1, model={"num_layers": 6, "hidden_size": 32}, moe_layer_freq=1)
-        config = dataclasses.replace(base, schedule=Schedule(remat=remat))
-        trainer = make_trainer(config, make_mesh(Mesh(), jax.devices()[:1]))
+        config = dataclasses.replace(base, schedule=ScheduleConfig(remat=remat))
+        trainer = make_trainer(config, make_mesh(MeshConfig(), jax.devices()[:1]))
         compiled = trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile()
         bytes_of[remat] = compiled.memory_analysis().temp_size_in_bytes
     assert bytes_of["full"] < bytes_of["dots"] < bytes_of["none"]
@@ -64,7 +64,7 @@ def test_rematerialisation_saves_memory():
 def test_bfloat16_gradient_of_a_frequent_token_is_not_lost():
     """2,048 equal tokens pull at one row of the embedding: a sum in bfloat16 would stop growing early."""
     config = small_config(1, 1, num_experts=0, model={"num_layers": 1})
-    config = dataclasses.replace(config, data=Data(seq_len=256))
+    config = dataclasses.replace(config, data=DataConfig(seq_len=256))
     half = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
     token_BN1 = np.full((8, 257), 3, np.int32)
     token_BN1[:, -1] = 5
@@ -80,7 +80,7 @@ def test_clipping_scales_the_whole_gradient_by_its_global_norm():
     base = small_config(2, 4)
     moments = {}
     for clip in (None, 0.01):
-        config = dataclasses.replace(base, optimizer=Optimizer(clip_norm=clip, warmup_steps=0))
+        config = dataclasses.replace(base, optimizer=OptimizerConfig(clip_norm=clip, warmup_steps=0))
         state, records = run_steps(config, steps=1)
         moments[clip] = jax.tree.leaves(state["optimizer"])
         norm = records[0]["grad_norm"]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Optimizer
+from moe_jax.config import Config, OptimizerConfig
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.plan.clusters import find_cluster
@@ -38,7 +38,7 @@ CASES = {
 
 
 def with_zero(config: Config, stage: int) -> Config:
-    return dataclasses.replace(config, optimizer=Optimizer(zero=stage))
+    return dataclasses.replace(config, optimizer=OptimizerConfig(zero=stage))
 
 
 @pytest.mark.parametrize("name", ["each part in loops", "a width that data does not divide", "pipeline stages"])

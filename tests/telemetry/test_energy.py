@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Train
+from moe_jax.config import Config, TrainConfig
 from moe_jax.telemetry.energy import energy_counter
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog
@@ -73,7 +73,7 @@ def test_a_count_that_fails_later_ends_no_run(tmp_path, capsys) -> None:
 
     metrics = {"loss": np.float32(1), "grad_norm": np.float32(1), "bad_step": np.int32(0)}
     with RunLog(tmp_path, 0, 4, tokens_per_step=8, tensorboard=False, quiet=False) as log:
-        meter = Meter(Config(train=Train(steps=4)), log, 1e9, lost, WhenAskedFor)
+        meter = Meter(Config(train=TrainConfig(steps=4)), log, 1e9, lost, WhenAskedFor)
         for step in range(1, 5):
             meter.add(step, metrics)
         meter.finish(stopping=True)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_without_what_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_energy_of_pauses_is_no_step_s(tmp_path) -> None:
     used = 0.0
-    config = Config(train=Train(steps=4))
+    config = Config(train=TrainConfig(steps=4))
     metrics = {"loss": np.float32(1), "grad_norm": np.float32(1), "bad_step": np.int32(0)}
     with RunLog(tmp_path, 0, 4, tokens_per_step=8, tensorboard=False, quiet=False) as log:
         meter = Meter(config, log, 1e9, lambda: used, WhenAskedFor)

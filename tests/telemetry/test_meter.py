@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.config import Config, Data, Exchange, Log, Model, MoE, Train
+from moe_jax.config import Config, DataConfig, ExchangeConfig, LogConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.telemetry.meter import Meter
@@ -69,10 +69,10 @@ class GoodSteps(Meter):
 
 def metered(every: int, steps: int = 12, **moe: object) -> tuple[Meter, Records]:
     config = Config(
-        model=Model(moe=MoE(**moe)),
-        data=Data(seq_len=LENGTH),
-        train=Train(steps=steps, batch_size=BATCH),
-        log=Log(every=every, tensorboard=False),
+        model=ModelConfig(moe=MoEConfig(**moe)),
+        data=DataConfig(seq_len=LENGTH),
+        train=TrainConfig(steps=steps, batch_size=BATCH),
+        log=LogConfig(every=every, tensorboard=False),
     )
     records = Records()
     return GoodSteps(config, records, MATRIX_RATE), records
@@ -157,7 +157,7 @@ def test_speeds_follow_from_the_step_time(clock):
     reader.add(1, {"expert_load": jnp.full((4, 3), 1 / 3)})
     reader.finish()
     tokens_per_s = BATCH * LENGTH / 0.5
-    utilisation = tokens_per_s * train_flops_per_token(Model(moe=MoE(num_experts=3)), LENGTH) / MATRIX_RATE
+    utilisation = tokens_per_s * train_flops_per_token(ModelConfig(moe=MoEConfig(num_experts=3)), LENGTH) / MATRIX_RATE
     expected = {"step": 1, "step_s": 0.5, "tokens_per_s": tokens_per_s, "mfu": pytest.approx(utilisation)}
     balance = {"block_load_max_over_mean": [1.0] * 4, "block_load_entropy": [1.0] * 4, "load_entropy": 1.0}
     assert records == [{**expected, "bad_steps": 0, "expert_load": [[0.333333] * 3] * 4, **balance}]
@@ -166,9 +166,9 @@ def test_speeds_follow_from_the_step_time(clock):
 def records_with_loads(experts: int, expert_load_every: int | None, clock) -> list[int]:
     """Steps of them, of the 4 blocks of a run of 24 steps."""
     config = Config(
-        model=Model(moe=MoE(num_experts=experts)),
-        train=Train(steps=24),
-        log=Log(every=2, expert_load_every=expert_load_every, alarm_entropy=None),
+        model=ModelConfig(moe=MoEConfig(num_experts=experts)),
+        train=TrainConfig(steps=24),
+        log=LogConfig(every=2, expert_load_every=expert_load_every, alarm_entropy=None),
     )
     records = Records()
     reader = GoodSteps(config, records, MATRIX_RATE)
@@ -195,7 +195,8 @@ def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records
     reader.finish()
     assert [record["step"] for record in records] == [1, 5]
     assert records.warnings == [
-        f"step 3 dropped 0.12 of all rows, as exchange.rank_capacity_factor={Exchange().rank_capacity_factor} leaves "
+        f"step 3 dropped 0.12 of all rows, as exchange.rank_capacity_factor={ExchangeConfig().rank_capacity_factor} "
+        "leaves "
         "some expert "
         "rank no room for them: "
         "use a larger one, or null for the worst case (this is said once; dropped_fraction goes on counting)"
@@ -263,9 +264,9 @@ class Planned:
 
 def rates(every: int, ends: list[tuple[float, bool]], rate: float = MATRIX_RATE) -> Records:
     config = Config(
-        data=Data(seq_len=LENGTH),
-        train=Train(steps=len(ends), batch_size=BATCH),
-        log=Log(every=every, tensorboard=False),
+        data=DataConfig(seq_len=LENGTH),
+        train=TrainConfig(steps=len(ends), batch_size=BATCH),
+        log=LogConfig(every=every, tensorboard=False),
     )
     records = Records()
     meter = Meter(config, records, rate, finishes=Planned(ends))
@@ -295,7 +296,7 @@ def test_a_rate_is_of_a_tenth_of_a_second_at_least(clock):
 
 
 def test_no_model_flop_utilisation_above_one_is_recorded_and_that_is_said_once(clock):
-    flops = BATCH * LENGTH * train_flops_per_token(Model(), LENGTH)
+    flops = BATCH * LENGTH * train_flops_per_token(ModelConfig(), LENGTH)
     records = rates(every=1, ends=[(101, False), (101.5, False), (102, False), (104, False)], rate=flops)
     assert [record.get("mfu") for record in records] == [1, None, None, 0.5]
     assert [record["tokens_per_s"] for record in records] == [BATCH * LENGTH / step_s for step_s in (1, 0.5, 0.5, 2)]

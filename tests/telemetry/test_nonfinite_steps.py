@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, Migration, Optimizer, Train
+from moe_jax.config import Config, MigrationConfig, OptimizerConfig, TrainConfig
 from moe_jax.step import fault_injection as faults
 from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.nonfinite_steps import BadSteps
@@ -20,10 +20,10 @@ SCHEDULED = {"schedule": {"policy": "unified", "microbatches": 2, "weight_grad":
 PARTS = {"grad_accumulation": 2}
 CASES = {
     "migration": dataclasses.replace(
-        small_config(2, 2, **BIASED), migration=Migration(enabled=True, payback_steps=None)
+        small_config(2, 2, **BIASED), migration=MigrationConfig(enabled=True, payback_steps=None)
     ),
     "scheduled, zero": dataclasses.replace(
-        small_config(2, 2, **SCHEDULED, **PARTS, **BIASED), optimizer=Optimizer(zero=1)
+        small_config(2, 2, **SCHEDULED, **PARTS, **BIASED), optimizer=OptimizerConfig(zero=1)
     ),
     "pipeline": small_config(1, 2, pipeline=2, **PARTS, **BIASED, moe_layer_freq=1),
 }
@@ -62,7 +62,7 @@ class Said(list):
     warn = list.append
 
 
-def looked(train_settings: Train, losses: list[float], bad: tuple[int, ...] = ()) -> tuple[BadSteps, Said]:
+def looked(train_settings: TrainConfig, losses: list[float], bad: tuple[int, ...] = ()) -> tuple[BadSteps, Said]:
     said = Said()
     steps = BadSteps(Config(train=train_settings), said)
     for step, loss in enumerate(losses, start=1):
@@ -72,16 +72,16 @@ def looked(train_settings: Train, losses: list[float], bad: tuple[int, ...] = ()
 
 def test_spikes_are_told_by_the_median_of_the_losses_before():
     losses = [float("inf"), *[2.0] * 7, 5.0, 2.0, 5.0, 3.9, 2.0]
-    steps, said = looked(Train(spike_factor=2), losses)
+    steps, said = looked(TrainConfig(spike_factor=2), losses)
     assert said == ["step 11: loss 5 is 2.50 × the median of the last 9 (train.spike_factor=2)"]
     assert steps.numbers() == {"bad_steps": 0, "loss_spikes": 1}
 
 
 def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
     nan = float("nan")
-    steps, said = looked(Train(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
+    steps, said = looked(TrainConfig(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
     left = "parameters, optimizer and balance are left as they were (1 of 3 in a row)"
     assert said == [f"step {step} has loss=nan: {left}" for step in (2, 5)]
     assert (steps.numbers(), steps.in_a_row, steps.too_many) == ({"bad_steps": 3}, 1, False)
-    assert looked(Train(bad_in_a_row=2), [nan, nan], bad=(1, 2))[0].too_many
-    assert not looked(Train(bad_in_a_row=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many
+    assert looked(TrainConfig(bad_in_a_row=2), [nan, nan], bad=(1, 2))[0].too_many
+    assert not looked(TrainConfig(bad_in_a_row=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.config import Config, Log, Model, MoE
+from moe_jax.config import Config, LogConfig, ModelConfig, MoEConfig
 from moe_jax.telemetry.router_alarms import Alarms, load_statistics
 from tests.telemetry.test_meter import Records
 
@@ -26,9 +26,9 @@ class Told(Records):
 
 def run(loads: list[list[list[float]]], every: int = 1, **settings) -> Told:
     """Steps from 1 on; dense blocks lie between those of the loads."""
-    model = Model(num_layers=4, moe=MoE(num_experts=4, moe_layer_freq=2))
+    model = ModelConfig(num_layers=4, moe=MoEConfig(num_experts=4, moe_layer_freq=2))
     log = Told()
-    alarms = Alarms(Config(model=model, log=Log(**({"alarm_entropy": None} | settings))), log)
+    alarms = Alarms(Config(model=model, log=LogConfig(**({"alarm_entropy": None} | settings))), log)
     for step, load in enumerate(loads, start=1):
         load_ME = np.array(load, np.float32)
         alarms.count(jnp.asarray(load_ME))
@@ -58,7 +58,7 @@ def test_steps_between_records_count() -> None:
 def test_counting_starts_no_program_on_the_devices() -> None:
     """It would wait behind the step that was begun meanwhile, and the record with it."""
     load_ME = jnp.asarray([EVEN, THREE], jnp.float32)
-    alarms = Alarms(Config(model=Model(num_layers=2, moe=MoE(num_experts=4))), Told())
+    alarms = Alarms(Config(model=ModelConfig(num_layers=2, moe=MoEConfig(num_experts=4))), Told())
     with jax.transfer_guard_host_to_device("disallow"):
         for _ in range(3):
             alarms.count(load_ME)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
-from moe_jax.config.sections import MoE
+from moe_jax.config.sections import MoEConfig
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
@@ -12,7 +12,7 @@ from moe_jax.errors import ConfigError
 _SMALL = {1: "one expert", 2: "two"}  # numbers of experts as words
 
 
-def check_gate(moe: MoE) -> None:
+def check_gate(moe: MoEConfig) -> None:
     """Raise ConfigError for a gate that its slots do not suit, and for settings that it does not read."""
     for field in dataclasses.fields(moe):
         name, value, unset = field.name, getattr(moe, field.name), field.default
@@ -45,7 +45,7 @@ def check_gate(moe: MoE) -> None:
         )
 
 
-def _check_normalize_top_1(moe: MoE) -> None:
+def _check_normalize_top_1(moe: MoEConfig) -> None:
     facts = moe.gate_facts
     name, value, needed = "top_k", str(moe.top_k), "1"
     if moe.top_k == 1:
@@ -60,7 +60,7 @@ def _check_normalize_top_1(moe: MoE) -> None:
     )
 
 
-def _check_capacity_schedule(moe: MoE) -> None:
+def _check_capacity_schedule(moe: MoEConfig) -> None:
     schedule, last, most = moe.capacity_schedule, 0.0, RANGES["model.moe.capacity_factor"].most
     if not schedule:
         return
@@ -89,7 +89,7 @@ def _all(names: tuple[str, ...]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _check_groups(moe: MoE, scorers: int) -> None:
+def _check_groups(moe: MoEConfig, scorers: int) -> None:
     groups, top = moe.n_group, moe.topk_group
     if moe.num_experts % groups:
         raise ConfigError(

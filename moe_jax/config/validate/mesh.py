@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from moe_jax.config.sections import Mesh, Sections
+from moe_jax.config.sections import MeshConfig, Sections
 from moe_jax.config.validate.messages import divisors_text, nearest_multiples
 from moe_jax.errors import ConfigError
 
@@ -99,7 +99,7 @@ def _check_shared(num_experts: int, context: int) -> None:
         )
 
 
-def expert_ranks_text(mesh: Mesh, sizes: Mapping[str, int]) -> str:
+def expert_ranks_text(mesh: MeshConfig, sizes: Mapping[str, int]) -> str:
     """The axes that cut experts."""
     return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
 

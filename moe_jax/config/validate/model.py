@@ -1,12 +1,12 @@
 """Rules of a model: heads, experts and the blocks that have them."""
 
-from moe_jax.config.sections import Model
+from moe_jax.config.sections import ModelConfig
 from moe_jax.config.validate.gate import check_gate
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.errors import ConfigError
 
 
-def check_model(model: Model) -> None:
+def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for heads that do not divide, and for experts in no block."""
     if model.has_latents:
         _check_latents(model)
@@ -17,7 +17,7 @@ def check_model(model: Model) -> None:
     _check_experts(model)
 
 
-def _check_heads(model: Model) -> None:
+def _check_heads(model: ModelConfig) -> None:
     if model.latent.q_lora_rank is not None:
         raise ConfigError(
             f"model.latent.q_lora_rank={model.latent.q_lora_rank} without model.latent.kv_lora_rank: "
@@ -41,7 +41,7 @@ def _check_heads(model: Model) -> None:
         )
 
 
-def _check_latents(model: Model) -> None:
+def _check_latents(model: ModelConfig) -> None:
     rank = f"model.latent.kv_lora_rank={model.latent.kv_lora_rank}"
     if model.latent.qk_rope_head_dim % 2:
         raise ConfigError(
@@ -62,7 +62,7 @@ def _check_latents(model: Model) -> None:
             )
 
 
-def _check_views(model: Model) -> None:
+def _check_views(model: ModelConfig) -> None:
     attention = model.attention
     if attention.full_every is not None and attention.sliding_window is None:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _check_views(model: Model) -> None:
         )
 
 
-def _check_rope(model: Model) -> None:
+def _check_rope(model: ModelConfig) -> None:
     scaling, name = model.rope_scaling, "model.rope_scaling"
     for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
         value = getattr(scaling, key)
@@ -90,7 +90,7 @@ def _check_rope(model: Model) -> None:
         )
 
 
-def _check_experts(model: Model) -> None:
+def _check_experts(model: ModelConfig) -> None:
     moe = model.moe
     if moe.num_experts == 0:
         if moe.expert_matmuls != "compute_dtype":

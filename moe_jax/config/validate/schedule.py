@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from moe_jax.config.sections import Mesh, Sections
+from moe_jax.config.sections import MeshConfig, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.errors import ConfigError
@@ -64,7 +64,7 @@ def _check_whole_batch(config: Sections) -> None:
     )
 
 
-def check_node_split(ranks_per_node: int, mesh: Mesh, sizes: Mapping[str, int]) -> None:
+def check_node_split(ranks_per_node: int, mesh: MeshConfig, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError unless the ranks that cut experts divide into nodes."""
     ranks = mesh.expert_ranks(sizes)
     if ranks % ranks_per_node:

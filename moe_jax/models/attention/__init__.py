@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import Model, View
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import grouped, latent
 from moe_jax.models.attention.core import Way
 from moe_jax.models.layers import rms_norm
@@ -32,12 +32,14 @@ _GROUPED = Form(grouped.heads, grouped.first_cache, grouped.next_heads)
 _LATENT = Form(latent.heads, latent.first_cache, latent.next_heads)
 
 
-def form_of(model: Model) -> Form:
+def form_of(model: ModelConfig) -> Form:
     """The one that a model has."""
     return _LATENT if model.has_latents else _GROUPED
 
 
-def attend(params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B n D"]:
+def attend(
+    params: Any, x_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+) -> Float[Array, "B n D"]:
     """What attention adds to the residual stream, its pre-norm included; inside `shard_map`."""
     h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
     y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, way)), 1)
@@ -45,7 +47,7 @@ def attend(params: Any, x_BnD: Float[Array, "B n D"], model: Model, view: View, 
 
 
 def attend_next(
-    params: Any, x_B1D: Float[Array, "B 1 D"], cache: Any, position: jax.Array, model: Model, view: View
+    params: Any, x_B1D: Float[Array, "B 1 D"], cache: Any, position: jax.Array, model: ModelConfig, view: AttentionView
 ) -> tuple[Float[Array, "B 1 D"], Any]:
     """The same for the token at `position`, and the cache with it; on one tensor rank."""
     h_B1D = rms_norm(x_B1D, params["norm"], model.rms_norm_eps)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import Model, View
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention.core import Way, seen_before, weighted_values
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
@@ -22,7 +22,9 @@ from moe_jax.parallel.tensor_axis import gathered
 Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
-def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B N H K"]:
+def heads(
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+) -> Float[Array, "B N H K"]:
     """The values that each head saw."""
     h_BND = gathered(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
@@ -37,14 +39,19 @@ def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, w
         return KERNELS[way.kernel](query, key, value, view.window, scale)
 
 
-def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
+def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
     """Keys and values."""
     shape = (batch, length, model.kv_heads, model.head_width)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
 def next_heads(
-    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model, view: View
+    params: Any,
+    h_B1D: Float[Array, "B 1 D"],
+    cache: Cache,
+    position: Int[Array, ""],
+    model: ModelConfig,
+    view: AttentionView,
 ) -> tuple[Float[Array, "B 1 H K"], Cache]:
     """The values that each head of one more token saw."""
     query, key, value = _project(params, h_B1D, jnp.full((h_B1D.shape[0], 1), position), model, view)
@@ -69,7 +76,7 @@ def _seen(
 
 
 def _project(
-    params: Any, h_BND: Float[Array, "B N D"], position_BN: Int[Array, "B N"], model: Model, view: View
+    params: Any, h_BND: Float[Array, "B N D"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
     """Normed and rotated queries and keys, and values."""
 
@@ -85,13 +92,13 @@ def _project(
     return query, key, value
 
 
-def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: Model) -> tuple[jax.Array, jax.Array]:
+def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of each head."""
     eps = model.rms_norm_eps
     return rms_norm(query, params["query_norm"], eps), rms_norm(key, params["key_norm"], eps)
 
 
-def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: Model) -> tuple[jax.Array, jax.Array]:
+def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of all heads together, those of other tensor ranks included."""
     wide = [x.astype(jnp.float32) for x in (query, key)]
     own_BN2 = jnp.stack([jnp.square(x).sum(axis=(-2, -1)) for x in wide], axis=-1)

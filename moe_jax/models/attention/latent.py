@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Model, View
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention.core import Way, seen_before, weighted_values
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
@@ -23,7 +23,9 @@ from moe_jax.parallel.tensor_axis import gathered
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 
 
-def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, way: Way) -> Float[Array, "B N H V"]:
+def heads(
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+) -> Float[Array, "B N H V"]:
     """The values that each head saw."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
@@ -45,7 +47,7 @@ def heads(params: Any, h_BnD: Float[Array, "B n D"], model: Model, view: View, w
         return KERNELS[way.kernel](query, key, value, view.window, scale)
 
 
-def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
+def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
     """Latents and rotated keys, of all heads together."""
     rank = model.latent.kv_lora_rank
     assert rank is not None, "a model with latents"
@@ -53,7 +55,12 @@ def first_cache(model: Model, batch: int, length: int, dtype: Any) -> Cache:
 
 
 def next_heads(
-    params: Any, h_B1D: Float[Array, "B 1 D"], cache: Cache, position: Int[Array, ""], model: Model, view: View
+    params: Any,
+    h_B1D: Float[Array, "B 1 D"],
+    cache: Cache,
+    position: Int[Array, ""],
+    model: ModelConfig,
+    view: AttentionView,
 ) -> tuple[Float[Array, "B 1 H V"], Cache]:
     """The values that each head of one more token saw.
 
@@ -78,7 +85,7 @@ def next_heads(
 
 
 def _latents(
-    params: Any, h_BND: Float[Array, "B N D"], model: Model
+    params: Any, h_BND: Float[Array, "B N D"], model: ModelConfig
 ) -> tuple[Float[Array, "B N Q"], Float[Array, "B N R"], Float[Array, "B N P"]]:
     """Of queries (without one: what they are made of), of keys and values, and the key that is to be rotated."""
     query, eps = h_BND, model.rms_norm_eps if model.latent.rms_norm_eps is None else model.latent.rms_norm_eps
@@ -99,7 +106,11 @@ def _keys_and_values(
 
 
 def _queries(
-    params: Any, query_BNQ: Float[Array, "B N Q"], position_BN: Int[Array, "B N"], model: Model, view: View
+    params: Any,
+    query_BNQ: Float[Array, "B N Q"],
+    position_BN: Int[Array, "B N"],
+    model: ModelConfig,
+    view: AttentionView,
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N H P"]]:
     """The part that is not rotated, and the one that is."""
     plain, rotated = jnp.split(_of_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
@@ -107,7 +118,7 @@ def _queries(
 
 
 def _rotated(
-    x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: Model, view: View
+    x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
 ) -> Float[Array, "B N H P"]:
     return rotate(x_BNHP, position_BN, model) if view.rope else x_BNHP
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from moe_jax.config import MoE, registry
+from moe_jax.config import MoEConfig, registry
 from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.dispatchers import capacity, dropless, expert_choice, one_hot, ragged, soft
@@ -42,7 +42,7 @@ GATE_DISPATCHERS: dict[str, TokenDispatcher] = {
 }
 
 
-def dispatcher_of(moe: MoE, ragged: bool = False) -> TokenDispatcher:
+def dispatcher_of(moe: MoEConfig, ragged: bool = False) -> TokenDispatcher:
     """The dispatcher that a config asks for; `ragged`: no row that does not exist is sent, where there is a capacity.
 
     Raises ConfigError if the config names something else.

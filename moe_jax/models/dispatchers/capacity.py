@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import DispatcherFacts
 from moe_jax.models import routing
 from moe_jax.models.dispatchers.protocol import (
@@ -29,7 +29,7 @@ FACTS = DispatcherFacts(name="sort", listed=0, sorts_rows=True)
 
 
 def permute(
-    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoE, ep_size: int, capacity: CapacityState | None = None
+    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
     """Tokens in their slots [P, L, C, D]; `capacity` (None: all) is what earlier parts of the batch left.
 
@@ -53,7 +53,7 @@ def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
     return [ExpertRows(rows) for rows in jnp.split(sent.rows, bounds, axis=2)]
 
 
-def experts(params: Any, received: ExpertRows, moe: MoE, product: GroupedProduct) -> Float[Array, "P L C D"]:
+def experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P L C D"]:
     """Each expert on the slots of all sources, as one batched matrix product."""
     ep_size, held, slots, width = received.rows.shape
     x_LRD = jnp.swapaxes(received.rows, 0, 1).reshape(held, ep_size * slots, width)

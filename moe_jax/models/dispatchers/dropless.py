@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models import routing
 from moe_jax.models.dispatchers.protocol import Buffer, CapacityState, ExpertRows, TopKMetadata, piece_bounds
 from moe_jax.models.expert_matmuls import as_experts_multiply
@@ -26,7 +26,7 @@ from moe_jax.models.layers import mlp
 
 
 def permute(
-    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoE, ep_size: int, capacity: CapacityState | None = None
+    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
     """Rows for each rank [P, W, D], sorted by expert, and how many of them each of its experts gets [P, L].
 
@@ -72,7 +72,7 @@ def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
     return [piece(*bounds) for bounds in pairwise(piece_bounds(rows.shape[1], pieces))]
 
 
-def experts(params: Any, received: ExpertRows, moe: MoE, product: GroupedProduct) -> Float[Array, "P W D"]:
+def experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
     x_PWD, count_PL = _sized(received)
     ep_size, width, features = x_PWD.shape

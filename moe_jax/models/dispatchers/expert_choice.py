@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows
 from moe_jax.models.gates.choice import ExpertChoiceRouting
 
@@ -25,7 +25,7 @@ class ExpertChoiceMetadata(NamedTuple):
 def permute(
     x_TD: Float[Array, "T D"],
     picked: ExpertChoiceRouting,
-    moe: MoE,
+    moe: MoEConfig,
     ep_size: int,
     capacity: CapacityState | None = None,
 ) -> tuple[ExpertRows, ExpertChoiceMetadata]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import DispatcherFacts
 from moe_jax.models.dispatchers import capacity as slots
 from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows, TokenDispatcher, full_capacity
@@ -27,7 +27,7 @@ class OneHotMetadata(NamedTuple):
 
 
 def permute(
-    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoE, ep_size: int, capacity: CapacityState | None = None
+    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, OneHotMetadata]:
     """Tokens in their slots [P, L, C, D]; `capacity` (None: all) is what earlier parts of the batch left."""
     tokens = x_TD.shape[0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.routing import TokenPermutation, expert_capacity, to_rows
 from moe_jax.parallel.all_to_all.ragged import row_shape
 
@@ -81,12 +81,12 @@ class CapacityState(NamedTuple):
     buffer: Buffer | None = None  # instead of slots; None: for the worst case
 
 
-def full_capacity(moe: MoE, tokens: int) -> CapacityState:
+def full_capacity(moe: MoEConfig, tokens: int) -> CapacityState:
     """All slots of a batch of `tokens` tokens, none of them used."""
     return CapacityState(slots=expert_capacity(moe, tokens), used_E=jnp.zeros(moe.num_experts, jnp.int32))
 
 
-def buffer_of(moe: MoE, factor: float | None, tokens: int, ep_size: int) -> Buffer | None:
+def buffer_of(moe: MoEConfig, factor: float | None, tokens: int, ep_size: int) -> Buffer | None:
     """The buffer for `factor` times an even share of a sequence of `tokens` tokens, ceil(f·N·k/P) rows on each rank.
 
     None: for the worst case, which is not exceeded.

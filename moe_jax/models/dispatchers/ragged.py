@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models import routing
 from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows, RowSource, TopKMetadata
 from moe_jax.models.expert_matmuls import as_experts_multiply
@@ -26,7 +26,7 @@ _TILE = 8  # rows that hardware handles at once
 
 
 def permute(
-    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoE, ep_size: int, capacity: CapacityState
+    x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState
 ) -> tuple[ExpertRows, TopKMetadata]:
     """The rows that found a slot [S, …], sorted by expert, how many each expert gets [E], and what they are made of."""
     count_E = choice.tokens_per_expert()
@@ -58,7 +58,7 @@ def lane_widths(slots: int, parts: int, tokens: int, ep_size: int) -> Widths:
 
 
 def lane_experts(
-    params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoE
+    params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoEConfig
 ) -> Float[Array, "L b D"]:
     """Each expert on the rows that found room in its lane."""
     return _real_back(mlp(params, _real(main_LbD, filled_L), as_experts_multiply(EACH, moe)), filled_L)
@@ -118,7 +118,7 @@ class Overflow(NamedTuple):
         with jax.named_scope("overflow"):
             return jax.lax.cond(self.happened, self.source.gather, lambda: jax.lax.empty(shape.shape, shape.dtype))
 
-    def forward(self, weights: Stored, rest: "Rest", moe: MoE) -> jax.Array:
+    def forward(self, weights: Stored, rest: "Rest", moe: MoEConfig) -> jax.Array:
         """What the experts make of these rows."""
 
         def turn(expert: jax.Array, out_R: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ class Overflow(NamedTuple):
 
         return self._rows(turn, rest.rows_R)
 
-    def backward(self, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoE) -> jax.Array:
+    def backward(self, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> jax.Array:
         """The rows' gradient."""
 
         def turn(expert: jax.Array, d_rest_R: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ class Overflow(NamedTuple):
 
         return self._rows(turn, rest.rows_R)
 
-    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoE) -> Any:
+    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> Any:
         """Gradients of the experts' weights [L, …] with these rows' part."""
 
         def turn(expert: jax.Array, gradient: Any) -> Any:
@@ -169,12 +169,12 @@ class Overflow(NamedTuple):
         lane = lane.reshape(len(lane), *rows_R.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array, moe: MoE) -> Any:
+    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> Any:
         rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
         return jax.vjp(partial(_expert, moe=moe), weights.of(expert), rows)[1](d_lane)
 
 
-def _expert(params: Any, lane: jax.Array, moe: MoE) -> jax.Array:
+def _expert(params: Any, lane: jax.Array, moe: MoEConfig) -> jax.Array:
     return mlp(params, lane, as_experts_multiply(ONE, moe))
 
 

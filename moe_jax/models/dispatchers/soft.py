@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers.protocol import CapacityState, ExpertRows
 from moe_jax.models.gates.choice import SoftRouting
 
@@ -22,7 +22,7 @@ class SoftMetadata(NamedTuple):
 
 
 def permute(
-    x_TD: Float[Array, "T D"], soft: SoftRouting, moe: MoE, ep_size: int, capacity: CapacityState | None = None
+    x_TD: Float[Array, "T D"], soft: SoftRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, SoftMetadata]:
     """The mixes [P, L, C, D]. All slots are for these tokens, so `capacity` does not matter."""
     _, experts, slots = soft.dispatch_TEC.shape

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import MoE, registry
+from moe_jax.config import MoEConfig, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import softmax
@@ -20,7 +20,7 @@ GATES: dict[str, Gate] = {name: module.GATE for name, module in registry.GATE_FA
 
 
 @functools.cache
-def gate_of(moe: MoE) -> Gate:
+def gate_of(moe: MoEConfig) -> Gate:
     """The one that a config names. Raises ConfigError if it is none."""
     gate = named("model.moe.gate", moe.gate, GATES)
     if moe.gate in GATES:
@@ -29,7 +29,7 @@ def gate_of(moe: MoE) -> Gate:
     return of_logits(gate)
 
 
-def _check(gate: Any, moe: MoE) -> None:
+def _check(gate: Any, moe: MoEConfig) -> None:
     if not callable(gate):
         raise ConfigError(f"model.moe.gate={moe.gate} is of type {type(gate).__name__}: name a function")
     tokens = moe.num_experts + 1  # T and E must not be mistaken for each other

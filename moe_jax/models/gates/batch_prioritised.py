@@ -5,7 +5,7 @@ It compares all tokens of a device's batch, so microbatches may not be cut befor
 
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.choice import TopKRouting
@@ -14,7 +14,7 @@ from moe_jax.models.gates.protocol import Gate, of_logits
 FACTS = GateFacts(listed=9, splits=False, sampled_as=(("gate", "softmax"),))
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> TopKRouting:
     """As with a softmax, and slots by each token's highest probability."""
     choice = softmax.choose(logit_TE, moe)
     return choice._replace(priority_T=choice.prob_TE.max(axis=-1))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.groups import limited
@@ -17,7 +17,7 @@ from moe_jax.models.gates.weights import weights_of
 FACTS = GateFacts(listed=5, settings=("n_group", "topk_group"), group_scorers=1)
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> TopKRouting:
     """The k likeliest experts of the groups with the likeliest ones."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     allowed_TE = limited(prob_TE, moe, lambda grouped: jnp.max(grouped, axis=-1))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.groups import limited
@@ -27,7 +27,7 @@ FACTS = GateFacts(
 )
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
     """The k highest biased scores, weighted by the scores without bias."""
     logit_TE = linear(params, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)

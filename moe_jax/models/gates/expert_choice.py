@@ -8,7 +8,7 @@ T tokens, E experts, C slots of an expert.
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import ExpertChoiceRouting
@@ -22,7 +22,7 @@ FACTS = GateFacts(
 )
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> ExpertChoiceRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> ExpertChoiceRouting:
     """The C likeliest tokens of each expert, weighted by their probability of it."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.expert_capacity(moe, len(logit_TE)))

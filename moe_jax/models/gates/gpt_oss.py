@@ -7,7 +7,7 @@ beside the objective teach the router. T tokens, E experts.
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, ROUTER_BIAS, GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.protocol import Gate, of_logits
@@ -15,7 +15,7 @@ from moe_jax.models.gates.protocol import Gate, of_logits
 FACTS = GateFacts(listed=2, parameters=(ROUTER, ROUTER_BIAS), sums_to_1=True)
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> TopKRouting:
     """The k highest logits, weighted by their softmax."""
     logit_Tk, expert_Tk = jax.lax.top_k(logit_TE, moe.top_k)
     weight_Tk = jax.nn.softmax(logit_Tk, axis=-1) * moe.routed_scaling_factor

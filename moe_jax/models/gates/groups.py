@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 
 
 def limited(
-    score_TE: Float[Array, "T E"], moe: MoE, score_of_group: Callable[[jax.Array], jax.Array]
+    score_TE: Float[Array, "T E"], moe: MoEConfig, score_of_group: Callable[[jax.Array], jax.Array]
 ) -> Float[Array, "T E"]:
     """The scores in each token's `topk_group` best groups, and -∞ elsewhere. `score_of_group`: [T, G, E/G] → [T, G]."""
     if moe.topk_group == moe.n_group:

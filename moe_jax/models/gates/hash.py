@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.protocol import Decided, Gate
@@ -18,7 +18,7 @@ from moe_jax.models.gates.weights import equal_weights
 FACTS = GateFacts(listed=7, sees_tokens=True, parameters=())
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> Decided:
     """The k experts that come first in an order of all, which the token's number draws; equally weighted."""
 
     def scores(number: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, UInt32
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.parallel.mesh import BATCH_AXES
 from moe_jax.parallel.own_tokens import own_part
 
@@ -53,7 +53,7 @@ class BatchPart:
     part: int | jax.Array = 0
     parts: int = 1
 
-    def router_inputs(self, id_BN: Int[Array, "B N"], moe: MoE, seed: int) -> RouterInputs | None:
+    def router_inputs(self, id_BN: Int[Array, "B N"], moe: MoEConfig, seed: int) -> RouterInputs | None:
         """The inputs of this device's own tokens of these sequences; None if no gate reads them. Inside `shard_map`."""
         if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
             return None

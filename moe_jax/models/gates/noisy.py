@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, GateFacts, Leaf
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
@@ -23,7 +23,7 @@ FACTS = GateFacts(listed=3, sees_tokens=True, parameters=(ROUTER, Leaf("router_n
 _NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> Decided:
     """softmax(top-k(x·W + N(0,1)·softplus(x·W_noise))); choice j > 1 is left out unless 2·g_j > U(0,1)."""
     logit_TE = linear(params, x_TD)
     if router_inputs.key is None:

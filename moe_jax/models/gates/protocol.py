@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import Decision
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
@@ -24,16 +24,16 @@ class Decided(NamedTuple):
 
 
 Gate = Callable[
-    [Any, jax.Array, Any, MoE], Decided
+    [Any, jax.Array, Any, MoEConfig], Decided
 ]  # the third is a `RouterInputs`, or None for gates that do not look at it
-OfLogits = Callable[[jax.Array, MoE], Decision]
-OfBiasedLogits = Callable[[jax.Array, MoE, jax.Array | None], Decision]
+OfLogits = Callable[[jax.Array, MoEConfig], Decision]
+OfBiasedLogits = Callable[[jax.Array, MoEConfig, jax.Array | None], Decision]
 
 
 def of_logits(choose: OfLogits) -> Gate:
     """The gate that decides by a linear router's logits."""
 
-    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoE) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
         logit_TE = linear(params, x_TD)
         return Decided(choose(logit_TE, moe), logit_TE)
 
@@ -43,7 +43,7 @@ def of_logits(choose: OfLogits) -> Gate:
 def of_biased_logits(choose: OfBiasedLogits) -> Gate:
     """The same of one that looks at a score bias, if there is one."""
 
-    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoE) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
         logit_TE = linear(params, x_TD)
         return Decided(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.protocol import Decided, Gate
@@ -17,7 +17,7 @@ from moe_jax.models.gates.weights import equal_weights
 FACTS = GateFacts(listed=8, sees_tokens=True, parameters=())
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> Decided:
     """k different experts, each as likely as any other, equally weighted."""
     score_TE = jax.vmap(lambda key: jax.random.uniform(key, (moe.num_experts,)))(router_inputs.keys())
     return Decided(equal_weights(jax.lax.top_k(score_TE, moe.top_k)[1], moe), None)

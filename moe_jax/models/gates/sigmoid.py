@@ -7,7 +7,7 @@ T tokens, E experts.
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.protocol import Gate, of_biased_logits
@@ -16,7 +16,7 @@ from moe_jax.models.gates.weights import best_of, normalized, weights_of
 FACTS = GateFacts(listed=1, settings=("bias_update_rate",))
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
     """The k highest scores, or scores + bias, weighted by the score, renormalised if the config says so."""
     score_TE = jax.nn.sigmoid(logit_TE)
     score_Tk, expert_Tk = best_of(score_TE, bias_E, moe)

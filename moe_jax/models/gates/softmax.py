@@ -6,7 +6,7 @@ T tokens, E experts.
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.protocol import Gate, of_biased_logits
@@ -15,7 +15,7 @@ from moe_jax.models.gates.weights import best_of, weights_of
 FACTS = GateFacts(listed=0, settings=("bias_update_rate",))
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoE, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
     """The k likeliest experts, or those of the highest probability + bias, weighted by their probability.
 
     Renormalised if the config says so.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts, Leaf
 from moe_jax.models.gates.choice import SoftRouting
 from moe_jax.models.gates.inputs import RouterInputs
@@ -27,7 +27,7 @@ FACTS = GateFacts(
 )
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
     """Softmax over tokens for what slots see, over all slots for what tokens get, of scaled cosines."""
     slots_DS = params["slots"].reshape(x_TD.shape[1], -1)
     logit_TS = product(unit(x_TD.astype(slots_DS.dtype), axis=1), params["scale"] * unit(slots_DS, axis=0))

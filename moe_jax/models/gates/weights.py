@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 
 TINY = 1e-20  # keeps a token without any score finite
 
 
 def best_of(
-    score_TE: Float[Array, "T E"], bias_E: Float[Array, " E"] | None, moe: MoE
+    score_TE: Float[Array, "T E"], bias_E: Float[Array, " E"] | None, moe: MoEConfig
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     """Scores and numbers of the k experts with the highest score + bias (Wang et al. 2024, eq. 3), or score alone."""
     if bias_E is None:
@@ -21,7 +21,7 @@ def best_of(
     return jnp.take_along_axis(score_TE, expert_Tk, axis=-1), expert_Tk
 
 
-def weights_of(score_Tk: Float[Array, "T k"], moe: MoE) -> Float[Array, "T k"]:
+def weights_of(score_Tk: Float[Array, "T k"], moe: MoEConfig) -> Float[Array, "T k"]:
     """The scores of the chosen experts, renormalised if the config says so, times its factor."""
     if moe.divides_by_sum:
         score_Tk = normalized(score_Tk)
@@ -33,7 +33,7 @@ def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
     return score / (score.sum(axis=-1, keepdims=True) + TINY)
 
 
-def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoE) -> TopKRouting:
+def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoEConfig) -> TopKRouting:
     """Experts that nothing learned has chosen, as likely as they count."""
     tokens, choices = expert_Tk.shape
     prob_TE = jax.nn.one_hot(expert_Tk, moe.num_experts).sum(axis=1) / choices

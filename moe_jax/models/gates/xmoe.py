@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.config import MoE
+from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts, Leaf
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
@@ -30,7 +30,7 @@ FACTS = GateFacts(
 _COLDEST = 0.01
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoE) -> Decided:
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
     """The k largest of softmax(cos(P·x, e) / τ); a temperature below 0.01 counts as that."""
     low_Tr = unit(product(x_TD, params["router_projection"]), axis=1)
     cosine_TE = product(low_Tr, unit(params["router"], axis=0))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import MoE, registry
+from moe_jax.config import MoEConfig, registry
 from moe_jax.config.plugins import first_line_of, guarded, named
 from moe_jax.config.registry import NO_HOOKS
 from moe_jax.errors import ConfigError
@@ -18,7 +18,7 @@ HOOKS: dict[str, Hooks] = {
 }
 
 
-def hooks_of(moe: MoE) -> Hooks:
+def hooks_of(moe: MoEConfig) -> Hooks:
     """Those that a config names. Raises ConfigError if they are none."""
     hooks = named("model.moe.hooks", moe.hooks, HOOKS)
     if not isinstance(hooks, Hooks):

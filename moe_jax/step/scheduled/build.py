@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.config import Config, Model
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.distributed.processes import read_alike
 from moe_jax.models.parameters import param_dims, param_shapes
@@ -110,7 +110,7 @@ def turns_of(config: Config) -> tuple[int, Turns | None]:
     return number, Turns.of(first, len(longest.kinds), longest.repeats, config.schedule.unroll)
 
 
-def owned(tree: Tree, model: Model, owner: int, take: Callable[[Any, int], Any]) -> Tree:
+def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int], Any]) -> Tree:
     """An owner's part of a tree like the parameters; `take(leaf, period)` gives a block's share of a stacked leaf."""
     if owner == 0:
         return tree["embedding"]
@@ -121,7 +121,7 @@ def owned(tree: Tree, model: Model, owner: int, take: Callable[[Any, int], Any])
 
 
 @functools.cache
-def places(model: Model) -> list[tuple[int, int, int]]:
+def places(model: ModelConfig) -> list[tuple[int, int, int]]:
     """Segment, period and place in it of each block."""
     return [
         (number, period, place)

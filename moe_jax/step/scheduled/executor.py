@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
@@ -382,7 +382,9 @@ def _rows(piece: Piece) -> ExpertRows:
     return piece
 
 
-def _rejoin(_: Tree, inputs: tuple[jax.Array, jax.Array, DispatchMetadata], model: Model, ragged: bool) -> jax.Array:
+def _rejoin(
+    _: Tree, inputs: tuple[jax.Array, jax.Array, DispatchMetadata], model: ModelConfig, ragged: bool
+) -> jax.Array:
     x, returned, metadata = inputs
     return rejoin(x, returned, metadata, model, ragged)
 

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config import Model
+from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.ordering import after_all
@@ -98,7 +98,7 @@ def _gradients_of_part(
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
 
 
-def _stored(params: Params, model: Model, block: int) -> Stored:
+def _stored(params: Params, model: ModelConfig, block: int) -> Stored:
     """The weights of a block's experts, not taken out."""
     number, period, place = places(model)[block]
     return Stored(params["segments"][number][place]["moe"]["experts"], period)
@@ -108,7 +108,7 @@ def _slice(leaf: jax.Array, period: int) -> jax.Array:
     return leaf[period]
 
 
-def _gathered(total: Callable[[int], Tree], model: Model, stacked: dict[int, Tree]) -> Grads:
+def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[int, Tree]) -> Grads:
     """Gradients in the layout of the parameters, of all owners and the segments that are stacked already."""
     trees: dict[int, Tree] = dict(stacked)
     for number, segment in enumerate(segments(model)):

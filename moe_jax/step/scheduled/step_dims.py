@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from moe_jax.config import Config, View
+from moe_jax.config import AttentionView, Config
 from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.models.dispatch import RaggedExchange
 from moe_jax.models.dispatchers import dispatcher_of
@@ -34,7 +34,7 @@ class Facts:
     tokens: int  # of this device
     first_block: int | None = None  # of the model, where the shape's blocks are those of a pipeline stage
 
-    def view(self, block: int) -> View:
+    def view(self, block: int) -> AttentionView:
         """How a block's attention sees tokens."""
         return self.config.model.views[(self.first_block or 0) + block]
 
