@@ -27,7 +27,7 @@ import numpy as np
 
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import UserError
-from moe_jax.parallel.post import Key, Post
+from moe_jax.parallel.post import MessageTag, P2PTransport
 
 _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
 _RANK = "BOX_RANK"
@@ -168,13 +168,13 @@ def set_latency(seconds: float) -> None:
 
     Kernels without netem cannot delay what they send.
     """
-    send = Post.send
+    send = P2PTransport.send
 
-    def late(self: Post, key: Key, x: np.ndarray) -> None:
+    def late(self: P2PTransport, key: MessageTag, x: np.ndarray) -> None:
         time.sleep(seconds)
         send(self, key, x)
 
-    Post.send = late  # type: ignore[method-assign]
+    P2PTransport.send = late  # type: ignore[method-assign]
 
 
 def set_buffers(num_bytes: int) -> None:

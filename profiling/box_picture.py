@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import TracedOperation
 
 _COLORS = {"F": "#4c8bd6", "B": "#7a5fc0", "W": "#3f9e73", "G": "#d98a2b", "": "#b5b3ac"}
 _MEANINGS = {
@@ -41,7 +41,7 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
     return _saved(figure, path)
 
 
-def write_timelines(timelines: dict[str, Sequence[Operation]], path: Path) -> Path:
+def write_timelines(timelines: dict[str, Sequence[TracedOperation]], path: Path) -> Path:
     """What one step computed and sent, one picture above the other on one scale."""
     figure, axes = plt.subplots(
         len(timelines), figsize=(11, 0.6 + 1.05 * len(timelines)), sharex=True, squeeze=False, layout="constrained"

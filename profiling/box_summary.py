@@ -5,13 +5,13 @@ from typing import Any
 
 from results_file import quartiles, rounded
 
-from moe_jax.measure.trace import Operation, joined
+from moe_jax.measure.trace import TracedOperation, joined
 
 REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 
 
-def hidden_share(operations: Sequence[Operation], direction: str | tuple[str, ...]) -> float | None:
+def hidden_share(operations: Sequence[TracedOperation], direction: str | tuple[str, ...]) -> float | None:
     """The part of a direction's communication in one step during which this process computes; None without any."""
     of_direction = [each for each in operations if each.communicates and each.task.startswith(direction)]
     total = sum(each.end_s - each.start_s for each in of_direction)

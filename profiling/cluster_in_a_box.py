@@ -30,7 +30,7 @@ from stand_ins import without_communication
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import TracedOperation
 from moe_jax.plan.measured import write_times
 
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
@@ -150,7 +150,7 @@ def main() -> None:
         box.parse_rate(arguments.rate)
     settings = box.box_from(arguments)
     found = box.run_in_box(settings)
-    found["timelines"] = {name: [Operation(*each) for each in step] for name, step in found["timelines"].items()}
+    found["timelines"] = {name: [TracedOperation(*each) for each in step] for name, step in found["timelines"].items()}
     result = summary(found, variants)
     print(table(result))
     for path in (

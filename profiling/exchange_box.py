@@ -22,10 +22,10 @@ from results_file import RESULTS, write_result
 
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.microbench import compile_all, curves_of, times_of
-from moe_jax.measure.operations import Group, Machine, collectives
+from moe_jax.measure.operations import CommGroup, Machine, collectives
 from moe_jax.plan.curves import Curve
 
-GROUPS = (Group(RANKS_PER_NODE, 1), Group(NODES, RANKS_PER_NODE), Group(NODES * RANKS_PER_NODE, 1))
+GROUPS = (CommGroup(RANKS_PER_NODE, 1), CommGroup(NODES, RANKS_PER_NODE), CommGroup(NODES * RANKS_PER_NODE, 1))
 _LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
 _LOCAL_QUEUE = "limit 64mb"  # no loss
 _BUFFER_BYTES = 2**25  # of a socket: any message fits

@@ -16,9 +16,9 @@ from results_file import write_result
 
 from moe_jax import config
 from moe_jax.errors import CommandParser, UserError, run_command
-from moe_jax.measure.hlo import Program
+from moe_jax.measure.hlo import HloModule
 from moe_jax.measure.targets import target_devices
-from moe_jax.measure.traffic import Exchange, by_phase, exchanges, side_by_side, traffic_of
+from moe_jax.measure.traffic import ExchangeOp, by_phase, exchanges, side_by_side, traffic_of
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
@@ -30,7 +30,7 @@ class NodeError(UserError):
     """Ranks that do not divide into nodes."""
 
 
-def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> Program:
+def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> HloModule:
     """Rows that are computed, exchanged and computed with."""
 
     def body(x: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.Sh
     return compile_on(mesh, ranks.platform, body, BATCH_SPEC, x)
 
 
-def describe(found: list[Exchange], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
+def describe(found: list[ExchangeOp], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
     """A phase: its collectives, what ranks send by the program, and whether that is the closed form, on every rank."""
     counted = traffic_of(found, num_ranks, per_node)
     leader, member = as_numbers(counted[0]), as_numbers(counted[-1])

@@ -20,7 +20,7 @@ from results_file import rounded, write_result
 from moe_jax.config import Config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.costs import is_attention, is_product
-from moe_jax.measure.hlo import Instruction, Program, arrays, parse
+from moe_jax.measure.hlo import HloModule, Instruction, arrays, parse
 from moe_jax.measure.targets import Target, target_devices
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import PRESETS
@@ -33,7 +33,7 @@ _FLOAT32 = 32
 _MOST_ERROR = 0.05
 
 
-def compiled(config: Config, target: Target) -> tuple[Program, int]:
+def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
     """A step's scheduled program, and the bytes that it takes."""
     trainer = make_trainer(config, make_mesh(config.mesh, target_devices(target)))
     step = step_program(trainer, batch_shape(config, trainer.mesh), target).compile()
@@ -43,7 +43,7 @@ def compiled(config: Config, target: Target) -> tuple[Program, int]:
     return parse(step.as_text() or ""), memory.argument_size_in_bytes + memory.temp_size_in_bytes + result
 
 
-def read(program: Program) -> dict[str, Any]:
+def read(program: HloModule) -> dict[str, Any]:
     """Matrix products and attention in the program, and what has float32 operands beside the router."""
     products = [line for line in program.by_name.values() if is_product(line)]
     attention = [line for line in products if is_attention(line)]
@@ -58,7 +58,7 @@ def read(program: Program) -> dict[str, Any]:
     }
 
 
-def _is_float32(line: Instruction, program: Program) -> bool:
+def _is_float32(line: Instruction, program: HloModule) -> bool:
     """Of operands, not of the result: sums of bfloat16 products are float32."""
     operands = [array for name in line.operands[:2] for array in arrays(program.by_name[name].shape)]
     return not is_attention(line) and all(array.bits == _FLOAT32 for array in operands)

@@ -22,7 +22,7 @@ from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import Action, Seconds
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 POLICY = "expert_pipeline"
 LAYERS = 6
@@ -176,7 +176,7 @@ def chunked(case: Case) -> Iterator[Way]:
         yield Way(degree, make_schedule(POLICY, shape, _seconds(case, degree, sums)), sums)
 
 
-def _shape(degree: int, sums: Sequence[int]) -> Shape:
+def _shape(degree: int, sums: Sequence[int]) -> StepShape:
     reductions = (0, *sums, 0)
     kinds = ("moe",) * LAYERS
     return make_shape(POLICY, kinds, degree, grad_reduce="bucketed", reductions=reductions, sharded_experts=True)

@@ -61,7 +61,7 @@ class Link:
                 taken = []
                 for _ in range(_REPEATS + 1):
                     begin = time.perf_counter()
-                    engine.finish(engine.start("exchange", place, (0, 1), size, x, background.Part()))
+                    engine.finish(engine.start("exchange", place, (0, 1), size, x, background.CollectiveShare()))
                     taken.append(time.perf_counter() - begin)
                 found.append(statistics.mean(taken[1:]))
 

@@ -36,7 +36,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.rebalance.moves import Move
-from moe_jax.rebalance.planner import Plan, plan
+from moe_jax.rebalance.planner import RebalancePlan, plan
 from moe_jax.rebalance.transfer import Mover
 from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
@@ -67,7 +67,7 @@ class Stand:
         """Mean of `steps` in a row, started together with the other process."""
         return _together(lambda: self._steps(steps)) / steps
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[RebalancePlan]:
         """Of each block, by the load of one step more."""
         self._steps(1)
         placement = jax.device_get(self._state["placement"])

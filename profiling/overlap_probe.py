@@ -28,9 +28,9 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import Axis, make_mesh
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.ranks import Ranks
-from moe_jax.parallel.reductions import REDUCTIONS, Way
+from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl
 from moe_jax.parallel.sharding import BATCH_SPEC
 
 MIB = 2**20
@@ -55,7 +55,7 @@ def forms(count: int) -> dict[str, Form]:
             lambda under_way: exchange.finish(under_way, ranks).ravel(),
         )
 
-    def form_of_reduction(way: Way) -> Form:
+    def form_of_reduction(way: ReduceImpl) -> Form:
         return Form(lambda x: way.start(x, (Axis.EXPERT,)), way.finish)
 
     exchanges = {f"exchange {name}": form_of_exchange(exchange) for name, exchange in EXCHANGES.items()}
@@ -75,8 +75,8 @@ def both(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array,
 def in_order(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
     """The same; the products behind what starts in the background, and what comes is used behind the products."""
     *others, last = form.start(2 * x)
-    done = products(after(h, last, "cpu") if last.ndim == 0 else h, count)
-    return form.finish((*others, after(last, done, "cpu"))) + 1, done
+    done = products(depend_on(h, last, "cpu") if last.ndim == 0 else h, count)
+    return form.finish((*others, depend_on(last, done, "cpu"))) + 1, done
 
 
 def products(h: jax.Array, count: int) -> jax.Array:

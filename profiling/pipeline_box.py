@@ -24,7 +24,7 @@ from stand import Stand, seconds_per_step, tell, traced
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import TracedOperation
 from moe_jax.step.pipelined.build import make_plan
 
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
@@ -133,8 +133,8 @@ def main() -> None:
     found = box.run_in_box(settings)
     rows = summary(found)
     print(text(rows))
-    timelines: dict[str, Sequence[Operation]] = {
-        name: [Operation(*each) for each in step] for name, step in found["timelines"].items()
+    timelines: dict[str, Sequence[TracedOperation]] = {
+        name: [TracedOperation(*each) for each in step] for name, step in found["timelines"].items()
     }
     print(f"written: {write_timelines(timelines, RESULTS / f'{arguments.name}.png')}")
     result = {"rate": arguments.rate, "send_s": rounded(found["send_s"]), "variants": rows}

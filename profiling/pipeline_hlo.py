@@ -26,7 +26,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.costs import collective_seconds, compute_seconds, matrix_products
-from moe_jax.measure.hlo import Instruction, Program, parse
+from moe_jax.measure.hlo import HloModule, Instruction, parse
 from moe_jax.measure.overlap import Passes, Replay, replay
 from moe_jax.measure.provenance import provenance
 from moe_jax.measure.targets import Target, target_devices
@@ -39,7 +39,7 @@ from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.pipelines.tick import side_of
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.pipelined.build import make_plan
-from moe_jax.step.pipelined.executor import Stage
+from moe_jax.step.pipelined.executor import PipelineStage
 
 _CONFIG = "configs/bench/fine_grained.yaml"
 SCHEDULES = {
@@ -75,7 +75,7 @@ def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     plan, context = make_plan(config, mesh), StepContext.of(config, mesh)
 
     def body(params: Any, token_BN1: jax.Array) -> dict[str, Any]:
-        return Stage(params, StepInputs(token_BN1), context, plan).first_state()._asdict()
+        return PipelineStage(params, StepInputs(token_BN1), context, plan).first_state()._asdict()
 
     on_mesh = jax.shard_map(
         body, mesh=mesh, in_specs=(context.specs, BATCH_SPEC), out_specs=REPLICATED, check_vma=False
@@ -88,7 +88,7 @@ def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     }
 
 
-def computations_with(program: Program, scopes: Sequence[str]) -> list[str]:
+def computations_with(program: HloModule, scopes: Sequence[str]) -> list[str]:
     """Computations that themselves have a collective of each of these scopes or sides."""
     found = []
     for name in program.computations:
@@ -102,7 +102,7 @@ def _is_collective(line: Instruction) -> bool:
     return line.opcode.removesuffix("-start").endswith(("collective-permute", "all-to-all"))
 
 
-def _words(program: Program, line: Instruction) -> set[str]:
+def _words(program: HloModule, line: Instruction) -> set[str]:
     name = program.op_name(line)
     action = action_of(name)
     return {*name.split("/"), *([side_of(action)] if action else [])}
@@ -139,13 +139,13 @@ def exposed_share(found: Replay, passes: Passes) -> float | None:
     return sum(each.exposed_s for each in own) / total_s if total_s else None
 
 
-def between_passes_us(program: Program, target: Target) -> float:
+def between_passes_us(program: HloModule, target: Target) -> float:
     """Of a tick, what does not belong to a pass: copies of whole buffers above all."""
     (tick,) = computations_with(program, _SENDS)
     return 1e6 * sum(seconds_of(program, target, line) for line in program.computations[tick])
 
 
-def beside_the_other(program: Program, target: Target, num_devices: int) -> list[dict[str, Any]]:
+def beside_the_other(program: HloModule, target: Target, num_devices: int) -> list[dict[str, Any]]:
     """Of each all-to-all of a tick with both passes: its time, and the other pass's compute between start and done."""
     found = []
     for computation in computations_with(program, ("F", "B")):
@@ -171,12 +171,12 @@ def beside_the_other(program: Program, target: Target, num_devices: int) -> list
     return found
 
 
-def seconds_of(program: Program, target: Target, line: Instruction) -> float:
+def seconds_of(program: HloModule, target: Target, line: Instruction) -> float:
     """Of an instruction on the device itself."""
     return 0.0 if line.is_control or _is_collective(line) else compute_seconds(line, program, target)
 
 
-def side_of_line(program: Program, line: Instruction) -> str:
+def side_of_line(program: HloModule, line: Instruction) -> str:
     """F or B, of the tasks and of what a tick keeps of a forward pass or adds to the sums; "" of others."""
     words = _words(program, line)
     return next((side for side, scopes in _SIDES.items() if words & scopes), "")

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from stand import seconds_per_step
 
 from moe_jax.config import Config
-from moe_jax.measure.trace import Operation, joined
+from moe_jax.measure.trace import TracedOperation, joined
 from moe_jax.parallel import background
 from moe_jax.parallel.pipeline import arriving, post, stage
 from moe_jax.parallel.sharding import REPLICATED
@@ -39,30 +39,30 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
     return float(np.median([seconds_per_step(lambda: way(x), 1) for _ in range(_SENDS)])) / 2
 
 
-def of_ranks(operations: Sequence[Operation]) -> list[list[Operation]]:
+def of_ranks(operations: Sequence[TracedOperation]) -> list[list[TracedOperation]]:
     """What each rank did in its step. Clocks are those of the end, where all wait for each other."""
     own = _shifted(operations, operations[-1].end_s)
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
     texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - len(text))))
     found = [
-        [Operation(*each) for each in json.loads(text[:size].tobytes())]
+        [TracedOperation(*each) for each in json.loads(text[:size].tobytes())]
         for text, size in zip(texts, sizes, strict=True)
     ]
     begin_s = min(each.start_s for rank in found for each in rank)
     return [_shifted(rank, begin_s) for rank in found]
 
 
-def of_stages(ranks: Sequence[Sequence[Operation]]) -> list[Sequence[Sequence[Operation]]]:
+def of_stages(ranks: Sequence[Sequence[TracedOperation]]) -> list[Sequence[Sequence[TracedOperation]]]:
     """The ranks of each stage."""
     return [ranks[first : first + EXPERT_RANKS] for first in range(0, len(ranks), EXPERT_RANKS)]
 
 
-def _shifted(operations: Sequence[Operation], zero_s: float) -> list[Operation]:
+def _shifted(operations: Sequence[TracedOperation], zero_s: float) -> list[TracedOperation]:
     return [each._replace(start_s=each.start_s - zero_s, end_s=each.end_s - zero_s) for each in operations]
 
 
-def bubble_of(ranks: Sequence[Sequence[Operation]], table: Table, send_s: float) -> dict[str, float]:
+def bubble_of(ranks: Sequence[Sequence[TracedOperation]], table: Table, send_s: float) -> dict[str, float]:
     """Which share of the time between the first stage's first pass and its last one stages are idle, on average.
 
     Measured; by the table, for slots as long as they are on average; for each slot as long as it was; and with sends.
@@ -85,7 +85,9 @@ def bubble_of(ranks: Sequence[Sequence[Operation]], table: Table, send_s: float)
     }
 
 
-def busy_in_ticks(ranks: Sequence[Sequence[Operation]], table: Table, number: int) -> list[list[tuple[float, float]]]:
+def busy_in_ticks(
+    ranks: Sequence[Sequence[TracedOperation]], table: Table, number: int
+) -> list[list[tuple[float, float]]]:
     """When a stage is busy in each tick, from its first pass to its last; its ranks share a core.
 
     It is while a rank has a pass under way, from the first of its operations to the last, whatever it waits for
@@ -112,7 +114,7 @@ def busy_in_ticks(ranks: Sequence[Sequence[Operation]], table: Table, number: in
     return result
 
 
-def _ticks(operations: Sequence[Operation], count: int) -> list[list[Operation]]:
+def _ticks(operations: Sequence[TracedOperation], count: int) -> list[list[TracedOperation]]:
     """Operations of each tick: an instruction that ran once in each of them begins it."""
     runs: dict[str, list[float]] = {}
     for each in operations:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from count_argument import check_least
 from jax.sharding import Mesh, PartitionSpec
 
-from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
 from moe_jax.schedule.xla_flags import compiler_options
 
@@ -40,7 +40,9 @@ def row_dtype(platform: str) -> jnp.dtype[Any]:
     return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
 
 
-def compile_on(mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any) -> Program:
+def compile_on(
+    mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any
+) -> HloModule:
     """A function of each device's part of arrays, all of them cut as `spec` says, as the training step is compiled."""
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))

@@ -18,7 +18,7 @@ from results_file import rounded, write_result
 
 from moe_jax import config
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.measure.hlo import Program
+from moe_jax.measure.hlo import HloModule
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
 from moe_jax.models.attention.over_context import FORMS
@@ -28,7 +28,7 @@ _SIZES = ("length", "heads", "kv_heads", "head_dim")
 _SPEC = PartitionSpec(None, Axis.CONTEXT)
 
 
-def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> Program:
+def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> HloModule:
     """Values that one sequence's queries see, and gradients of queries, keys and values."""
     dtype, sharding = row_dtype(platform), NamedSharding(mesh, _SPEC)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
@@ -44,7 +44,7 @@ def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argpa
     return compile_on(mesh, platform, body, _SPEC, *shapes)
 
 
-def study(program: Program, target: Target, devices: int) -> dict[str, Any]:
+def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
     """One form."""
     run = replay(program, target, devices)
     return {

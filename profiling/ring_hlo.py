@@ -19,7 +19,7 @@ from results_file import rounded, write_result
 
 from moe_jax import config
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.measure.hlo import Program
+from moe_jax.measure.hlo import HloModule
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_devices
 from moe_jax.models.dispatch import TokenExchange, dispatch_compute_combine
@@ -56,7 +56,7 @@ def layers(ranks: Ranks, moe: config.MoEConfig) -> dict[str, Layer]:
     return {"flat": whole("flat"), "ring": whole("ring"), "hop by hop": hop_by_hop}
 
 
-def compile_layer(layer: Layer, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> Program:
+def compile_layer(layer: Layer, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> HloModule:
     """Rows that are computed, brought to the experts and back, and computed with."""
     dtype, sharding = row_dtype(platform), NamedSharding(mesh, BATCH_SPEC)
     experts = mesh.size * sizes.experts
@@ -75,7 +75,7 @@ def compile_layer(layer: Layer, mesh: jax.sharding.Mesh, platform: str, sizes: a
     return compile_on(mesh, platform, body, BATCH_SPEC, params, rows)
 
 
-def study(program: Program, target: Target, devices: int) -> dict[str, Any]:
+def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
     """One way."""
     run = replay(program, target, devices)
     return {

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.measure.costs import matrix_products
-from moe_jax.measure.hlo import Instruction, Program
-from moe_jax.measure.trace import Operation, joined
+from moe_jax.measure.hlo import HloModule, Instruction
+from moe_jax.measure.trace import TracedOperation, joined
 from moe_jax.plan.resources import count_parameters, gate_matrices, train_flops_per_token
 
 ATTENTION, EXPERTS, DENSE = "attention", "expert products", "dense products"
@@ -39,7 +39,7 @@ class Work(NamedTuple):
         return max(self.flops / flops_per_s, self.num_bytes / bytes_per_s)
 
 
-def kind_of(line: Instruction, program: Program) -> str:
+def kind_of(line: Instruction, program: HloModule) -> str:
     """Of an instruction, by the scope that it comes from and whether it is a matrix product."""
     scopes = set(re.findall(r"[^/()]+", program.op_name(line)))
     found = next((kind for kind, names in _SCOPES.items() if scopes & set(names)), None)
@@ -51,7 +51,7 @@ def kind_of(line: Instruction, program: Program) -> str:
     return ELEMENTWISE if found == EXPERTS and not is_product else found
 
 
-def seconds_by_kind(operations: Sequence[Operation], program: Program) -> dict[str, float]:
+def seconds_by_kind(operations: Sequence[TracedOperation], program: HloModule) -> dict[str, float]:
     """Of one traced step; what runs at the same time counts once. Loops count as what runs inside them."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for operation in operations:

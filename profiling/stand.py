@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from stand_ins import collectives_of, communication, without_communication
 
 from moe_jax.config import Config
-from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
+from moe_jax.measure.trace import TracedOperation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, Seconds
@@ -80,7 +80,7 @@ def tell(line: str) -> None:
         print(line, flush=True)
 
 
-def traced(step: Step, program: Compiled) -> list[Operation]:
+def traced(step: Step, program: Compiled) -> list[TracedOperation]:
     """What ran when in one step."""
     with tempfile.TemporaryDirectory() as folder:
         for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
@@ -129,7 +129,7 @@ def profiled(stand: Stand, config: Config, parts: Sequence[int]) -> Profile:
     )
 
 
-def _by_op(operations: Sequence[Operation], kinds: Sequence[str]) -> list[list[float]]:
+def _by_op(operations: Sequence[TracedOperation], kinds: Sequence[str]) -> list[list[float]]:
     """Seconds of each op and direction, and in the last row those outside of tasks."""
     found = seconds_by_op(operations, kinds)
     outside = [(each.start_s, each.end_s) for each in operations if not each.task and not each.communicates]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from moe_jax.parallel import background
 from moe_jax.parallel.host_call import host_call_p
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import REPLICATED
 
 _FUNCTIONS = ("all_to_all", "ragged_all_to_all", "psum", "ppermute", "psum_scatter", "all_gather")
@@ -103,7 +103,7 @@ def communication(collectives: list[Collective], mesh: Mesh) -> jax.stages.Wrapp
         last = jnp.float32(jax.lax.axis_index(Axis.EXPERT))  # unknown to the compiler
         for collective in collectives:
             operands = [jnp.zeros(x.shape, x.dtype) for x in collective.operands]
-            operands[-1] = after(operands[-1], last, platform)
+            operands[-1] = depend_on(operands[-1], last, platform)
             if in_background := collective.primitive is host_call_p:
                 operands[0] = jax.lax.axis_index(mesh.axis_names)
             results = collective.primitive.bind(*operands, **collective.options)

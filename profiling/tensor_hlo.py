@@ -16,19 +16,19 @@ from results_file import write_result
 from moe_jax import config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.costs import sent_bytes
-from moe_jax.measure.hlo import Program
+from moe_jax.measure.hlo import HloModule
 from moe_jax.measure.targets import target_devices
-from moe_jax.measure.traffic import Exchange, exchanges, side_by_side
+from moe_jax.measure.traffic import ExchangeOp, exchanges, side_by_side
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
-from moe_jax.plan.over_tensor import Stages, stage_seconds
+from moe_jax.plan.over_tensor import LinkStages, stage_seconds
 
 _SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
 
 
-def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width: int) -> Program:
+def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width: int) -> HloModule:
     """Rows that are computed, brought to the experts, and computed with."""
 
     def body(x: jax.Array) -> jax.Array:
@@ -40,17 +40,17 @@ def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width
     return compile_on(mesh, route.ranks.platform, body, _SPEC, x)
 
 
-def of_kind(found: list[Exchange], kind: str) -> list[Exchange]:
+def of_kind(found: list[ExchangeOp], kind: str) -> list[ExchangeOp]:
     return [each for each in found if each.collective.opcode.startswith(kind)]
 
 
-def study(form: str, program: Program, num_bytes: float, tensor: int, experts: int) -> dict[str, Any]:
+def study(form: str, program: HloModule, num_bytes: float, tensor: int, experts: int) -> dict[str, Any]:
     """One form: `num_bytes` are those of all tensor ranks of an expert rank."""
     devices = tensor * experts
     found = exchanges(program, devices)
     sends, gathers = of_kind(found, "all-to-all"), of_kind(found, "all-gather")
     sent = sum(sent_bytes(each.collective, program, devices) for each in sends)
-    only_bytes = Stages(*(lambda x: x,) * 3)
+    only_bytes = LinkStages(*(lambda x: x,) * 3)
     expected = stage_seconds(num_bytes, tensor, experts, 1, only_bytes)[0] * (tensor if form == "replicated" else 1)
     return {
         "all_to_alls": len(sends),

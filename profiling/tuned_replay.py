@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.plan.bayes import Search
+from moe_jax.plan.bayes import BayesSearch
 
 Array = NDArray[np.float64]
 Draw = np.random.Generator
@@ -34,7 +34,7 @@ def regrets(sizes: Sequence[float], step_s: Array, seeds: int) -> dict[str, dict
 
 
 def _search(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
-    search, picked = Search([(size,) for size in sizes]), []
+    search, picked = BayesSearch([(size,) for size in sizes]), []
     size = int(draw.integers(len(sizes)))
     for _ in range(SAMPLES):
         search.observe(size, float(draw.choice(step_s[size])))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import TracedOperation
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
 from moe_jax.parallel.permute import permuted
@@ -115,13 +115,13 @@ def test_ratios_compare_runs_of_the_same_round():
     }
     timelines = {
         "vanilla": [
-            Operation("a", "F.expert.0.0", False, "", 0.0, 1.0),
-            Operation("b", "B.combine.0.0", True, "", 1.0, 2.0),
+            TracedOperation("a", "F.expert.0.0", False, "", 0.0, 1.0),
+            TracedOperation("b", "B.combine.0.0", True, "", 1.0, 2.0),
         ],
         "unified": [
-            Operation("a", "G.reduce.0.0", True, "", 0.0, 4.0),
-            Operation("b", "F.expert.0.0", False, "", 1.0, 2.0),
-            Operation("c", "B.expert.0.0", False, "", 1.5, 3.0),
+            TracedOperation("a", "G.reduce.0.0", True, "", 0.0, 4.0),
+            TracedOperation("b", "F.expert.0.0", False, "", 1.0, 2.0),
+            TracedOperation("c", "B.expert.0.0", False, "", 1.5, 3.0),
         ],
     }
     found = {"rate_mbit": 400.0, "task_times": {}, "seconds": seconds, "timelines": timelines}
@@ -214,12 +214,14 @@ def rank_of_pipeline(passes, late_s):
     """What ran on a rank: every tick begins with the same instruction, every pass an exchange between two products."""
     found = []
     for tick, (begin_s, task, start_s, end_s) in enumerate(passes):
-        found.append(Operation("begin", "", True, "", begin_s, begin_s))
+        found.append(TracedOperation("begin", "", True, "", begin_s, begin_s))
         middle_s = (start_s + end_s) / 2
         for number, (start, end) in enumerate([(start_s, middle_s - 0.1), (middle_s + 0.1, end_s)]):
             if task:
-                found.append(Operation(f"dot.{tick}.{number}", f"{task}.attention.0", False, "", start + late_s, end))
-    return [*found, Operation("adam", "", False, "", 6.5, 7.0)]
+                found.append(
+                    TracedOperation(f"dot.{tick}.{number}", f"{task}.attention.0", False, "", start + late_s, end)
+                )
+    return [*found, TracedOperation("adam", "", False, "", 6.5, 7.0)]
 
 
 def test_a_stage_is_idle_while_no_rank_of_it_has_a_pass():

@@ -19,7 +19,7 @@ from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
 from moe_jax.report.load_plots import experts_svg, ranks_svg
 from moe_jax.report.loads import loads_of
-from moe_jax.report.plots import MAX_POINTS, Curve, curves_svg, thin
+from moe_jax.report.plots import MAX_POINTS, PlotLine, curves_svg, thin
 from moe_jax.report.style import CSS
 from moe_jax.telemetry.run_log import RunLog
 
@@ -195,7 +195,7 @@ def test_diverged_run_says_so(tmp_path: Path) -> None:
 def test_curve_of_a_long_run_stays_small() -> None:
     rng = np.random.default_rng(0)
     steps, values = np.arange(50_000.0), rng.normal(size=50_000)
-    svg = curves_svg("Loss", [Curve(steps, values)])
+    svg = curves_svg("Loss", [PlotLine(steps, values)])
     assert 100 < svg.count("\nL ") < 2 * MAX_POINTS
 
 
@@ -213,7 +213,7 @@ def test_plots_take_their_colours_from_the_page_so_that_both_themes_can_read_the
     steps = np.arange(3.0)
     loads = loads_of([{"step": 1, "expert_load": [[0.5, 0.5]]}, {"step": 2, "rank_load": [1.5, 1.2]}])
     for svg in (
-        curves_svg("Loss", [Curve(steps, steps, "a"), Curve(steps, steps, "b")]),
+        curves_svg("Loss", [PlotLine(steps, steps, "a"), PlotLine(steps, steps, "b")]),
         experts_svg(loads, 0),
         ranks_svg(loads),
     ):

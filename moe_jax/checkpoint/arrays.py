@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_jax.checkpoint.checksums import digest_program, names_of
 from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, first_line, home
-from moe_jax.checkpoint.record import Leaf, Record
+from moe_jax.checkpoint.record import ArrayRecord, Record
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError
 from moe_jax.step.compile_cache import compiled
@@ -19,10 +19,10 @@ from moe_jax.step.compile_cache import compiled
 _READERS = 8  # arrays that are read at once
 
 
-def leaves_of(state: Any, digests: Any) -> dict[str, Leaf]:
+def leaves_of(state: Any, digests: Any) -> dict[str, ArrayRecord]:
     """What a record says of a state's arrays, with their `digests`."""
     return {
-        name: Leaf(tuple(leaf.shape), str(leaf.dtype), (int(first), int(second)))
+        name: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), (int(first), int(second)))
         for name, leaf, (first, second) in zip(
             names_of(state), jax.tree.leaves(state), np.asarray(digests), strict=True
         )

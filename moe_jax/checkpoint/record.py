@@ -15,7 +15,7 @@ RECORD = "record"  # the item's folder in a checkpoint
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ArrayRecord:
     """One array of the training state."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Record:
     """Plain values only."""
 
     step: int
-    leaves: Mapping[str, Leaf]  # by name
+    leaves: Mapping[str, ArrayRecord]  # by name
     data: Mapping[str, Any]  # where the batches go on
     config: Mapping[str, Any]  # of the run, all settings
     mesh: Mapping[str, int]  # for readers, as are the versions
@@ -59,7 +59,7 @@ class Record:
         if found["crc32"] != _crc32(content):
             raise ValueError("its checksum is another")
         leaves = {
-            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], tuple(leaf["digest"]))
+            name: ArrayRecord(tuple(leaf["shape"]), leaf["dtype"], tuple(leaf["digest"]))
             for name, leaf in content["leaves"].items()
         }
         return cls(**content | {"leaves": leaves})

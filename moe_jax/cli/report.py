@@ -12,7 +12,7 @@ from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
 from moe_jax.report.compiled_text import assumptions, compare, describe
-from moe_jax.report.measured import Measured, describe_measured, measure, read_traced, variant_of
+from moe_jax.report.measured import TracedStep, describe_measured, measure, read_traced, variant_of
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import compiled_bars, draw, measured_bars, predicted_bars, write_trace
 from moe_jax.report.watch import watch
@@ -115,7 +115,7 @@ def _option(text: str) -> tuple[str, Value]:
     return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.isdecimal() else value)
 
 
-def _write(folder: Path, text: str, title: str, variants: list[Compiled], measured: Measured | None) -> None:
+def _write(folder: Path, text: str, title: str, variants: list[Compiled], measured: TracedStep | None) -> None:
     timelines, scales = {}, {}
     for each in variants:
         if each.predicted:

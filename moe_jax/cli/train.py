@@ -23,7 +23,7 @@ from moe_jax.report.alarms import alarm_text
 from moe_jax.report.plots import PlotError
 from moe_jax.run.describe import dry_run, table
 from moe_jax.run.loop import train
-from moe_jax.run.resolve_auto import choose
+from moe_jax.run.resolve_auto import resolve_auto
 from moe_jax.run.sample import write_sample
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order
@@ -54,7 +54,7 @@ def main() -> None:
     )
     with fail_fast():
         try:
-            config, chosen = choose(draft)
+            config, chosen = resolve_auto(draft)
         except (MeshError, PlanError):
             tell_no_mesh()
             raise

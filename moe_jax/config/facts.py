@@ -18,7 +18,7 @@ class Facts:
     listed: int = _LAST  # its place in lists of parts, and where they are tried in turn; equal places: by name
 
 
-class Leaf(NamedTuple):
+class GateParameter(NamedTuple):
     """A parameter of a gate."""
 
     name: str
@@ -26,9 +26,11 @@ class Leaf(NamedTuple):
     first: Literal["router", "normal", "zeros"] | float = "router"  # values; normal: products keep their scale
 
 
-ROUTER = Leaf("router", ("model", "choices"))
-ROUTER_BIAS = Leaf("router_bias", ("choices",), "zeros")
-SCORE_BIAS = Leaf("score_bias", ("choices",), "zeros")  # counts in the choice alone: nothing is differentiated by it
+ROUTER = GateParameter("router", ("model", "choices"))
+ROUTER_BIAS = GateParameter("router_bias", ("choices",), "zeros")
+SCORE_BIAS = GateParameter(
+    "score_bias", ("choices",), "zeros"
+)  # counts in the choice alone: nothing is differentiated by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class GateFacts(Facts):
     # whether tokens choose experts (Choice), experts pick tokens for all their slots (Picked), or slots mix all tokens
     # (Mixed) and an expert has model.moe.slots_per_expert of them instead of a capacity
     decides: Literal["choice", "picked", "mixed"] = "choice"
-    parameters: tuple[Leaf, ...] = (ROUTER,)
+    parameters: tuple[GateParameter, ...] = (ROUTER,)
     settings: tuple[str, ...] = ()  # of model.moe, which only gates that list them here read
     group_scorers: int | None = None  # experts whose scores rank a group of experts; None: it knows no groups
     sums_to_1: bool = False  # whether a token's weights always do, so that with one expert nothing teaches the router

@@ -61,7 +61,7 @@ def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
         )
 
 
-class Held(NamedTuple):
+class GroupBlock(NamedTuple):
     """A block of a group, as every group of the same structure has it, whichever blocks these are."""
 
     kind: str
@@ -88,7 +88,7 @@ class Stages:
         return _stages(config.model, stages, chunks, config.schedule.head_blocks)
 
     @functools.cached_property
-    def groups(self) -> tuple[tuple[Held, ...], ...]:
+    def groups(self) -> tuple[tuple[GroupBlock, ...], ...]:
         """The blocks of every group."""
         periods = [
             (number, segment) for number, segment in enumerate(segments(self.model)) for _ in range(segment.repeats)
@@ -146,12 +146,12 @@ def _sizes(periods: int, groups: int, head: int) -> list[int]:
     return [*(least + (group >= groups - 1 - more) for group in range(groups - 1)), last]
 
 
-def _held(periods: list[tuple[int, Segment]]) -> tuple[Held, ...]:
-    def blocks() -> Iterator[Held]:
+def _held(periods: list[tuple[int, Segment]]) -> tuple[GroupBlock, ...]:
+    def blocks() -> Iterator[GroupBlock]:
         seen: dict[int, int] = {}
         for number, segment in periods:
             row = seen[number] = seen.get(number, -1) + 1
             for place, (kind, view) in enumerate(zip(segment.kinds, segment.views, strict=True)):
-                yield Held(kind, view, number, place, row)
+                yield GroupBlock(kind, view, number, place, row)
 
     return tuple(blocks())

@@ -9,7 +9,7 @@ from moe_jax.config import LatentConfig, ModelConfig
 from moe_jax.convert.family import chosen_experts, expert_rows, mlp_rows, norm_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
-from moe_jax.convert.tensors import Part, Tensor, halves
+from moe_jax.convert.tensors import Tensor, TensorRange, halves
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
 
@@ -83,7 +83,7 @@ def _attention(model: ModelConfig) -> list[Tensor]:
     plain, rotated, width = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
     rank = latent.kv_lora_rank
     assert rank is not None, "a model with latents"
-    query = Part("head", plain + rotated, (range(plain), *halves(rotated, plain)))
+    query = TensorRange("head", plain + rotated, (range(plain), *halves(rotated, plain)))
     if latent.q_lora_rank is None:
         queries = [Tensor("self_attn.q_proj.weight", "attention.query", "heads.head model", query)]
     else:
@@ -93,13 +93,13 @@ def _attention(model: ModelConfig) -> list[Tensor]:
             Tensor("self_attn.q_b_proj.weight", "attention.query", "heads.head latent", query),
         ]
     latents, both = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight"
-    key = Part("head", plain + width, (range(plain),))
-    value = Part("head", plain + width, (range(plain, plain + width),))
+    key = TensorRange("head", plain + width, (range(plain),))
+    value = TensorRange("head", plain + width, (range(plain, plain + width),))
     return [
         *norm_rows(),
         *queries,
-        Tensor(latents, "attention.kv_latent", "latent model", Part("latent", rank + rotated, (range(rank),))),
-        Tensor(latents, "attention.rope_key", "head model", Part("head", rank + rotated, halves(rotated, rank))),
+        Tensor(latents, "attention.kv_latent", "latent model", TensorRange("latent", rank + rotated, (range(rank),))),
+        Tensor(latents, "attention.rope_key", "head model", TensorRange("head", rank + rotated, halves(rotated, rank))),
         Tensor("self_attn.kv_a_layernorm.weight", "attention.kv_latent_norm", "latent"),
         Tensor(both, "attention.key", "heads.head latent", key),
         Tensor(both, "attention.value", "heads.head latent", value),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from moe_jax.config import ModelConfig
 from moe_jax.convert.family import Family
-from moe_jax.convert.tensors import Part, Tensor
+from moe_jax.convert.tensors import Tensor, TensorRange
 
 _BOTH, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _OF_EACH = "{expert}"
@@ -38,5 +38,5 @@ def _of_all(row: Tensor, hidden: int) -> Tensor:
     name, part = _DOWN, None
     if not row.path.endswith(".down"):
         first = hidden * row.path.endswith(".up")
-        name, part = _BOTH, Part("hidden", 2 * hidden, (range(first, first + hidden),))
+        name, part = _BOTH, TensorRange("hidden", 2 * hidden, (range(first, first + hidden),))
     return Tensor(name, row.path, f"experts {row.axes}", part)

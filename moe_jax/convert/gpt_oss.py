@@ -9,7 +9,7 @@ from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, attention_rows
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
-from moe_jax.convert.tensors import Part, Tensor
+from moe_jax.convert.tensors import Tensor, TensorRange
 
 GATE = "gpt_oss"
 _WINDOW, _FULL = "sliding_attention", "full_attention"
@@ -62,7 +62,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     both = 2 * model.moe.intermediate_size
-    gate, up = (Part("hidden", both, (range(first, both, 2),)) for first in range(2))
+    gate, up = (TensorRange("hidden", both, (range(first, both, 2),)) for first in range(2))
     return [
         *attention_rows(model),
         Tensor("self_attn.sinks", "attention.sink", "heads"),

@@ -11,7 +11,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
 from moe_jax.convert.fused import as_stored
-from moe_jax.convert.table import Path, Place, places
+from moe_jax.convert.table import ArraySlice, Path, places
 
 _ALIGNED = 64  # bytes: what begins there CPU devices take as it is
 
@@ -42,19 +42,19 @@ def read_params(weights: Weights, family: Family, stages: Stages, shapes: Any) -
     return jax.tree.map_with_path(read, shapes)
 
 
-def _periods(group: list[Place], keys: Path, stages: Stages) -> list[Place | None]:
+def _periods(group: list[ArraySlice], keys: Path, stages: Stages) -> list[ArraySlice | None]:
     """What each row of a stacked array holds; None: a row that is not used."""
     if keys[0] != "segments":
         return list(group)
     total, *rows = stages.layout[keys[1]]
-    held: list[Place | None] = [None] * total
+    held: list[ArraySlice | None] = [None] * total
     for row, place in zip(rows, group, strict=True):
         held[row] = place
     return held
 
 
 def _part(
-    weights: Weights, rows: Sequence[Place | None], index: tuple[slice, ...], shape: Sequence[int], stacked: bool
+    weights: Weights, rows: Sequence[ArraySlice | None], index: tuple[slice, ...], shape: Sequence[int], stacked: bool
 ) -> NDArray[Any]:
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     out = _empty([len(each) for each in ranges])
@@ -66,7 +66,7 @@ def _part(
     return out
 
 
-def _fill(weights: Weights, place: Place | None, out: NDArray[Any], ranges: list[range]) -> None:
+def _fill(weights: Weights, place: ArraySlice | None, out: NDArray[Any], ranges: list[range]) -> None:
     if place is None:
         out[...] = 0
         return

@@ -14,7 +14,7 @@ from moe_jax.models.parameters import param_dims, param_shapes
 Path = tuple[Any, ...]  # keys from the root of our parameters to an array
 
 
-class Place(NamedTuple):
+class ArraySlice(NamedTuple):
     """One of our arrays, or one block's share of it."""
 
     path: Path
@@ -38,17 +38,17 @@ class Place(NamedTuple):
         return self.row.shape(self.ours)
 
 
-def places(model: ModelConfig, family: Family) -> dict[Path, list[Place]]:
+def places(model: ModelConfig, family: Family) -> dict[Path, list[ArraySlice]]:
     """Of each array that the family's table has: of a stacked one for each period from the bottom up."""
     dims, shapes = (
         _by_path(param_dims(model), is_leaf=lambda leaf: isinstance(leaf, tuple)),
         _by_path(param_shapes(model)),
     )
-    found: dict[Path, list[Place]] = {}
+    found: dict[Path, list[ArraySlice]] = {}
 
     def add(path: Path, row: Tensor, prefix: str, stacked: bool) -> None:
         names, sizes = dims[path][stacked:], shapes[path].shape[stacked:]
-        found.setdefault(path, []).append(Place(path, names, dict(zip(names, sizes, strict=True)), row, prefix))
+        found.setdefault(path, []).append(ArraySlice(path, names, dict(zip(names, sizes, strict=True)), row, prefix))
 
     for row in end_rows(model):
         add((row.path,), row, "", False)
@@ -58,7 +58,7 @@ def places(model: ModelConfig, family: Family) -> dict[Path, list[Place]]:
     return found
 
 
-def disk_shapes(found: dict[Path, list[Place]]) -> dict[str, tuple[int, ...]]:
+def disk_shapes(found: dict[Path, list[ArraySlice]]) -> dict[str, tuple[int, ...]]:
     """Of all tensors by name."""
     return {name: each.shape for group in found.values() for each in group for name in each.names()}
 

@@ -23,7 +23,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRange:
     """What of one dimension of a tensor is ours: ranges, one behind the other."""
 
     dim: str
@@ -52,7 +52,7 @@ class Tensor:
     name: str  # on disk, with {expert} where each expert has a tensor of its own
     path: str  # of our array, below its block or below all parameters
     axes: str  # of the tensor: each one of our dimensions, or several
-    part: Part | None = None
+    part: TensorRange | None = None
     float32: bool = False  # written as such whatever the others are
 
     @property

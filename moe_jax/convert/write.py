@@ -15,7 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
-from moe_jax.convert.table import Place, places
+from moe_jax.convert.table import ArraySlice, places
 from moe_jax.convert.with_model import copy_with_model
 from moe_jax.errors import is_full_disk
 from moe_jax.files.atomic import all_or_nothing
@@ -46,7 +46,7 @@ def write_model(
     files of the folder `source` that go with a model are copied. Raises ConvertError; then there is no folder.
     """
     check_is_free(folder)
-    by_name: dict[str, list[tuple[Place, int, int]]] = {}
+    by_name: dict[str, list[tuple[ArraySlice, int, int]]] = {}
     for group in places(model, family).values():
         for period, place in enumerate(group):
             for expert, name in enumerate(place.names()):
@@ -91,7 +91,7 @@ def write_model(
         raise ConvertError(f"{told[0] or folder}: {told[1] or error}: name another folder") from None
 
 
-def _put(params: Any, place: Place, period: int, expert: int, out: NDArray[Any]) -> None:
+def _put(params: Any, place: ArraySlice, period: int, expert: int, out: NDArray[Any]) -> None:
     array = params
     for key in place.path:
         array = array[key]

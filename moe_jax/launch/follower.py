@@ -13,8 +13,8 @@ from moe_jax.errors import EXIT_TRY_AGAIN
 from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, RefusedError, join
 from moe_jax.launch.events import SIGNALLED, TOLD, Events, put_stop_signals, signal_within
 from moe_jax.launch.rendezvous import card
-from moe_jax.launch.say import say
-from moe_jax.launch.start import TOKEN, Launch, LaunchError, Part, start, worker_environ
+from moe_jax.launch.say import log
+from moe_jax.launch.start import TOKEN, Launch, LaunchError, WorkerShare, start, worker_environ
 from moe_jax.launch.worker import Worker
 
 _AGAIN_S = 0.5  # between calls of host 0
@@ -33,11 +33,11 @@ def follow(launch: Launch) -> int:
             found = _join(launch, events, tells)
             if isinstance(found, int):
                 return found
-            say(f"host {launch.host} has joined")
+            log(f"host {launch.host} has joined")
             code = _Membership(launch, found, environ, events).until_its_end()
             if code is not None:
                 return code
-            say(f"host 0 is lost: its return is waited for, at most {launch.host_timeout_s:g} s")
+            log(f"host 0 is lost: its return is waited for, at most {launch.host_timeout_s:g} s")
             tells = False
 
 
@@ -62,13 +62,13 @@ def _join(launch: Launch, events: Events, tells: bool) -> Channel | int:
         except OSError as error:
             reason = error.strerror or error
             if time.monotonic() > deadline:
-                say(f"host 0 does not take host {launch.host} in at {where} ({reason}): gave up")
+                log(f"host 0 does not take host {launch.host} in at {where} ({reason}): gave up")
                 return EXIT_TRY_AGAIN
             if tells:
-                say(f"host 0 does not answer at {where} ({reason}): it is called for {launch.host_timeout_s:g} s")
+                log(f"host 0 does not answer at {where} ({reason}): it is called for {launch.host_timeout_s:g} s")
                 tells = False
         if stopped_by := signal_within(_AGAIN_S, events):
-            say(f"stopped by {signal.Signals(stopped_by).name}")
+            log(f"stopped by {signal.Signals(stopped_by).name}")
             return 128 + stopped_by
 
 
@@ -171,10 +171,10 @@ class _Membership:
             self._events.put((SIGNALLED, value))
 
 
-def _part(launch: Launch, message: Message) -> Part:
+def _part(launch: Launch, message: Message) -> WorkerShare:
     """What host 0 wants started. Raises KeyError, TypeError or ValueError if that cannot be."""
     rank, place, processes = (int(message[name]) for name in ("rank", "place", "processes"))
-    part = Part(rank, place, processes, str(message["coordinator"]), bool(message["again"]))
+    part = WorkerShare(rank, place, processes, str(message["coordinator"]), bool(message["again"]))
     own = range(launch.host * launch.processes, (launch.host + 1) * launch.processes)
     fits = 0 <= part.rank < part.processes <= launch.hosts * launch.processes
     if part.place not in own or not fits or split_address(part.coordinator) is None:

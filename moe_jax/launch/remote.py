@@ -8,7 +8,7 @@ from typing import Any
 from moe_jax.errors import EXIT_TRY_AGAIN
 from moe_jax.launch.channel import Channel, LostError, Message
 from moe_jax.launch.events import FORWARDED, Events
-from moe_jax.launch.start import Part
+from moe_jax.launch.start import WorkerShare
 from moe_jax.launch.worker import how_it_ended
 
 
@@ -59,7 +59,7 @@ class Host:
         self._running: dict[int, RemoteWorker] = {}  # by rank
         self._losing = threading.Lock()
 
-    def start(self, part: Part) -> RemoteWorker:
+    def start(self, part: WorkerShare) -> RemoteWorker:
         """Let it start a worker, which is lost at once if the host is."""
         worker = RemoteWorker(self, part.rank)
         with self._losing:

@@ -11,7 +11,7 @@ from moe_jax.distributed.address import join_address
 from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, Objection, admit
 from moe_jax.launch.events import JOINED, Events
 from moe_jax.launch.remote import Host, RemoteWorker
-from moe_jax.launch.start import Launch, LaunchError, Part
+from moe_jax.launch.start import Launch, LaunchError, WorkerShare
 
 _MOST_STRANGERS = 64  # that are heard at once before they have shown that they know the token
 _LEAVING_S = 2  # that the others have to leave at the end
@@ -53,7 +53,7 @@ class Rendezvous:
         """At which the others reach a host that has joined."""
         return self._hosts[number].address if number else self._launch.rendezvous[0]
 
-    def start(self, number: int, part: Part) -> RemoteWorker:
+    def start(self, number: int, part: WorkerShare) -> RemoteWorker:
         """Let another host, which has joined, start a worker."""
         return self._hosts[number].start(part)
 

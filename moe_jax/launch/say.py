@@ -3,7 +3,7 @@
 import sys
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line on stderr."""
     if text:
         print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ class Launch:
     token: bytes  # the secret of several hosts
 
 
-class Part(NamedTuple):
+class WorkerShare(NamedTuple):
     """One worker's part in a generation."""
 
     rank: int
@@ -71,7 +71,7 @@ def worker_environ(launch: Launch) -> Iterator[dict[str, str]]:
         yield environ
 
 
-def start(launch: Launch, part: Part, environ: Mapping[str, str], events: Events) -> Worker:
+def start(launch: Launch, part: WorkerShare, environ: Mapping[str, str], events: Events) -> Worker:
     """Start a worker on this host."""
     fewer = settings_of_fewer(launch.command, part.processes, launch.hosts * launch.processes)
     meeting = ["--coordinator", part.coordinator, "--num-processes", str(part.processes)]

@@ -18,8 +18,8 @@ from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_TRY_AGAIN
 from moe_jax.launch.events import Events, put_stop_signals, signal_within
 from moe_jax.launch.places import Places
 from moe_jax.launch.rendezvous import Rendezvous
-from moe_jax.launch.say import say
-from moe_jax.launch.start import TRAINING, Launch, Part, start, worker_environ
+from moe_jax.launch.say import log
+from moe_jax.launch.start import TRAINING, Launch, WorkerShare, start, worker_environ
 from moe_jax.launch.watch import FINAL, Watch, Watched
 
 PORTS = 16  # that generations use in turn: one may find that of the one before still taken
@@ -62,7 +62,7 @@ def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, s
             tries, furthest = 0, ended.reached
             places.refill()
         if ended.failed is None:
-            say(ended.told)
+            log(ended.told)
             if ended.final:
                 return ended.code
             continue
@@ -73,14 +73,14 @@ def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, s
         if (no_mesh or (gives_up and not ended.final)) and places.leave_out(no_mesh):
             tries = 0
             told = f"no mesh of {before} processes" if no_mesh else ended.told
-            say(f"{told}: {len(places.used)} of {places.count} processes go on")
+            log(f"{told}: {len(places.used)} of {places.count} processes go on")
             continue
         if gives_up:
-            say(f"{ended.told}; gave up after {tries} more tries" if tries and not ended.final else ended.told)
+            log(f"{ended.told}; gave up after {tries} more tries" if tries and not ended.final else ended.told)
             return ended.code
         tries += 1
         pause_s = min(LONGEST_PAUSE_S, 2 ** (tries - 2)) if tries > 1 else 0
-        say(f"{ended.told}: all start again in {pause_s} s, try {tries} of {launch.retries}")
+        log(f"{ended.told}: all start again in {pause_s} s, try {tries} of {launch.retries}")
         if stopped_by := signal_within(pause_s, events):
             return _stopped(stopped_by)
     raise AssertionError("generations never run out")
@@ -111,16 +111,16 @@ def _gather(launch: Launch, others: Rendezvous, places: Places, events: Events) 
 
     if awaited():
         who, where = ", ".join(map(str, sorted(awaited()))), join_address(*launch.rendezvous)
-        say(f"at {where}, waits for host {who}, at most {launch.host_timeout_s:g} s")
+        log(f"at {where}, waits for host {who}, at most {launch.host_timeout_s:g} s")
         stopped_by = signal_within(launch.host_timeout_s, events, enough=lambda: not awaited())
         if stopped_by:
             return _stopped(stopped_by)
     here = set(range(launch.hosts)) - others.missing()
     if len(here) < launch.min_hosts:
-        say(f"{len(here)} of {launch.hosts} hosts came, and --min-hosts={launch.min_hosts}: gave up")
+        log(f"{len(here)} of {launch.hosts} hosts came, and --min-hosts={launch.min_hosts}: gave up")
         return EXIT_TRY_AGAIN
     if here != places.hosts:
-        say(f"{len(here)} of {launch.hosts} hosts go on")
+        log(f"{len(here)} of {launch.hosts} hosts go on")
         places.use_hosts(here)
     return None
 
@@ -138,7 +138,7 @@ def _run_generation(
     try:
         with _meeting(launch, generation, others, places.host(used[0])) as coordinator:
             for rank, place in enumerate(used):
-                part, host = Part(rank, place, len(used), coordinator, generation > 0), places.host(place)
+                part, host = WorkerShare(rank, place, len(used), coordinator, generation > 0), places.host(place)
                 workers.append(others.start(host, part) if host else start(launch, part, environ, events))
             watch = Watch(
                 workers,
@@ -190,5 +190,5 @@ def _meeting(launch: Launch, generation: int, others: Rendezvous, host: int) -> 
 
 def _stopped(number: int) -> int:
     """Tells it; the exit code."""
-    say(f"stopped by {signal.Signals(number).name}")
+    log(f"stopped by {signal.Signals(number).name}")
     return 128 + number

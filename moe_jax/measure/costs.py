@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_jax.measure.hlo import HloError, Instruction, Program, arrays, num_bytes
+from moe_jax.measure.hlo import HloError, HloModule, Instruction, arrays, num_bytes
 from moe_jax.measure.targets import Target
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
@@ -38,7 +38,7 @@ _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
 _KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # of models/grouped_kernel.py
 
 
-def collective_of(instruction: Instruction, program: Program) -> Instruction | None:
+def collective_of(instruction: Instruction, program: HloModule) -> Instruction | None:
     """The collective that an instruction is, starts, or holds inside; None if there is none."""
     for line in program.inside(instruction):
         if line.opcode.removesuffix("-start") in COLLECTIVES:
@@ -46,12 +46,12 @@ def collective_of(instruction: Instruction, program: Program) -> Instruction | N
     return None
 
 
-def matrix_products(instruction: Instruction, program: Program) -> int:
+def matrix_products(instruction: Instruction, program: HloModule) -> int:
     """How many matrix products an instruction computes."""
     return sum(is_product(line) for line in program.inside(instruction))
 
 
-def compute_seconds(instruction: Instruction, program: Program, target: Target) -> float:
+def compute_seconds(instruction: Instruction, program: HloModule, target: Target) -> float:
     """Of one instruction that is no collective."""
     if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
         return 0.0
@@ -64,7 +64,7 @@ def compute_seconds(instruction: Instruction, program: Program, target: Target) 
     return max(flops / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
 
 
-def sent_bytes(collective: Instruction, program: Program, num_devices: int) -> float:
+def sent_bytes(collective: Instruction, program: HloModule, num_devices: int) -> float:
     """Bytes that leave a device; of an overflow path none, as it runs with no rows while nothing overflows."""
     if only_overflows(collective, program):
         return 0.0
@@ -79,7 +79,7 @@ def sent_bytes(collective: Instruction, program: Program, num_devices: int) -> f
     return sum(operands) * factor
 
 
-def only_overflows(instruction: Instruction, program: Program) -> bool:
+def only_overflows(instruction: Instruction, program: HloModule) -> bool:
     """Whether an instruction is there for tokens that overflow, which are taken to be none."""
     name = instruction.op_name
     if not name and instruction.opcode.startswith("ragged-all-to-all"):
@@ -87,12 +87,12 @@ def only_overflows(instruction: Instruction, program: Program) -> bool:
     return "overflow" in name
 
 
-def collective_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> float:
+def collective_seconds(collective: Instruction, program: HloModule, target: Target, num_devices: int) -> float:
     """Of one collective, alone on its links."""
     return max(link_seconds(collective, program, target, num_devices).values(), default=0.0)
 
 
-def link_seconds(collective: Instruction, program: Program, target: Target, num_devices: int) -> dict[Link, float]:
+def link_seconds(collective: Instruction, program: HloModule, target: Target, num_devices: int) -> dict[Link, float]:
     """How long the busiest device of a collective keeps each kind of link; a group of one device uses none."""
     groups = groups_of(collective, num_devices)
     ranks = groups.shape[1]
@@ -153,7 +153,7 @@ def is_attention(line: Instruction) -> bool:
     return line.opcode == "custom-call" and bool(_FLASH.search(line.attributes))
 
 
-def product_flops(line: Instruction, program: Program) -> float:
+def product_flops(line: Instruction, program: HloModule) -> float:
     """Floating-point operations of an instruction that is a matrix product, or attention; of others 0."""
     if is_attention(line):
         return _attention_flops(line, program)
@@ -164,14 +164,14 @@ def product_flops(line: Instruction, program: Program) -> float:
     return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))
 
 
-def _attention_flops(line: Instruction, program: Program) -> float:
+def _attention_flops(line: Instruction, program: HloModule) -> float:
     """Of causal flash attention: two products of half of all pairs forward, five backward (Dao 2023)."""
     (query, *_), (key, *_) = (arrays(program.by_name[name].shape) for name in line.operands[:2])
     sequences, tokens, heads, width = query.dims
     return (5 if "Backward" in line.attributes else 2) * sequences * heads * tokens * key.dims[1] * width
 
 
-def _bytes_touched(instruction: Instruction, program: Program) -> float:
+def _bytes_touched(instruction: Instruction, program: HloModule) -> float:
     """Operands and results, of slices and gathers only the part that is read or written."""
     if instruction.opcode == "fusion":
         lines = program.computations[instruction.called[0]]
@@ -185,7 +185,7 @@ def _bytes_touched(instruction: Instruction, program: Program) -> float:
     return sum(operands) + num_bytes(instruction.shape)
 
 
-def _read_bytes(parameter: Instruction, lines: tuple[Instruction, ...], program: Program) -> float:
+def _read_bytes(parameter: Instruction, lines: tuple[Instruction, ...], program: HloModule) -> float:
     users = [line for line in lines if parameter.name in line.operands]
     if users and all(line.opcode in _PARTIAL_READS and line.operands[0] == parameter.name for line in users):
         return sum(num_bytes(line.shape) for line in users)
@@ -194,7 +194,7 @@ def _read_bytes(parameter: Instruction, lines: tuple[Instruction, ...], program:
     return num_bytes(parameter.shape)
 
 
-def _written_bytes(root: Instruction, fusion: Instruction, program: Program) -> float:
+def _written_bytes(root: Instruction, fusion: Instruction, program: HloModule) -> float:
     outputs = [program.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return sum(
         num_bytes(program.by_name[line.operands[1]].shape)

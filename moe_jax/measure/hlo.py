@@ -77,7 +77,7 @@ class Array(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class HloModule:
     """All computations of a module, by name."""
 
     name: str
@@ -141,7 +141,7 @@ class _Computations(Mapping[str, tuple[Instruction, ...]]):
         return len(self._lines)
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
     """Read a module. Raises HloError if it is not the scheduled text of one."""
     module = re.match(r"HloModule ([\w.-]+),.*is_scheduled=true", text)
     if module is None:
@@ -159,7 +159,7 @@ def parse(text: str) -> Program:
             entry = name if found[1] else entry
     if entry not in computations:
         raise HloError("the text of the program ends too early: take it from `compiled.as_text()` again")
-    return Program(module[1], _Computations(computations), entry)
+    return HloModule(module[1], _Computations(computations), entry)
 
 
 def arrays(shape: str) -> list[Array]:

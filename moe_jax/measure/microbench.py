@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from moe_jax import config
-from moe_jax.measure.operations import Operation
+from moe_jax.measure.operations import BenchmarkOperation
 from moe_jax.measure.quartiles import Quartiles
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import make_mesh
@@ -24,26 +24,26 @@ MOST_REPEATS = 1000
 Times = list[list[float]]  # of each operation, seconds of one run in each round
 
 
-class Program(NamedTuple):
+class BenchmarkProgram(NamedTuple):
     """An operation, compiled to run as often as it is told, each run from the result of the one before."""
 
-    operation: Operation
+    operation: BenchmarkOperation
     compiled: Compiled
     mesh: Mesh
 
 
-def compile_all(operations: Iterable[Operation], dtype: jnp.dtype) -> list[Program]:
+def compile_all(operations: Iterable[BenchmarkOperation], dtype: jnp.dtype) -> list[BenchmarkProgram]:
     """Each operation on a mesh of its group."""
     meshes: dict[int, Mesh] = {}
     programs = []
     for operation in operations:
         expert = operation.group.expert() if operation.group else 1
         mesh = meshes.setdefault(expert, make_mesh(config.MeshConfig(expert=expert)))
-        programs.append(Program(operation, _compile(operation, mesh, dtype), mesh))
+        programs.append(BenchmarkProgram(operation, _compile(operation, mesh, dtype), mesh))
     return programs
 
 
-def _compile(operation: Operation, mesh: Mesh, dtype: jnp.dtype) -> Compiled:
+def _compile(operation: BenchmarkOperation, mesh: Mesh, dtype: jnp.dtype) -> Compiled:
     def run(repeats: jax.Array, x: jax.Array, *weights: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, repeats, lambda _, x: operation.run(x, *weights), x)
 
@@ -64,7 +64,7 @@ class Stand:
         self.operands: dict[tuple[Mesh, tuple[int, ...]], jax.Array] = {}
         self._weights: dict[tuple[Mesh, tuple[int, int]], jax.Array] = {}
 
-    def seconds(self, program: Program, repeats: int) -> float:
+    def seconds(self, program: BenchmarkProgram, repeats: int) -> float:
         """Of one run, when `repeats` follow one another; all processes start together."""
         key = (program.mesh, program.operation.shape)
         x = self.operands.pop(key) if key in self.operands else self._operand(*key)
@@ -97,7 +97,7 @@ def _on_all(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def times_of(
-    programs: Sequence[Program], dtype: jnp.dtype, rounds: int, round_s: float, tell: Callable[[str], None]
+    programs: Sequence[BenchmarkProgram], dtype: jnp.dtype, rounds: int, round_s: float, tell: Callable[[str], None]
 ) -> Times:
     """Each round runs every program for about `round_s` seconds, or once, back and forth through the list.
 
@@ -124,7 +124,7 @@ def _of_slowest(times: Times) -> Times:
     return found
 
 
-def curves_of(operations: Sequence[Operation], times: Times) -> tuple[Curve, ...]:
+def curves_of(operations: Sequence[BenchmarkOperation], times: Times) -> tuple[Curve, ...]:
     """One curve for each name and settings."""
     found: dict[tuple, dict[float, Quartiles]] = defaultdict(dict)
     for operation, seconds in zip(operations, times, strict=True):

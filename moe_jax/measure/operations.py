@@ -26,7 +26,7 @@ class Machine(NamedTuple):
     node_devices: int  # neighbours that fast links join
 
 
-class Group(NamedTuple):
+class CommGroup(NamedTuple):
     """Groups of devices that communicate, all of them at once."""
 
     ranks: int  # of a group
@@ -46,7 +46,7 @@ class Group(NamedTuple):
         return math.gcd(self.ranks, max(1, node_devices // self.stride))
 
 
-class Operation(NamedTuple):
+class BenchmarkOperation(NamedTuple):
     """One size of one operation."""
 
     name: str
@@ -54,12 +54,12 @@ class Operation(NamedTuple):
     unit: Literal["bytes", "flops"]
     amount: float
     shape: tuple[int, ...]  # of one device's operand
-    group: Group | None  # None: each device by itself
+    group: CommGroup | None  # None: each device by itself
     run: Callable[..., jax.Array]  # of the operand and the weights
     weights: tuple[tuple[int, int], ...] = ()  # shapes, rows × columns
 
 
-class Sizes(NamedTuple):
+class BenchmarkSizes(NamedTuple):
     """How much is measured."""
 
     num_bytes: Sequence[int]  # of collectives and copies
@@ -70,9 +70,11 @@ class Sizes(NamedTuple):
     head_dims: Sequence[int]
 
 
-QUICK = Sizes((2**12, 2**15, 2**18), (64, 256), (64, 128), (8,), (64, 128), (32, 64))
-ON_CPU = Sizes([4**n for n in range(6, 13)], (128, 512, 2048), (256, 1024), (8, 64), (128, 256, 512), (32, 64, 128))
-ON_ACCELERATOR = Sizes(
+QUICK = BenchmarkSizes((2**12, 2**15, 2**18), (64, 256), (64, 128), (8,), (64, 128), (32, 64))
+ON_CPU = BenchmarkSizes(
+    [4**n for n in range(6, 13)], (128, 512, 2048), (256, 1024), (8, 64), (128, 256, 512), (32, 64, 128)
+)
+ON_ACCELERATOR = BenchmarkSizes(
     [4**n for n in range(6, 15)],
     (128, 512, 2048, 8192),
     (1024, 2048, 4096, 8192),
@@ -82,20 +84,20 @@ ON_ACCELERATOR = Sizes(
 )
 
 
-def sizes_for(platform: str, quick: bool) -> Sizes:
+def sizes_for(platform: str, quick: bool) -> BenchmarkSizes:
     """What is measured on a platform."""
     return QUICK if quick else ON_CPU if platform == "cpu" else ON_ACCELERATOR
 
 
-def groups_of(num_devices: int) -> list[Group]:
+def groups_of(num_devices: int) -> list[CommGroup]:
     """Neighbours of every size that divides the devices, and the groups across them."""
     divisors = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
-    return [Group(n, 1) for n in divisors] + [Group(num_devices // n, n) for n in divisors if n < num_devices]
+    return [CommGroup(n, 1) for n in divisors] + [CommGroup(num_devices // n, n) for n in divisors if n < num_devices]
 
 
 def operations(
-    kinds: Sequence[str], sizes: Sizes, groups: Sequence[Group], machine: Machine, dtype: jnp.dtype
-) -> Iterator[Operation]:
+    kinds: Sequence[str], sizes: BenchmarkSizes, groups: Sequence[CommGroup], machine: Machine, dtype: jnp.dtype
+) -> Iterator[BenchmarkOperation]:
     """All that is to be measured."""
     if "collectives" in kinds:
         for group in groups:
@@ -111,7 +113,7 @@ def operations(
         yield from (_copy(num_bytes, dtype) for num_bytes in sizes.num_bytes)
 
 
-def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype) -> Iterator[Operation]:
+def collectives(group: CommGroup, num_bytes: int, machine: Machine, dtype: jnp.dtype) -> Iterator[BenchmarkOperation]:
     """Of one size, rounded up to equal parts: the bytes of a rank's operand, and of an all-gather's result.
 
     Exchanges by way of nodes only where a group has several nodes of several ranks, those in the background only on
@@ -120,7 +122,9 @@ def collectives(group: Group, num_bytes: int, machine: Machine, dtype: jnp.dtype
     part = math.ceil(num_bytes / dtype.itemsize / group.ranks)
     axis, elements = group.axis, part * group.ranks
     amount = elements * dtype.itemsize
-    make = partial(Operation, settings=tuple(group._asdict().items()), unit="bytes", amount=amount, group=group)
+    make = partial(
+        BenchmarkOperation, settings=tuple(group._asdict().items()), unit="bytes", amount=amount, group=group
+    )
     per_node = group.per_node(machine.node_devices)
     for name, exchange in EXCHANGES.items():
         has_nodes = name not in BY_NODE or per_node not in (1, group.ranks)
@@ -149,16 +153,16 @@ def _in_turn(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Arra
     return run
 
 
-def _matmul(tokens: int, width: int) -> Operation:
+def _matmul(tokens: int, width: int) -> BenchmarkOperation:
     """tokens × width times width × width."""
 
     flops = 2.0 * tokens * width * width
-    return Operation(
+    return BenchmarkOperation(
         "matmul", (("width", width),), "flops", flops, (tokens, width), None, jnp.matmul, ((width, width),)
     )
 
 
-def _skinny(tokens: int, width: int, columns: int) -> Operation:
+def _skinny(tokens: int, width: int, columns: int) -> BenchmarkOperation:
     """tokens × width times width × columns, and back: a router's shapes."""
 
     def run(x: jax.Array, to_narrow: jax.Array, to_wide: jax.Array) -> jax.Array:
@@ -167,13 +171,13 @@ def _skinny(tokens: int, width: int, columns: int) -> Operation:
     settings = (("width", width), ("columns", columns))
     weights = ((width, columns), (columns, width))
     flops = 4.0 * tokens * width * columns
-    return Operation("matmul.skinny", settings, "flops", flops, (tokens, width), None, run, weights)
+    return BenchmarkOperation("matmul.skinny", settings, "flops", flops, (tokens, width), None, run, weights)
 
 
 _HEADS = 8
 
 
-def _attention(length: int, head_dim: int) -> Operation:
+def _attention(length: int, head_dim: int) -> BenchmarkOperation:
     """Causal, one sequence; the pairs of tokens that the mask takes out count as well."""
 
     def run(x: jax.Array) -> jax.Array:
@@ -181,9 +185,9 @@ def _attention(length: int, head_dim: int) -> Operation:
 
     flops = 4.0 * length * length * _HEADS * head_dim
     settings = (("head_dim", head_dim), ("heads", _HEADS))
-    return Operation("attention", settings, "flops", flops, (1, length, _HEADS, head_dim), None, run)
+    return BenchmarkOperation("attention", settings, "flops", flops, (1, length, _HEADS, head_dim), None, run)
 
 
-def _copy(num_bytes: int, dtype: jnp.dtype) -> Operation:
+def _copy(num_bytes: int, dtype: jnp.dtype) -> BenchmarkOperation:
     """Each byte is read and written once, as its negative: a mere copy would be taken out."""
-    return Operation("copy", (), "bytes", num_bytes, (num_bytes // dtype.itemsize,), None, jnp.negative)
+    return BenchmarkOperation("copy", (), "bytes", num_bytes, (num_bytes // dtype.itemsize,), None, jnp.negative)

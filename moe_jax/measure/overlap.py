@@ -21,14 +21,14 @@ from moe_jax.measure.costs import (
     only_overflows,
     sent_bytes,
 )
-from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.targets import Target
 
 Passes = Mapping[str, Sequence[Sequence[int]]]  # turns of each pass, by its scope, in every tick, of every stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
+class ComputeInstruction:
     """One instruction on the compute stream."""
 
     instruction: Instruction
@@ -73,7 +73,7 @@ class Collective:
 class Replay:
     """The estimated timeline of a program."""
 
-    compute: tuple[Compute, ...]
+    compute: tuple[ComputeInstruction, ...]
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
     unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
@@ -98,8 +98,8 @@ class Replay:
 
 
 @dataclass
-class _Walk:
-    program: Program
+class _Replay:
+    program: HloModule
     target: Target
     num_devices: int
     now_s: float = 0.0
@@ -108,7 +108,7 @@ class _Walk:
     done_compute_s: float = 0.0
     turn: int = 0
     turns: int = 1
-    compute: list[Compute] = field(default_factory=list)
+    compute: list[ComputeInstruction] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
     unknown_loops: list[str] = field(default_factory=list)
@@ -117,9 +117,9 @@ class _Walk:
     idle_s: float = 0.0
 
 
-def replay(program: Program, target: Target, num_devices: int, passes: Passes | None = None) -> Replay:
+def replay(program: HloModule, target: Target, num_devices: int, passes: Passes | None = None) -> Replay:
     """Run a program's schedule on a target; `passes` of a pipeline."""
-    walk = _Walk(program, target, num_devices, passes=passes or {})
+    walk = _Replay(program, target, num_devices, passes=passes or {})
     _run(walk, program.computations[program.entry])
     return Replay(
         tuple(walk.compute),
@@ -131,7 +131,7 @@ def replay(program: Program, target: Target, num_devices: int, passes: Passes | 
     )
 
 
-def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
+def _run(walk: _Replay, lines: Iterable[Instruction]) -> None:
     for line in lines:
         if line.opcode == "while":
             _loop(walk, line)
@@ -148,7 +148,7 @@ def _run(walk: _Walk, lines: Iterable[Instruction]) -> None:
             _compute(walk, line, compute_seconds(line, walk.program, walk.target))
 
 
-def _loop(walk: _Walk, line: Instruction) -> None:
+def _loop(walk: _Replay, line: Instruction) -> None:
     if only_overflows(line, walk.program):
         return
     body = walk.program.computations[line.called[0]]
@@ -173,7 +173,7 @@ def _loop(walk: _Walk, line: Instruction) -> None:
     walk.turn, walk.turns = outer
 
 
-def _pass_of(walk: _Walk, line: Instruction) -> str | None:
+def _pass_of(walk: _Replay, line: Instruction) -> str | None:
     """The scope of the pass that a loop is."""
     if line.opcode != "while":
         return None
@@ -181,7 +181,7 @@ def _pass_of(walk: _Walk, line: Instruction) -> str | None:
     return around if around in walk.passes else None
 
 
-def _ticks(walk: _Walk, body: Sequence[Instruction]) -> None:
+def _ticks(walk: _Replay, body: Sequence[Instruction]) -> None:
     """As the busiest stage sees them."""
     table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]  # turns by tick, stage
     seconds: dict[tuple[int, ...], float] = {}
@@ -202,13 +202,13 @@ def _ticks(walk: _Walk, body: Sequence[Instruction]) -> None:
     walk.turn, walk.turns = outer
 
 
-def _compute(walk: _Walk, line: Instruction, seconds: float, turns: int = 1) -> None:
+def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -> None:
     if seconds == 0.0:
         return
     products = matrix_products(line, walk.program) * turns
     end_s = walk.now_s + seconds
     walk.compute.append(
-        Compute(
+        ComputeInstruction(
             instruction=line,
             op_name=walk.program.op_name(line),
             start_s=walk.now_s,
@@ -223,7 +223,7 @@ def _compute(walk: _Walk, line: Instruction, seconds: float, turns: int = 1) -> 
     walk.done_products += products
 
 
-def _communicate(walk: _Walk, line: Instruction, collective: Instruction) -> None:
+def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> None:
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU writes start and done for what it runs in one go, too
     is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
@@ -251,7 +251,7 @@ def _is_end(line: Instruction) -> bool:
     return line.opcode.endswith(("-done", "-update"))
 
 
-def _finish(walk: _Walk, line: Instruction) -> None:
+def _finish(walk: _Replay, line: Instruction) -> None:
     started = walk.open.pop(line.operands[0], None)
     if started is None:  # of a copy
         return
@@ -270,8 +270,8 @@ def _finish(walk: _Walk, line: Instruction) -> None:
     walk.now_s += wait_s
 
 
-def _alone_s(walk: _Walk, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
+def _alone_s(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
     """Seconds of a computation by itself."""
-    inner = _Walk(walk.program, walk.target, walk.num_devices, passes=walk.passes, turn=tick, stage=stage)
+    inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, turn=tick, stage=stage)
     _run(inner, lines)
     return inner.now_s

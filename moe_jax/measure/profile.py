@@ -6,14 +6,14 @@ By itself the scheduler takes all fusions to be equally long, and five of any si
 import re
 
 from moe_jax.measure.costs import collective_of, collective_seconds, compute_seconds
-from moe_jax.measure.hlo import Instruction, Program
+from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.targets import Target
 from moe_jax.measure.tasks import action_of
 
 _NAME = re.compile(r'scheduling_name="([^"]*)"')
 
 
-def estimated_profile(program: Program, target: Target, num_devices: int) -> str:
+def estimated_profile(program: HloModule, target: Target, num_devices: int) -> str:
     """A ProfiledInstructionsProto as text: microseconds of each instruction, under the name it is scheduled by.
 
     Compute that belongs to no task of a schedule counts for nothing: it hides collectives wherever it stands, so it
@@ -31,7 +31,7 @@ def _scheduled_name(line: Instruction) -> str:
     return found[1] if found else line.name
 
 
-def _seconds(line: Instruction, program: Program, target: Target, num_devices: int) -> float:
+def _seconds(line: Instruction, program: HloModule, target: Target, num_devices: int) -> float:
     if line.opcode in ("while", "conditional", "call") or line.opcode.endswith(("-done", "-update")):
         return 0.0
     if (collective := collective_of(line, program)) is not None:

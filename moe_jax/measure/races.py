@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from moe_jax.errors import UserError
-from moe_jax.measure.hlo import Instruction, Program, parse
+from moe_jax.measure.hlo import HloModule, Instruction, parse
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _CONDITION = re.compile(r"condition=%([\w.-]+)")
@@ -46,9 +46,9 @@ def check_races(text: str) -> None:
         )
 
 
-def races(program: Program) -> list[Race]:
+def races(program: HloModule) -> list[Race]:
     """All pairs of instructions that may have collectives under way at the same time."""
-    return _Walk(program).races(program.entry)
+    return _ProgramWalk(program).races(program.entry)
 
 
 class _Body:
@@ -85,10 +85,10 @@ class _Body:
         return _index(line) if self.by_name[line.operands[0]].opcode == "parameter" else None
 
 
-class _Walk:
+class _ProgramWalk:
     """Through the computations of a program, from its entry, as control flows."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: HloModule):
         self._program = program
         self._bodies: dict[str, _Body] = {}
         self._found: dict[str, list[Instruction]] = {}

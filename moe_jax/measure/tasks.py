@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moe_jax.measure.costs import collective_of
-from moe_jax.measure.hlo import Instruction, Program
-from moe_jax.measure.overlap import Collective, Compute, Replay
+from moe_jax.measure.hlo import HloModule, Instruction
+from moe_jax.measure.overlap import Collective, ComputeInstruction, Replay
 from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, three_streams
 from moe_jax.schedule.schedule import Schedule
 
-Task = TypeVar("Task", Compute, Collective)
+Task = TypeVar("Task", ComputeInstruction, Collective)
 
 _SCOPE = re.compile(r"(?:^|[/(])([FBWG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
 
@@ -84,7 +84,7 @@ def turn_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action
     return name_of
 
 
-def match(schedule: Schedule, program: Program, replay: Replay) -> Match:
+def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
     """Hold a schedule against its program, whose turns have their names (`name_turns`)."""
     instructions: dict[Action, list[str]] = defaultdict(list)
     products = dict.fromkeys((a for a in schedule.actions if three_streams(a) == Stream.COMPUTE), 0)
@@ -115,7 +115,7 @@ def match(schedule: Schedule, program: Program, replay: Replay) -> Match:
     )
 
 
-def _parts_of(program: Program) -> dict[str, list[Action]]:
+def _parts_of(program: HloModule) -> dict[str, list[Action]]:
     """The other actions that each collective does the work of: those of the parts that its result is cut into."""
     parts: dict[str, list[Action]] = defaultdict(list)
     source: dict[str, tuple[str, Action | None]] = {}  # start, done or update → the collective itself, and its action
@@ -132,7 +132,7 @@ def _parts_of(program: Program) -> dict[str, list[Action]]:
     return parts
 
 
-def _is_cut(line: Instruction, program: Program) -> bool:
+def _is_cut(line: Instruction, program: HloModule) -> bool:
     """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
     last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
     return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")

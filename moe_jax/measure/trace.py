@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from moe_jax.errors import UserError
 from moe_jax.files.untrusted import check_regular, parse_json
 from moe_jax.measure.costs import collective_of
-from moe_jax.measure.hlo import Instruction, Program, parse
+from moe_jax.measure.hlo import HloModule, Instruction, parse
 from moe_jax.measure.tasks import action_of, turn_names
 from moe_jax.parallel.trace_names import ARRIVING, FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.schedule import Schedule
@@ -26,7 +26,7 @@ class TraceError(UserError):
     """A trace that cannot be read, or of another program than it should be."""
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """One run of one HLO instruction."""
 
     name: str
@@ -39,7 +39,7 @@ class Operation(NamedTuple):
     run: int = 0  # of this instruction on this device
 
 
-def read_trace(folder: Path, program: str) -> list[Operation]:
+def read_trace(folder: Path, program: str) -> list[TracedOperation]:
     """The operations below a folder that `jax.profiler.trace` wrote, by start. `program` is the HLO text that ran.
 
     A loop or call appears beside the operations inside it. Raises TraceError or HloError.
@@ -58,7 +58,7 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
         runs[device, name] += 1
     first = min((event["ts"] for event in spans), default=0)
     operations = [
-        Operation(
+        TracedOperation(
             name=event["args"]["hlo_op"],
             task=_task(line, hlo) if line else "",
             communicates=event["name"] == ARRIVING or (line is not None and _communicates(line, hlo)),
@@ -74,7 +74,9 @@ def read_trace(folder: Path, program: str) -> list[Operation]:
     return sorted(operations, key=lambda operation: operation.start_s)
 
 
-def of_one_device(operations: Sequence[Operation], program: Program, schedule: Schedule) -> list[Operation]:
+def of_one_device(
+    operations: Sequence[TracedOperation], program: HloModule, schedule: Schedule
+) -> list[TracedOperation]:
     """Those of the first device, without loops and calls themselves; loops over blocks have the schedule's names."""
     device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
     own = [operation for operation in operations if operation.device == device]
@@ -83,7 +85,7 @@ def of_one_device(operations: Sequence[Operation], program: Program, schedule: S
     name_of = turn_names(schedule, filter(None, inside))
     runs = {operation.name: operation.run + 1 for operation in sorted(own, key=lambda operation: operation.run)}
 
-    def rename(operation: Operation) -> Operation:
+    def rename(operation: TracedOperation) -> TracedOperation:
         turns, action = turns_of.get(operation.name), action_of(operation.task)
         if not turns or action is None:
             return operation
@@ -94,7 +96,7 @@ def of_one_device(operations: Sequence[Operation], program: Program, schedule: S
     return [rename(each) for each in own if not (each.name in lines and lines[each.name].is_control)]
 
 
-def seconds_by_op(operations: Iterable[Operation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+def seconds_by_op(operations: Iterable[TracedOperation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
     """How long tasks computed, summed by op and by direction (F, B, W), e.g. `["expert"]["W"]`.
 
     `kinds` are those of the model's blocks; "dense" is the one compute op of a dense block. The step is to have tasks
@@ -138,7 +140,7 @@ def _events(path: Path) -> list[Event]:
         raise TraceError(f"{path} is no trace of jax.profiler ({error}): trace the program again") from None
 
 
-def _is_run_of(program: Program, event: Event) -> bool:
+def _is_run_of(program: HloModule, event: Event) -> bool:
     arguments = event.get("args", {})
     return "dur" in event and "hlo_op" in arguments and arguments.get("hlo_module") == program.name
 
@@ -157,11 +159,11 @@ def _calls(line: Instruction | None, scope: str) -> bool:
     return line is not None and line.opcode == "custom-call" and scope in line.op_name
 
 
-def _communicates(line: Instruction, program: Program) -> bool:
+def _communicates(line: Instruction, program: HloModule) -> bool:
     return not line.is_control and collective_of(line, program) is not None
 
 
-def _task(line: Instruction, program: Program) -> str:
+def _task(line: Instruction, program: HloModule) -> str:
     stack = line.op_name if line.is_control else program.op_name(line)
     if action := action_of(stack):
         return str(action)
@@ -169,7 +171,7 @@ def _task(line: Instruction, program: Program) -> str:
 
 
 def _turns(
-    program: Program, lines: Iterable[Instruction], around: tuple[int, ...]
+    program: HloModule, lines: Iterable[Instruction], around: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of each instruction in them, however deep: the turns of the loops over several tasks around it, from outside."""
     for line in lines:
@@ -179,7 +181,7 @@ def _turns(
             yield from _turns(program, program.computations[name], within)
 
 
-def _is_loop_over_tasks(line: Instruction, program: Program) -> bool:
+def _is_loop_over_tasks(line: Instruction, program: HloModule) -> bool:
     if line.opcode != "while":
         return False
     return len({action_of(each.op_name) for each in program.inside(line)} - {None}) > 1

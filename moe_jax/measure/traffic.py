@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_jax.measure.costs import collective_of, groups_of, sent_bytes
-from moe_jax.measure.hlo import Instruction, Program
-from moe_jax.plan.exchange import Sent, Steps, Traffic
+from moe_jax.measure.hlo import HloModule, Instruction
+from moe_jax.plan.exchange import SentBytes, Steps, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeOp:
     """One all-to-all or collective-permute of a computation."""
 
     collective: Instruction
@@ -25,7 +25,7 @@ class Exchange:
         return self.end > self.begin
 
 
-def exchanges(program: Program, num_devices: int, computation: str | None = None) -> list[Exchange]:
+def exchanges(program: HloModule, num_devices: int, computation: str | None = None) -> list[ExchangeOp]:
     """Those of a computation (None: the entry) in the order in which they start. Device numbers are taken as ranks."""
     lines = program.computations[computation or program.entry]
     ends: dict[str, int] = {}
@@ -41,7 +41,7 @@ def exchanges(program: Program, num_devices: int, computation: str | None = None
         groups = groups_of(collective, num_devices)
         permutes = "permute" in collective.opcode
         found.append(
-            Exchange(
+            ExchangeOp(
                 collective=collective,
                 scopes=tuple((program.op_name(collective) or program.op_name(line)).split("/")),
                 groups=tuple(map(tuple, groups.tolist())),
@@ -54,20 +54,20 @@ def exchanges(program: Program, num_devices: int, computation: str | None = None
     return found
 
 
-def traffic_of(found: Iterable[Exchange], num_ranks: int, per_node: int) -> list[Traffic]:
+def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> list[Traffic]:
     """What each rank sends in these exchanges."""
-    sent: dict[tuple[int, bool], Sent] = defaultdict(lambda: Sent(0, 0.0))
+    sent: dict[tuple[int, bool], SentBytes] = defaultdict(lambda: SentBytes(0, 0.0))
     for exchange in found:
         permutes = "permute" in exchange.collective.opcode
         for group in exchange.groups:
             for source, target in [group] if permutes else [(a, b) for a in group for b in group]:
                 key = source, source // per_node != target // per_node
                 if source != target:
-                    sent[key] = Sent(sent[key].messages + 1, sent[key].num_bytes + exchange.message_bytes)
+                    sent[key] = SentBytes(sent[key].messages + 1, sent[key].num_bytes + exchange.message_bytes)
     return [Traffic(sent[rank, False], sent[rank, True]) for rank in range(num_ranks)]
 
 
-def bytes_sent(program: Program, kind: str, num_devices: int) -> float:
+def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
     """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they turn."""
 
     def of(name: str) -> float:
@@ -84,7 +84,7 @@ def bytes_sent(program: Program, kind: str, num_devices: int) -> float:
     return of(program.entry)
 
 
-def side_by_side(some: Sequence[Exchange], others: Sequence[Exchange]) -> bool:
+def side_by_side(some: Sequence[ExchangeOp], others: Sequence[ExchangeOp]) -> bool:
     """Whether one of `some` and one of `others` are under way at once: each starts before the other is done.
 
     One that is synchronous can run while an asynchronous one is under way.
@@ -92,9 +92,9 @@ def side_by_side(some: Sequence[Exchange], others: Sequence[Exchange]) -> bool:
     return any(a.begin <= b.end and b.begin <= a.end for a in some for b in others if a.is_async or b.is_async)
 
 
-def by_phase(found: Iterable[Exchange], steps: Steps) -> dict[str, list[Exchange]]:
+def by_phase(found: Iterable[ExchangeOp], steps: Steps) -> dict[str, list[ExchangeOp]]:
     """The exchanges of each phase of an algorithm, which its scope names; "" has those of no phase."""
-    phases: dict[str, list[Exchange]] = {phase.name: [] for step in steps for phase in step}
+    phases: dict[str, list[ExchangeOp]] = {phase.name: [] for step in steps for phase in step}
     for exchange in found:
         name = next((scope for scope in exchange.scopes if scope in phases), "")
         phases.setdefault(name, []).append(exchange)

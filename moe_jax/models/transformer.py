@@ -21,7 +21,7 @@ from moe_jax.config.validate import check_context_split, check_node_split, check
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
-from moe_jax.models.attention.core import Way
+from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows, buffer_of, full_capacity
@@ -34,7 +34,7 @@ from moe_jax.models.moe import RouterStats, run_experts
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
-from moe_jax.parallel.tensor_axis import gathered, summed
+from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
 from moe_jax.parallel.tensor_dispatch import DispatchRoute
 from moe_jax.parallel.trees import Params
 
@@ -52,7 +52,7 @@ class ComputeConfig:
     rank_capacity_factor: float | None  # room for rows without capacity / even share; None: for the worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
-    attention: Way = dataclasses.field(default_factory=Way)
+    attention: AttentionImpl = dataclasses.field(default_factory=AttentionImpl)
     expert_axis: Axes = Axis.EXPERT  # that experts are cut over
     seed: int = 0  # of what gates draw at random
     loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.config.loss_chunks
@@ -102,7 +102,7 @@ class ComputeConfig:
             rank_capacity_factor=config.exchange.rank_capacity_factor,
             tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
             tensor_chunks=config.exchange.tensor_chunks,
-            attention=Way(kernel_of(config, platform, capability), config.exchange.context_form),
+            attention=AttentionImpl(kernel_of(config, platform, capability), config.exchange.context_form),
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
@@ -192,7 +192,7 @@ def rejoin(
 
 
 def dense_block(
-    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, way: Way
+    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
 ) -> Float[Array, "B N D"]:
     """One block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, way)
@@ -201,7 +201,7 @@ def dense_block(
 
 def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
     """An MLP of which each tensor rank has a part of the hidden width."""
-    return summed(mlp(params, gathered(h_BND, 1)), 1)
+    return tp_reduce_scatter(mlp(params, tp_all_gather(h_BND, 1)), 1)
 
 
 def block(

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.post import Key, Post
+from moe_jax.parallel.post import MessageTag, P2PTransport
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.link_order import Priority
 
@@ -62,7 +62,7 @@ class Member(NamedTuple):
             yield place, self.group_P[place]
 
 
-class Part(NamedTuple):
+class CollectiveShare(NamedTuple):
     """What a device does of a collective. Who sends and who receives must agree."""
 
     sends: bool = True
@@ -97,14 +97,16 @@ class Engine:
 
     def __init__(self, owner_D: tuple[int, ...]):
         self.owner_D = owner_D
-        self._post = Post(owner_D)
+        self._post = P2PTransport(owner_D)
         self._sending = {d: JobThread() for d, process in enumerate(owner_D) if process == jax.process_index()}
         self._adding = {device: JobThread() for device in self._sending}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._tickets = itertools.count()
 
-    def start(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: Part) -> int:
+    def start(
+        self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: CollectiveShare
+    ) -> int:
         """Start a collective of `x`, which may change later; returns its ticket."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
         member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
@@ -127,7 +129,7 @@ class Engine:
         for adder in self._adding.values():
             adder.close()
 
-    def _started(self, member: Member, x: np.ndarray, part: Part) -> Callable[[], np.ndarray]:
+    def _started(self, member: Member, x: np.ndarray, part: CollectiveShare) -> Callable[[], np.ndarray]:
         match member.kind:
             case "exchange":
                 return self._exchange(member, x)
@@ -140,7 +142,7 @@ class Engine:
             case "to_previous":
                 return self._moved(member, x, -1, part)
 
-    def _moved(self, member: Member, x: np.ndarray, distance: int, part: Part) -> Callable[[], np.ndarray]:
+    def _moved(self, member: Member, x: np.ndarray, distance: int, part: CollectiveShare) -> Callable[[], np.ndarray]:
         """All of x goes that many places on in the group, round and round."""
         group_P, moved = member.group_P, np.empty_like(x)
         target, source = (group_P[(member.place + steps) % len(group_P)] for steps in (distance, -distance))
@@ -224,8 +226,8 @@ class Engine:
             self._post.receive(_key(member, what, source, member.device))
 
 
-def _key(member: Member, what: Literal["block", "total"], source: int, target: int) -> Key:
-    return Key(source, target, member.channel, 2 * member.number + (what == "total"))
+def _key(member: Member, what: Literal["block", "total"], source: int, target: int) -> MessageTag:
+    return MessageTag(source, target, member.channel, 2 * member.number + (what == "total"))
 
 
 _engine: Engine | None = None
@@ -255,8 +257,8 @@ def start(
 ) -> Int32[Array, ""]:
     """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs.
 
-    What goes to another stage only goes if `part_2`, a `Part`, says so; a device that receives nothing gets zeros.
-    Devices tell collectives apart by where their program starts them, as independent ones start in any order.
+    What goes to another stage only goes if `part_2`, a `CollectiveShare`, says so. A device that receives nothing gets
+    zeros. Devices tell collectives apart by where their program starts them, as independent ones start in any order.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
@@ -271,7 +273,7 @@ def start(
     channel = zlib.crc32(repr(place).encode()) >> 1
 
     def hand_over(device: np.ndarray, x: np.ndarray, *part: np.ndarray) -> np.ndarray:
-        own, does = int(device), Part(*map(bool, part[0])) if part else Part()
+        own, does = int(device), CollectiveShare(*map(bool, part[0])) if part else CollectiveShare()
         return np.array(engine().start(kind, own, group_of[own], channel, x, does), np.int32)
 
     operands = (jax.lax.axis_index(mesh.axis_names), x) + (() if part_2 is None else (part_2,))

@@ -18,7 +18,7 @@ def context_ranks() -> int:
     return jax.lax.axis_size(Axis.CONTEXT)
 
 
-def own_pieces(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "B n ..."]:
+def zigzag_shard(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "B n ..."]:
     """This rank's tokens of each sequence."""
     ranks = context_ranks()
     if ranks == 1:
@@ -50,7 +50,7 @@ def gathered_tokens(x: Shaped[Array, "B n ..."]) -> Shaped[Array, "B N ..."]:
         return jax.lax.all_gather(x, Axis.CONTEXT, axis=1, tiled=True)
 
 
-def passed_on(x: Shaped[Array, "..."], distance: int) -> Shaped[Array, "..."]:
+def ring_permute(x: Shaped[Array, "..."], distance: int) -> Shaped[Array, "..."]:
     """What the rank so many places before this one has; places go around a ring."""
     ranks = context_ranks()
     if distance % ranks == 0:

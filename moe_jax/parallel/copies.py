@@ -10,10 +10,10 @@ from jaxtyping import Array, Int
 
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.migrate import Leaves, put, taken
-from moe_jax.parallel.ordering import after_all
+from moe_jax.parallel.ordering import depend_on_all
 
 
-def sum_copies(
+def all_reduce_replicated_experts(
     leaves: Leaves, expert_RS: Int[Array, "R S"], experts: int, axis: Axes, platform: str, others: Leaves
 ) -> Leaves:
     """Gradients [R, L, …] of stacked experts with those of an expert's copies added up, the same bits in each.
@@ -39,4 +39,6 @@ def sum_copies(
 
     with jax.named_scope("sum_copies"):
         count = jnp.sum(has_copies_RE)
-        return jax.lax.fori_loop(0, after_all(count, others, platform) if platform == "cpu" else count, sum_one, leaves)
+        return jax.lax.fori_loop(
+            0, depend_on_all(count, others, platform) if platform == "cpu" else count, sum_one, leaves
+        )

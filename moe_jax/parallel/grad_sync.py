@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.trees import Tree
-from moe_jax.parallel.zero import Cut
+from moe_jax.parallel.zero import ShardSpec
 
 
 def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
@@ -26,7 +26,7 @@ def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
     one pipeline stage, or two, and the others' gradient is 0.
     """
 
-    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, cut: Cut) -> jax.Array:
+    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, cut: ShardSpec) -> jax.Array:
         taken = sharded_axes(spec) | {*cut.axes}
         axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in taken)
         with jax.named_scope("grad_reduce"):
@@ -63,7 +63,7 @@ def global_norm(
     with jax.named_scope("grad_norm"):
         for axes, parts in squares.items():
             own = jnp.concatenate([part.ravel() for part in parts.values()])
-            total += jax.lax.psum(after(own, some + total, platform) if platform == "cpu" else own, axes).sum()
+            total += jax.lax.psum(depend_on(own, some + total, platform) if platform == "cpu" else own, axes).sum()
     return jnp.sqrt(total)
 
 

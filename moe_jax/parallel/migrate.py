@@ -19,7 +19,7 @@ Leaves = list[jax.Array]  # [R, L, …]
 Index = jax.Array | np.ndarray
 
 
-class Place(NamedTuple):
+class PhysicalSlot(NamedTuple):
     """Of the expert that each rank sends one way; any where it has none to send. Half way around, down is as up."""
 
     row: Int[Array | np.ndarray, "*nSP"]
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     gets: Bool[Array | np.ndarray, "*nSP"]  # whether what comes the other way is put there
 
 
-class Trips(NamedTuple):
+class TransferRounds(NamedTuple):
     """The first `made` of n: in each, all ranks send an expert `shift` ranks up and one as many down.
 
     Half way around, both ways are one: what is to go down goes up.
@@ -35,8 +35,8 @@ class Trips(NamedTuple):
 
     made: Int[Array | np.ndarray, ""]
     shift: Int[Array | np.ndarray, " n"]
-    up: Place
-    down: Place
+    up: PhysicalSlot
+    down: PhysicalSlot
 
 
 def encode(
@@ -45,11 +45,13 @@ def encode(
     stages: int,
     ranks: int,
     held: int,
-) -> Trips:
+) -> TransferRounds:
     """At most `most` trips as arrays: each a shift, and moves of [stage, row, slot, slot, whether the first, and
     whether the second gets what the other one holds], slots among all ranks'."""
     shift, size = np.ones(most, np.int32), (most, stages, ranks)
-    up, down = (Place(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.bool_)) for _ in range(2))
+    up, down = (
+        PhysicalSlot(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.bool_)) for _ in range(2)
+    )
     for number, (distance, moves) in enumerate(trips):
         shift[number] = distance
         for stage, row, first, second, first_gets, second_gets in moves:
@@ -59,10 +61,10 @@ def encode(
                 way.row[place], way.slot[place], way.gets[place] = row, slot % held, gets
         if 2 * distance == ranks:
             down.row[number], down.slot[number] = up.row[number], up.slot[number]
-    return Trips(np.asarray(len(trips), np.int32), shift, up, down)
+    return TransferRounds(np.asarray(len(trips), np.int32), shift, up, down)
 
 
-def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
+def migrate(leaves: Leaves, trips: TransferRounds, axis: Axes) -> Leaves:
     """The leaves of stacks of experts once all trips are made; all of one type.
 
     In each trip a rank sends two experts, or one half way around, whether anybody is to have them or not.
@@ -72,7 +74,7 @@ def migrate(leaves: Leaves, trips: Trips, axis: Axes) -> Leaves:
     ways = [partial(_send, distance=distance, axis=axis) for distance in range(1, ranks // 2 + 1)]
 
     def trip(number: jax.Array, leaves: Leaves) -> Leaves:
-        up, down = (Place(*(x[number][here] for x in place)) for place in (trips.up, trips.down))
+        up, down = (PhysicalSlot(*(x[number][here] for x in place)) for place in (trips.up, trips.down))
         same = (up.row == down.row) & (up.slot == down.slot)
         sent = taken(leaves, up.row, up.slot), taken(leaves, down.row, down.slot), up.gets, down.gets, same
         # all is read before anything is written, and comes out of a branch, or arrays would be copied

@@ -7,24 +7,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 
-def after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
+def depend_on(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
     """`x`, bit for bit, but nothing that uses it can start before `dependency` exists. Neither may be empty.
 
     XLA:CPU drops optimisation barriers before it orders operations.
     """
     if platform != "cpu":
         return jax.lax.optimization_barrier((x, dependency))[0]
-    return computed_after(x, dependency)
+    return barrier_after(x, dependency)
 
 
-def after_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platform: str) -> Shaped[Array, "..."]:
+def depend_on_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platform: str) -> Shaped[Array, "..."]:
     """The same for several; empty ones cannot be waited for."""
     for dependency in dependencies:
-        x = after(x, dependency, platform) if dependency.size else x
+        x = depend_on(x, dependency, platform) if dependency.size else x
     return x
 
 
-def computed_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def barrier_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """The same where compilers drop barriers: 0 computed from an element of `dependency` is subtracted from one of `x`.
 
     Which kind of zero it is, and that x can be infinite or NaN, changes nothing.

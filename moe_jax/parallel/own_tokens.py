@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Int, Num
 
-from moe_jax.parallel.context import own_pieces
+from moe_jax.parallel.context import zigzag_shard
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.tensor_axis import own_share
 
@@ -17,14 +17,14 @@ class OwnTokens(NamedTuple):
     target_Bn: Int[Array, "B n"]
 
 
-def own_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
+def local_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
     """Out of whole sequences and the token behind them. Runs inside `shard_map`."""
-    return OwnTokens(own_part(token_BN1[:, :-1]), own_part(token_BN1[:, 1:]))
+    return OwnTokens(local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:]))
 
 
-def own_part(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
+def local_shard(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
     """Of numbers of each token. Runs inside `shard_map`."""
-    return own_share(own_pieces(x_BN), 1)
+    return own_share(zigzag_shard(x_BN), 1)
 
 
 def sum_over_sequences(x_B: Num[Array, "B ..."]) -> Num[Array, "B ..."]:

@@ -15,7 +15,7 @@ from moe_jax.parallel.sharding import REPLICATED
 Pairs = Sequence[tuple[int, int]]
 
 
-def send_pieces(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> Wrapped:
+def p2p_copy_shards(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> Wrapped:
     """A program that sends pieces of arrays: what the first device of a pair holds becomes what the second one does.
 
     Devices are numbered along the mesh. Those that are not second in any of an array's pairs get zeros.
@@ -30,7 +30,7 @@ def send_pieces(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> W
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
-def sum_words(mesh: Mesh) -> Wrapped:
+def checksum_words(mesh: Mesh) -> Wrapped:
     """A program that adds up whole numbers [D, words] of all devices; each gets [words]."""
 
     def add(words: jax.Array) -> jax.Array:

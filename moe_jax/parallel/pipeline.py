@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.trees import Tree
 
@@ -50,7 +50,7 @@ def nothing_posted() -> Int[Array, ""]:
 def arriving(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Arriving:
     """Takes in what was posted, of this shape."""
     with jax.named_scope("arrive_at_stage"):
-        return lambda beside: background.finish(after(ticket, beside, "cpu"), x)
+        return lambda beside: background.finish(depend_on(ticket, beside, "cpu"), x)
 
 
 def sum_over_stages(tree: Tree) -> Tree:

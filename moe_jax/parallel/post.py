@@ -23,7 +23,7 @@ _LOOK_S = 0.5
 _UNSENT_BYTES = 2**17  # at most in the kernel, as nothing urgent gets past them there
 
 
-class Key(NamedTuple):
+class MessageTag(NamedTuple):
     """What an array is known by until it is received."""
 
     source: int  # devices
@@ -37,13 +37,13 @@ class Key(NamedTuple):
         return f"{self.target}.{self.channel}.{self.number // 2}"
 
 
-class Post:
+class P2PTransport:
     """Sends arrays from device to device. `owner_D` is the process of each device."""
 
     def __init__(self, owner_D: tuple[int, ...]):
         self._owner_D = owner_D
-        self._arrived: dict[Key, np.ndarray] = {}  # bytes
-        self._awaited: dict[Key, np.ndarray] = {}  # where what comes shall go, as bytes
+        self._arrived: dict[MessageTag, np.ndarray] = {}  # bytes
+        self._awaited: dict[MessageTag, np.ndarray] = {}  # where what comes shall go, as bytes
         self._changed = threading.Condition()
         self._gone: str | None = None
         self._sockets = _connections()
@@ -52,7 +52,7 @@ class Post:
         for reader in self._readers:
             reader.start()
 
-    def send(self, key: Key, x: np.ndarray) -> None:
+    def send(self, key: MessageTag, x: np.ndarray) -> None:
         """Returns when all of `x` is on its way. If the other side is gone, who waits for it is told."""
         process = self._owner_D[key.target]
         content = _bytes_of(x)
@@ -69,12 +69,12 @@ class Post:
         except OSError as error:
             self._lose(process, error)
 
-    def expect(self, key: Key, out: np.ndarray) -> None:
+    def expect(self, key: MessageTag, out: np.ndarray) -> None:
         """Let the array of this key go straight to `out`, which is contiguous and of its shape and dtype."""
         with self._changed:
             self._awaited[key] = _bytes_of(out)
 
-    def receive(self, key: Key) -> None:
+    def receive(self, key: MessageTag) -> None:
         """Wait until the expected array of this key has come. Raises ConnectionError if a process is gone."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._arrived or self._gone)
@@ -97,13 +97,13 @@ class Post:
             reader.join()
             connection.close()
 
-    def _target(self, key: Key, size: int) -> np.ndarray:
+    def _target(self, key: MessageTag, size: int) -> np.ndarray:
         with self._changed:
             if key in self._awaited:
                 return self._awaited.pop(key)
         return np.empty(size, np.uint8)
 
-    def _put(self, key: Key, content: np.ndarray) -> None:
+    def _put(self, key: MessageTag, content: np.ndarray) -> None:
         with self._changed:
             self._arrived[key] = content
             self._changed.notify_all()
@@ -112,7 +112,7 @@ class Post:
         try:
             while True:
                 *parts, size = _HEADER.unpack(_exactly(connection, np.empty(_HEADER.size, np.uint8)).tobytes())
-                key = Key(*parts)
+                key = MessageTag(*parts)
                 with jax.profiler.TraceAnnotation(ARRIVING, collective=key.trace):
                     content = _exactly(connection, self._target(key, size))
                 self._put(key, content)

@@ -20,7 +20,7 @@ def own_share(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(Axis.TENSOR) * own, own, axis=dim)
 
 
-def gathered(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
+def tp_all_gather(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
     """The shares of all ranks, one behind the other along `dim`."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:
         return x
@@ -33,7 +33,7 @@ def share_of_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x / jax.lax.axis_size(Axis.TENSOR)
 
 
-def summed(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+def tp_reduce_scatter(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
     """This rank's share along `dim` of the sum over all ranks."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:
         return x

@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Shaped
 
 from moe_jax.parallel.all_to_all import Exchange, exchange_named
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.ranks import Ranks
-from moe_jax.parallel.tensor_axis import gathered, summed
+from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
 
 Send = Callable[[jax.Array], jax.Array]
 _SLOTS = -2  # the dimension that counts rows, in front of their features
@@ -100,15 +100,15 @@ def _as_it_is(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _gather(x: Shaped[Array, "P ..."]) -> Shaped[Array, "tP ..."]:
-    return gathered(x, 0)
+    return tp_all_gather(x, 0)
 
 
 def _sum(x: Float[Array, "tP ..."]) -> Float[Array, "P ..."]:
-    return summed(x, 0)
+    return tp_reduce_scatter(x, 0)
 
 
 def _gather_by_target(x: Shaped[Array, "P ..."]) -> Shaped[Array, "P t ..."]:
-    return gathered(x[:, None], 1)
+    return tp_all_gather(x[:, None], 1)
 
 
 def _by_source(x: Shaped[Array, "P t ..."]) -> Shaped[Array, "tP ..."]:
@@ -121,7 +121,7 @@ def _by_target(x: Shaped[Array, "tP ..."]) -> Shaped[Array, "P t ..."]:
 
 
 def _sum_by_target(x: Float[Array, "P t ..."]) -> Float[Array, "P ..."]:
-    return summed(x, 1)[:, 0]
+    return tp_reduce_scatter(x, 1)[:, 0]
 
 
 # o2, o3
@@ -185,7 +185,7 @@ def _split(x: Shaped[Array, "..."], chunking: Chunking) -> list[jax.Array]:
 
 def _in_order(x: jax.Array, earlier: jax.Array, platform: str) -> jax.Array:
     """`x`, but not before `earlier` exists."""
-    return after(x, earlier, platform) if x.size and earlier.size else x
+    return depend_on(x, earlier, platform) if x.size and earlier.size else x
 
 
 def _pipelined(

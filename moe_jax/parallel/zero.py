@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.trees import Tree
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Over which mesh axes one dimension of an array is cut; no axes: the array stays whole."""
 
     dim: int = 0
@@ -63,7 +63,7 @@ class Cut:
             return whole
         return (*whole[: self.dim], whole[self.dim] // ranks, *whole[self.dim + 1 :])
 
-    def unstacked(self) -> "Cut":
+    def unstacked(self) -> "ShardSpec":
         """Of one array, for a stack of them."""
         return replace(self, dim=self.dim - 1) if self.axes else self
 
@@ -90,7 +90,7 @@ def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int]) -> Tree:
 
 def no_cuts(specs: Tree) -> Tree:
     """Of parameters that stay whole."""
-    return jax.tree.map(lambda _: Cut(), specs)
+    return jax.tree.map(lambda _: ShardSpec(), specs)
 
 
 def own_parts(cuts: Tree, tree: Tree) -> Tree:
@@ -104,7 +104,7 @@ def gathered(cuts: Tree, tree: Tree, platform: str) -> Tree:
     before: jax.Array | None = None
     for i, cut in enumerate(jax.tree.leaves(cuts)):
         if cut.axes:
-            leaves[i] = before = cut.whole(leaves[i] if before is None else after(leaves[i], before, platform))
+            leaves[i] = before = cut.whole(leaves[i] if before is None else depend_on(leaves[i], before, platform))
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -113,7 +113,7 @@ def part_specs(cuts: Tree, specs: Tree) -> Tree:
     return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
 
 
-def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> Cut:
+def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> ShardSpec:
     free = [axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1]
     whole = [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
     choices = [
@@ -124,6 +124,6 @@ def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str
     ]
     fitting = [(ranks, place, axes) for ranks, place, axes in choices if shape[-place] % ranks == 0]
     if not fitting:
-        return Cut()
+        return ShardSpec()
     _, place, axes = max(fitting)
-    return Cut(-place, axes)
+    return ShardSpec(-place, axes)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Cut(StrEnum):
+class CutAxis(StrEnum):
     """What a tensor is cut along."""
 
     WHOLE = "whole"
@@ -29,18 +29,18 @@ class Op(NamedTuple):
     block: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    cuts: tuple[tuple[Cut, ...], ...]  # ways to run it in parts: of what it reads, then of what it writes
+    cuts: tuple[tuple[CutAxis, ...], ...]  # ways to run it in parts: of what it reads, then of what it writes
 
 
-def find_cut(ops: Sequence[Op], allowed: Collection[Cut]) -> dict[str, Cut] | None:
+def find_cut(ops: Sequence[Op], allowed: Collection[CutAxis]) -> dict[str, CutAxis] | None:
     """What each tensor of `ops` is cut along if all of them run in parts; None if there is no way.
 
     A tensor may also stay whole where its op wants that.
     """
-    return _extend(ops, {*allowed, Cut.WHOLE}, {})
+    return _extend(ops, {*allowed, CutAxis.WHOLE}, {})
 
 
-def _extend(ops: Sequence[Op], allowed: set[Cut], known: dict[str, Cut]) -> dict[str, Cut] | None:
+def _extend(ops: Sequence[Op], allowed: set[CutAxis], known: dict[str, CutAxis]) -> dict[str, CutAxis] | None:
     if not ops:
         return known
     tensors = (*ops[0].reads, *ops[0].writes)

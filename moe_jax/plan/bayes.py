@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
-class Search:
+class BayesSearch:
     """The fastest of `choices`, which are told by their numbers; samples are few and noisy. Raises ValueError."""
 
     choices: Sequence[Choice]

@@ -3,10 +3,16 @@
 from collections.abc import Iterator, Sequence
 
 from moe_jax.config import ModelConfig
-from moe_jax.plan.axes import Cut, Op
+from moe_jax.plan.axes import CutAxis, Op
 
-_WHOLE, _SEQUENCES, _TOKENS, _HEADS, _FEATURES = Cut.WHOLE, Cut.SEQUENCES, Cut.TOKENS, Cut.HEADS, Cut.FEATURES
-_ROWS = (Cut.SLOTS, Cut.IRREGULAR)
+_WHOLE, _SEQUENCES, _TOKENS, _HEADS, _FEATURES = (
+    CutAxis.WHOLE,
+    CutAxis.SEQUENCES,
+    CutAxis.TOKENS,
+    CutAxis.HEADS,
+    CutAxis.FEATURES,
+)
+_ROWS = (CutAxis.SLOTS, CutAxis.IRREGULAR)
 
 
 def forward_ops(model: ModelConfig, kinds: Sequence[str]) -> tuple[Op, ...]:
@@ -17,7 +23,7 @@ def forward_ops(model: ModelConfig, kinds: Sequence[str]) -> tuple[Op, ...]:
 def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
     moe = model.moe
 
-    def op(name: str, reads: str, writes: str, *cuts: tuple[Cut, ...], task: str = "attend") -> Op:
+    def op(name: str, reads: str, writes: str, *cuts: tuple[CutAxis, ...], task: str = "attend") -> Op:
         """Tensors of one letter or word each; a block's output is the next one's `x`."""
         own = tuple(f"{tensor}.{block}" for tensor in reads.split())
         made = tuple(f"x.{block + 1}" if tensor == "next" else f"{tensor}.{block}" for tensor in writes.split())
@@ -39,11 +45,11 @@ def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
         yield op("dispatch", "rows", "received", *_all(2, *_ROWS), task="dispatch")
         yield op("expert", "received", "made", *_all(2, *_ROWS), task="expert")
         yield op("combine", "made", "returned", *_all(2, *_ROWS), task="combine")
-        yield op("inverse order", "returned choice", "w", (Cut.IRREGULAR, _SEQUENCES, _SEQUENCES))
+        yield op("inverse order", "returned choice", "w", (CutAxis.IRREGULAR, _SEQUENCES, _SEQUENCES))
     added = "y" + " m" * has_mlp + " w" * (kind == "moe")
     yield op("residual", added, "next", *_all(len(added.split()) + 1, _SEQUENCES, _TOKENS, _FEATURES))
 
 
-def _all(tensors: int, *axes: Cut) -> tuple[tuple[Cut, ...], ...]:
+def _all(tensors: int, *axes: CutAxis) -> tuple[tuple[CutAxis, ...], ...]:
     """All tensors of an op along the same axis."""
     return tuple((axis,) * tensors for axis in axes)

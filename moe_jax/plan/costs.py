@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_jax.config import Config
-from moe_jax.plan.task_times import Compute, Linear, Stage, TaskTimes, Transfer
-from moe_jax.plan.work import Work, exchange_bytes, work_of
+from moe_jax.plan.task_times import ComputeStage, Linear, TaskStage, TaskTimes, Transfer
+from moe_jax.plan.work import OpWork, exchange_bytes, work_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def order_times(
     mesh: Mapping[str, int],
     platform: str,
     reduction_bytes: Sequence[Sequence[float]],
-    measured: Mapping[str, Stage],
+    measured: Mapping[str, TaskStage],
 ) -> TaskTimes:
     """What the order of a step's tasks is made by, on a mesh of these sizes; otherwise like `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
@@ -79,7 +79,7 @@ def task_times(
     tensor_ranks: int,
     reduction_bytes: Sequence[Sequence[float]],
     rates: Rates,
-    measured: Mapping[str, Stage],
+    measured: Mapping[str, TaskStage],
 ) -> TaskTimes:
     """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
 
@@ -101,6 +101,6 @@ def task_times(
     )
 
 
-def _compute(rate: Linear, work: Work) -> Compute:
+def _compute(rate: Linear, work: OpWork) -> ComputeStage:
     products, rest = work
-    return Compute(rate=rate, forward=products + rest, backward=products + 2 * rest, weight=products)
+    return ComputeStage(rate=rate, forward=products + rest, backward=products + 2 * rest, weight=products)

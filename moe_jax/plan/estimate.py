@@ -14,7 +14,7 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.fabric import Fabric
 from moe_jax.plan.gradients import parts_of
-from moe_jax.plan.measured import Measured, read_times
+from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
@@ -137,9 +137,9 @@ def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole:
     )
 
 
-def _measured(config: Config) -> Measured:
+def _measured(config: Config) -> MeasuredTimes:
     path = config.schedule.task_times
-    return read_times(path, config.model.block_kinds) if path else Measured({})
+    return read_times(path, config.model.block_kinds) if path else MeasuredTimes({})
 
 
 def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:

@@ -26,7 +26,7 @@ class Phase:
 Steps = tuple[tuple[Phase, ...], ...]  # steps follow each other; a step's phases run side by side
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """By one rank."""
 
     messages: int
@@ -36,8 +36,8 @@ class Sent(NamedTuple):
 class Traffic(NamedTuple):
     """What one rank sends inside its node and to others."""
 
-    inside: Sent
-    between: Sent
+    inside: SentBytes
+    between: SentBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,9 @@ def traffic(phases: Iterable[Phase], leader: bool) -> Traffic:
     """What a leader or a member sends in these phases."""
     own = [phase for phase in phases if phase.senders in ("all", "leaders" if leader else "members")]
 
-    def sent(link: str) -> Sent:
+    def sent(link: str) -> SentBytes:
         used = [phase for phase in own if phase.link == link]
-        return Sent(sum(each.messages for each in used), sum(each.messages * each.message_bytes for each in used))
+        return SentBytes(sum(each.messages for each in used), sum(each.messages * each.message_bytes for each in used))
 
     return Traffic(sent("inside"), sent("between"))
 

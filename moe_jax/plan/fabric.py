@@ -20,7 +20,7 @@ _MESSAGE_S = 1e-6  # to send one more message in the same collective: an estimat
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Devices that work on one collective."""
 
     ranks: int
@@ -37,23 +37,23 @@ class Group(NamedTuple):
 _OF_STAGE = ("context", "expert", "tensor")  # axes inside a pipeline stage, as parallel/mesh.py has them: nearest last
 
 
-def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> Group:
+def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> DeviceGroup:
     """Devices that differ in data and in these axes of their pipeline stage; stages lie between the ranks of data."""
     return _group_over(tuple(axes), **mesh)
 
 
 @functools.lru_cache(maxsize=1024)
-def _group_over(axes: tuple[str, ...], **mesh: int) -> Group:
+def _group_over(axes: tuple[str, ...], **mesh: int) -> DeviceGroup:
     inner = [axis for axis in _OF_STAGE if axis in axes]
     ranks = math.prod(mesh[axis] for axis in inner)
     stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 if inner else 0 :])
     rows, row_stride = mesh["data"], mesh["pipeline"] * math.prod(mesh[axis] for axis in _OF_STAGE)
     if rows == 1 or mesh["pipeline"] == 1:
-        return Group(rows * ranks, stride)
-    return Group(rows, row_stride) if ranks == 1 else Group(rows * ranks, stride, rows, row_stride)
+        return DeviceGroup(rows * ranks, stride)
+    return DeviceGroup(rows, row_stride) if ranks == 1 else DeviceGroup(rows * ranks, stride, rows, row_stride)
 
 
-class Choice(NamedTuple):
+class ExchangeChoice(NamedTuple):
     """An all-to-all algorithm, and how long it takes."""
 
     algorithm: str
@@ -67,7 +67,7 @@ class Fabric:
         self._cluster = cluster
         self._measured = MeasuredLinks(cluster.curves, cluster.node_devices)
 
-    def ranks_per_node(self, group: Group) -> int:
+    def ranks_per_node(self, group: DeviceGroup) -> int:
         """Members that share the fastest links."""
         node, in_row = self._cluster.node_devices, group.ranks // group.rows
         near = max(min(in_row, node // group.stride), 1)
@@ -75,22 +75,22 @@ class Fabric:
             near *= max(min(group.rows, node // group.row_stride), 1)
         return near
 
-    def leaves_node(self, group: Group) -> bool:
+    def leaves_node(self, group: DeviceGroup) -> bool:
         """Whether members are on several nodes."""
         return self.ranks_per_node(group) < group.ranks
 
-    def share_links(self, one: Group, other: Group) -> bool:
+    def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
         """Whether transfers within both groups want the same links. Axes of a torus are taken to have their own."""
         levels = [self._cluster.level(group.span) for group in (one, other)]
         return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
 
-    def exchange(self, num_bytes: float, group: Group, algorithm: str = OPEN_EXCHANGE) -> Choice:
+    def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
         """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
 
         By the fastest algorithm, unless `algorithm` names one; those that go by way of nodes are flat without nodes.
         """
         if group.ranks == 1:
-            return Choice("flat", 0.0)
+            return ExchangeChoice("flat", 0.0)
         per_node = self.ranks_per_node(group)
         has_nodes = 1 < per_node < group.ranks and group.ranks % per_node == 0
         possible = [name for name, facts in EXCHANGE_FACTS.items() if has_nodes or not facts.by_node]
@@ -101,13 +101,13 @@ class Fabric:
         seconds = {name: time_s for name, time_s in measured.items() if time_s is not None}
         seconds = seconds or {name: self._exchange_modelled(name, num_bytes, group) for name in names}
         best = min(seconds, key=lambda name: seconds[name])  # of equals the first, which has fewest phases
-        return Choice(best, seconds[best])
+        return ExchangeChoice(best, seconds[best])
 
-    def _exchange_measured(self, algorithm: str, num_bytes: float, group: Group) -> float | None:
+    def _exchange_measured(self, algorithm: str, num_bytes: float, group: DeviceGroup) -> float | None:
         form = EXCHANGE_FACTS[algorithm].counted_as
         return self._measured.seconds(f"all_to_all.{form}", num_bytes, self._members(group))
 
-    def _exchange_modelled(self, algorithm: str, num_bytes: float, group: Group) -> float:
+    def _exchange_modelled(self, algorithm: str, num_bytes: float, group: DeviceGroup) -> float:
         """By closed forms."""
         form = EXCHANGE_FACTS[algorithm].counted_as
         per_node, hops = self.ranks_per_node(group), group.ranks - 1
@@ -128,14 +128,14 @@ class Fabric:
             return hops * between.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
         return between.alpha_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
 
-    def ring(self, num_bytes: float, group: Group, collective: Collective = "all_gather") -> float:
+    def ring(self, num_bytes: float, group: DeviceGroup, collective: Collective = "all_gather") -> float:
         """Seconds of a collective, or of all hops of permutes, in which `num_bytes` leave each rank around a ring."""
         if group.ranks == 1 or num_bytes == 0:
             return 0.0
         measured_s = self._ring_measured(num_bytes, group, collective)
         return self._ring_modelled(num_bytes, group) if measured_s is None else measured_s
 
-    def _ring_measured(self, num_bytes: float, group: Group, collective: Collective) -> float | None:
+    def _ring_measured(self, num_bytes: float, group: DeviceGroup, collective: Collective) -> float | None:
         hops, members = group.ranks - 1, self._members(group)
         if collective == "permute":
             hop_s = self._measured.seconds(collective, num_bytes / hops, members)
@@ -143,7 +143,7 @@ class Fabric:
         rounds = 2 if collective == "all_reduce" else 1
         return self._measured.seconds(collective, num_bytes / rounds * group.ranks / hops, members)
 
-    def _ring_modelled(self, num_bytes: float, group: Group) -> float:
+    def _ring_modelled(self, num_bytes: float, group: DeviceGroup) -> float:
         per_node = self.ranks_per_node(group)
         if per_node == group.ranks:
             return self._cluster.level(group.span).line.seconds(num_bytes)
@@ -152,15 +152,15 @@ class Fabric:
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
         return between.alpha_s + num_bytes * slowest
 
-    def send(self, num_bytes: float, group: Group) -> float:
+    def send(self, num_bytes: float, group: DeviceGroup) -> float:
         """Seconds in which each rank sends so much to the next one, all at once; the slowest of them counts."""
         if group.ranks == 1:
             return 0.0
         measured_s = self._measured.seconds("permute", num_bytes, self._members(group))
         return self._cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
 
-    def _members(self, group: Group) -> Members:
+    def _members(self, group: DeviceGroup) -> Members:
         return Members(group.ranks, group.stride if group.rows == 1 else 0, self.ranks_per_node(group))
 
-    def _levels(self, group: Group) -> tuple[Level, Level]:
+    def _levels(self, group: DeviceGroup) -> tuple[Level, Level]:
         return self._cluster.levels[0], self._cluster.level(group.span)

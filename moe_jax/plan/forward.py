@@ -8,11 +8,11 @@ from math import inf
 from typing import NamedTuple
 
 from moe_jax.config import ModelConfig
-from moe_jax.plan.axes import Cut, Op, find_cut
+from moe_jax.plan.axes import CutAxis, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
 from moe_jax.plan.candidates import policies
 from moe_jax.plan.estimate import Estimate
-from moe_jax.plan.partition_range import Part, Partition, fastest_partition, pipeline_seconds
+from moe_jax.plan.partition_range import Partition, RangePart, fastest_partition, pipeline_seconds
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.task_times import Linear
@@ -21,11 +21,11 @@ MOST_PARTS = 8
 _GROUPS = 5  # of compute between two exchanges, about
 
 
-class Group(NamedTuple):
+class OpGroup(NamedTuple):
     """Neighbouring ops; a range has all or none of them."""
 
     ops: tuple[Op, ...]
-    part: tuple[Part, ...]  # one of 1, 2, … parts
+    part: tuple[RangePart, ...]  # one of 1, 2, … parts
 
 
 class CutRange(NamedTuple):
@@ -43,10 +43,10 @@ class CutRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardPlan:
     """The blocks' forward pass, in its best ranges and as the estimate's schedule runs it."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[OpGroup, ...]
     best: Partition
     scheduled_s: float
 
@@ -64,7 +64,7 @@ class Forward:
         )
 
 
-def best_ranges(estimate: Estimate) -> Forward:
+def best_ranges(estimate: Estimate) -> ForwardPlan:
     """Of the blocks that were simulated. A range is at most as long as from one MoE layer to the next."""
     step, shape = Step(estimate.config, estimate.cluster), estimate.timeline.schedule.shape
     groups = tuple(_groups(step, shape.kinds))
@@ -81,26 +81,26 @@ def best_ranges(estimate: Estimate) -> Forward:
         return pipeline_seconds(part, parts)
 
     spans = [task for task in estimate.timeline.tasks if task.action.direction == "F" and task.action.block >= 0]
-    return Forward(
+    return ForwardPlan(
         groups=groups,
         best=fastest_partition(len(groups), longest, MOST_PARTS, seconds),
         scheduled_s=max(task.end_s for task in spans) - min(task.start_s for task in spans),
     )
 
 
-def _allowed(step: Step, parts: int) -> list[Cut]:
+def _allowed(step: Step, parts: int) -> list[CutAxis]:
     """What can be cut into so many equal parts; slots are cut as equally as they can be."""
     sizes = {
-        Cut.SEQUENCES: step.sequences,
-        Cut.IRREGULAR: step.sequences,
-        Cut.TOKENS: step.config.data.seq_len,
-        Cut.HEADS: step.config.model.num_attention_heads / step.tensor,
-        Cut.FEATURES: step.config.model.hidden_size,
+        CutAxis.SEQUENCES: step.sequences,
+        CutAxis.IRREGULAR: step.sequences,
+        CutAxis.TOKENS: step.config.data.seq_len,
+        CutAxis.HEADS: step.config.model.num_attention_heads / step.tensor,
+        CutAxis.FEATURES: step.config.model.hidden_size,
     }
-    return [Cut.SLOTS, *(cut for cut, size in sizes.items() if size % parts == 0)]
+    return [CutAxis.SLOTS, *(cut for cut, size in sizes.items() if size % parts == 0)]
 
 
-def _groups(step: Step, kinds: Sequence[str]) -> Iterator[Group]:
+def _groups(step: Step, kinds: Sequence[str]) -> Iterator[OpGroup]:
     """Exchanges and experts one by one; of what is computed between them about five that take equally long."""
     cost = _Costs(step, kinds)
     for _, run in groupby(forward_ops(step.config.model, kinds), key=lambda op: op.task):
@@ -109,11 +109,11 @@ def _groups(step: Step, kinds: Sequence[str]) -> Iterator[Group]:
         start = 0
         for stop in range(1, len(ops) + 1):
             parts = [
-                Part(cost.is_exchange(ops[start]), sum(cost.seconds(op, parts) for op in ops[start:stop]))
+                RangePart(cost.is_exchange(ops[start]), sum(cost.seconds(op, parts) for op in ops[start:stop]))
                 for parts in range(1, MOST_PARTS + 1)
             ]
             if stop == len(ops) or parts[0].seconds >= limit > 0:
-                yield Group(tuple(ops[start:stop]), tuple(parts))
+                yield OpGroup(tuple(ops[start:stop]), tuple(parts))
                 start = stop
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.plan.fabric import Fabric, Group, group_over
+from moe_jax.plan.fabric import DeviceGroup, Fabric, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_buckets import cut
 
@@ -18,7 +18,7 @@ ITEM_BYTES = 4
 class Sum(NamedTuple):
     """One reduction: a chunk of an owner's gradients, of which each of so many `parts` goes to other devices."""
 
-    group: Group
+    group: DeviceGroup
     held_bytes: float
     parts: int = 1
 
@@ -40,19 +40,19 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
     return tuple(_of_owner(each, bucket_cap_mb, parts) for each in held)
 
 
-def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[Group]:
+def held_by(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[DeviceGroup]:
     """Parameters of one device, by the devices of its pipeline stage that hold the same ones."""
     expert, tensor = config.mesh.expert_ranks(mesh), mesh["tensor"]
     slots, experts = config.expert_slots(mesh), max(config.model.moe.num_experts, 1)
     everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in _axes_of_copies(config))
-    of_group: Counter[Group] = Counter()  # where an axis has one rank, several are the same devices
+    of_group: Counter[DeviceGroup] = Counter()  # where an axis has one rank, several are the same devices
     of_group[everyone] += owned.whole
     of_group[tensor_apart] += owned.heads_and_hidden // tensor
     of_group[copies] += (owned.expert // (expert * tensor) + owned.expert_whole // expert) * slots // experts
     return of_group
 
 
-def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[Group, int]:
+def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, int]:
     """Parts that ZeRO cuts what a group holds into: over as many devices as divide the model's width, by whole axes.
 
     Nearly every array has that dimension; few have one that more devices divide.
@@ -83,7 +83,9 @@ def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, in
     return total
 
 
-def _of_owner(held: Counter[Group], bucket_cap_mb: float | None, parts: Mapping[Group, int]) -> tuple[Sum, ...]:
+def _of_owner(
+    held: Counter[DeviceGroup], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
+) -> tuple[Sum, ...]:
     shared = {group: count for group, count in held.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]
     sizes = [count // each for count, each in zip(shared.values(), ranks, strict=True)]

@@ -34,7 +34,7 @@ _LANE_TILE = 8  # rows, see models/dispatchers/ragged.py
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowCounts:
     """Rows of a block with experts, of all microbatches."""
 
     sent: float  # to the experts, and back
@@ -44,7 +44,7 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class DeviceSizes:
     """Of what one device computes."""
 
     item: int  # bytes of a number in the compute type
@@ -59,7 +59,7 @@ class Sizes:
     heads: float
     kv_heads: float
     tensor: int
-    rows: Rows
+    rows: RowCounts
 
     @property
     def pairs(self) -> float:
@@ -69,14 +69,14 @@ class Sizes:
         return self.sequences * self.heads * (self.keys**2 if self.ring else self.length * self.keys)
 
 
-def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> Sizes:
+def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSizes:
     """For devices along each axis of `mesh`, none of them -1."""
     model, schedule = config.model, config.schedule
     tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
     ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
     sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
     parts = schedule.microbatches if schedule.cuts_batch else 1
-    return Sizes(
+    return DeviceSizes(
         item=ITEM_BYTES[config.train.compute_dtype],
         sequences=sequences,
         tokens=sequences * length,
@@ -100,15 +100,15 @@ def mode_of(config: Config, platform: str) -> Mode:
     return "least" if platform == "tpu" and config.step_facts.orders_tasks else "all"
 
 
-def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> Rows:
+def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> RowCounts:
     """Of a device with so many tokens of its own."""
     moe, ranks, tensor = config.model.moe, config.mesh.expert_ranks(mesh), mesh["tensor"]
     if not moe.num_experts:
-        return Rows(sent=0, computed=0)
+        return RowCounts(sent=0, computed=0)
     held, part = moe.num_experts // ranks, tokens // parts
     if moe.gate_facts.mixes:
         sent = moe.num_experts * moe.slots_per_expert
-        return Rows(sent=sent, computed=tensor * sent)
+        return RowCounts(sent=sent, computed=tensor * sent)
     if moe.capacity_factor is None:
         own = config.data.seq_len // (tensor * mesh["context"])
         width = own * min(moe.top_k, held)
@@ -119,7 +119,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         least, most = tiles.get(config.train.grouped_product, next(iter(tiles.values())))
         tile = min(max(1 << (max(received // held, 1).bit_length() - 1), least), most)
         padded = -(-(received + held * (tile - 1)) // tile) * tile
-        return Rows(sent=parts * received / tensor, computed=parts * padded)
+        return RowCounts(sent=parts * received / tensor, computed=parts * padded)
     slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.facts.ragged or (
         config.exchange.algorithm == OPEN_EXCHANGE
@@ -131,10 +131,10 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     )
     if not (ragged and moe.sends_capacity_rows):
         sent = parts * moe.num_experts * min(slots, part)
-        return Rows(sent=sent, computed=tensor * sent)
+        return RowCounts(sent=sent, computed=tensor * sent)
     most = ranks * min(slots, part)
     lane = min(-(-slots * ranks // (parts * _LANE_TILE)) * _LANE_TILE, most)
-    return Rows(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
+    return RowCounts(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
 
 
 def _mlps(model: ModelConfig, kind: str) -> list[int]:
@@ -147,7 +147,7 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
     return [width for width in widths[kind] if width]
 
 
-def kept_bytes(sizes: Sizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
+def kept_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """By a block of this kind, `dense` or `moe`."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
@@ -200,7 +200,7 @@ def kept_bytes(sizes: Sizes, model: ModelConfig, kind: str, mode: Mode, remat_un
     return total
 
 
-def _latent_bytes(sizes: Sizes, model: ModelConfig, mode: Mode) -> float:
+def _latent_bytes(sizes: DeviceSizes, model: ModelConfig, mode: Mode) -> float:
     """What latents of queries, keys and values add to what attention keeps: norms' values, and what heads are made of.
 
     Latents are gathered instead of what they are made of, and travel around a ring instead of keys and values.
@@ -242,7 +242,7 @@ _WAITING: dict[Mode, _Waiting] = {
 }
 
 
-def held_bytes(sizes: Sizes, model: ModelConfig, kind: str, mode: Mode) -> float:
+def held_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode) -> float:
     """What activation gradients of a block leave to weight gradients that come later, as read off traced steps.
 
     Beside what finds room in kept values that nobody reads any more: the softmax, or all that a `remat` keeps.

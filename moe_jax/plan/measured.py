@@ -15,7 +15,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.plan.json_file import read_json
 from moe_jax.plan.task_times import task_seconds
 from moe_jax.schedule.actions import Action
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 OPS = ("embed", "attend", "dense", "expert", "head")
 _FIELDS = {"forward_s": "F", "backward_s": "B", "weight_s": "W"}
@@ -32,13 +32,13 @@ class Profiled:
 
     points: Mapping[str, tuple[tuple[float, float], ...]]  # of each direction: share of the batch, seconds; growing
 
-    def seconds(self, action: Action, shape: Shape) -> float:
+    def seconds(self, action: Action, shape: StepShape) -> float:
         """Of one task."""
         return task_seconds(action, shape, lambda direction, parts: _at(1 / parts, self.points[direction]))
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """What a file says: the stages of one block each, and seconds outside of tasks, if it knows them."""
 
     compute: Mapping[str, Profiled]
@@ -55,7 +55,7 @@ def write_times(path: Path, seconds: Seconds, rest_s: float) -> None:
     path.write_text(json.dumps(found | {_REST: rest_s}, indent=1) + "\n", encoding="utf-8")
 
 
-def read_times(path: str, kinds: Sequence[str]) -> Measured:
+def read_times(path: str, kinds: Sequence[str]) -> MeasuredTimes:
     """Times for a model whose blocks are of these `kinds`. Raises ConfigError."""
     name = f"schedule.task_times={path}"
     found = read_json(Path(path), name, "name a file of measured times, or null", ConfigError)
@@ -69,7 +69,7 @@ def read_times(path: str, kinds: Sequence[str]) -> Measured:
         raise ConfigError(f"{name} is no file of measured times: its {_REST} is to be seconds from 0 up")
     blocks = {"attend": kinds.count("moe"), "expert": kinds.count("moe"), "dense": kinds.count("dense")}
     known = {op: _profiled(at, blocks.get(op, 1)) for op, at in stages.items() if blocks.get(op, 1)}
-    return Measured(known, found.get(_REST))
+    return MeasuredTimes(known, found.get(_REST))
 
 
 def _is_stage(found: object) -> bool:

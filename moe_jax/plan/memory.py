@@ -20,7 +20,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
-from moe_jax.plan.kept import Mode, Sizes, kept_bytes, mode_of, sizes_of
+from moe_jax.plan.kept import DeviceSizes, Mode, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
@@ -74,7 +74,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     )
 
 
-def _kept(config: Config, sizes: Sizes, mode: Mode, in_products: float) -> float:
+def _kept(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:
     """By all blocks."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
     total = sum(count * kept_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())

@@ -10,7 +10,7 @@ from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.resources import count_parameters
-from moe_jax.plan.search import Search
+from moe_jax.plan.search import PlanSearch
 
 _LARGER = tuple(2**n for n in range(1, 13))  # times the devices
 _NODE = 8  # devices of most nodes
@@ -20,7 +20,7 @@ _ALWAYS_TOLD = ("data", "expert", "tensor")
 _SHORTER = (2, 4, 8)  # times, sequences
 
 
-def too_large(search: Search, base: Config) -> Refused | None:
+def too_large(search: PlanSearch, base: Config) -> Refused | None:
     """What it needs, and for what most, if no way makes it fit."""
     memory, limit = search.least(base), search.cluster.device.memory_bytes
     if limit is None or search.fits(memory):
@@ -34,7 +34,7 @@ def too_large(search: Search, base: Config) -> Refused | None:
     return Refused(mesh_text(base.mesh.sizes, base.mesh.experts_over_context), reason, needed)
 
 
-def nothing(search: Search, refused: list[Refused]) -> str:
+def nothing(search: PlanSearch, refused: list[Refused]) -> str:
     """One line: why, and the nearest change that would help."""
     too_large = [each for each in refused if each.needed_bytes is not None]
     if not too_large:
@@ -44,7 +44,7 @@ def nothing(search: Search, refused: list[Refused]) -> str:
     return f"nothing trains on {search.cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(search)}"
 
 
-def _cure(search: Search) -> str:
+def _cure(search: PlanSearch) -> str:
     """Settings that would make it fit; else the next larger cluster of its kind that has enough memory."""
     closed = [name for name in _SAVING if name not in search.draft.open]
     more_open = dataclasses.replace(search.draft, open=search.draft.open | set(closed))
@@ -78,7 +78,7 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
                 break
 
 
-def _fits_at_all(search: Search) -> bool:
+def _fits_at_all(search: PlanSearch) -> bool:
     """Whether there is a mesh on which some way fits."""
     tried = (each for each in on_meshes(search.draft, search.cluster) if isinstance(each, Config))
     return any(too_large(search, each) is None or search.elsewhere([each]) for each in tried)

@@ -11,7 +11,7 @@ Form = Literal["replicated", "o1", "o2", "o3"]
 Seconds = Callable[[float], float]  # by bytes: a Linear's or a Curve's `seconds`
 
 
-class Stages(NamedTuple):
+class LinkStages(NamedTuple):
     """What the bytes of a message take in each stage."""
 
     exchange: Seconds
@@ -19,7 +19,7 @@ class Stages(NamedTuple):
     copy: Seconds
 
 
-def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> tuple[float, ...]:
+def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: LinkStages) -> tuple[float, ...]:
     """Of one of c chunks: the all-to-all of I/(c·t), the gather of I/c of which 1/t is there, the copy of I/c."""
     part = num_bytes / chunks
     return (
@@ -29,7 +29,7 @@ def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stag
     )
 
 
-def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks: int, stages: Stages) -> float:
+def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks: int, stages: LinkStages) -> float:
     """Until all rows are in their place. `replicated` and `o1` are not cut, whatever `chunks` says.
 
     O2 is a pipeline of two stages, the exchange, and gather with copy; O3 one of three. The paper's formulas for O3

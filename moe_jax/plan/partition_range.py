@@ -10,10 +10,10 @@ from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, two_streams
-from moe_jax.schedule.play import play
+from moe_jax.schedule.play import simulate_streams
 
 
-class Range(NamedTuple):
+class OpRange(NamedTuple):
     """Groups [first, stop), which run in so many parts."""
 
     first: int
@@ -25,10 +25,10 @@ class Partition(NamedTuple):
     """All groups in ranges, one behind another."""
 
     seconds: float
-    ranges: tuple[Range, ...]
+    ranges: tuple[OpRange, ...]
 
 
-class Part(NamedTuple):
+class RangePart(NamedTuple):
     """One part of a group: an exchange, or compute."""
 
     exchange: bool
@@ -44,9 +44,9 @@ def fastest_partition(
     """
     best = [Partition(0.0, ())]
     for stop in range(1, groups + 1):
-        shortest = [Range(stop - 1, stop, 1)]
+        shortest = [OpRange(stop - 1, stop, 1)]
         cut = (
-            Range(first, stop, parts)
+            OpRange(first, stop, parts)
             for first in range(max(stop - longest, 0), stop)
             for parts in range(2, most_parts + 1)
         )
@@ -59,7 +59,7 @@ def fastest_partition(
 
 
 @lru_cache(maxsize=4096)
-def pipeline_seconds(groups: tuple[Part, ...], parts: int) -> float:
+def pipeline_seconds(groups: tuple[RangePart, ...], parts: int) -> float:
     """Of so many equal parts of groups that follow each other: compute of all parts, then the next compute of all."""
     stages = [(kind, sum(each.seconds for each in run)) for kind, run in groupby(groups, lambda each: each.exchange)]
     tasks = [
@@ -68,5 +68,5 @@ def pipeline_seconds(groups: tuple[Part, ...], parts: int) -> float:
     ]
     needs = {task: frozenset[Action]() for task in tasks[0]}
     needs |= {task: frozenset({before}) for pair in pairwise(tasks) for before, task in zip(*pair, strict=True)}
-    spans = play(chain(*tasks), needs, lambda task: stages[task.block][1], two_streams)
+    spans = simulate_streams(chain(*tasks), needs, lambda task: stages[task.block][1], two_streams)
     return max(span.end_s for span in spans.values())

@@ -5,18 +5,18 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.plan.costs import order_times
-from moe_jax.plan.task_times import Stage
+from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import Action, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check as check_schedule
 from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 
 class Orders(NamedTuple):
     """In which order tasks of a model chunk's passes are issued."""
 
-    shape: Shape
+    shape: StepShape
     forward: Sequence[Action]
     backward: Sequence[Action]
     weight: Sequence[Action]  # where weight gradients are a pass of their own
@@ -30,7 +30,7 @@ def orders_of(
     platform: str,
     split: bool,
     pairs: bool,
-    measured: Mapping[str, Stage],
+    measured: Mapping[str, TaskStage],
 ) -> Orders:
     """Of a chunk's blocks; sums of gradients over devices come behind the last tick. Raises ScheduleError.
 

@@ -4,22 +4,22 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from moe_jax.config.layer_layout import Held, segments
+from moe_jax.config.layer_layout import GroupBlock, segments
 from moe_jax.plan.gradients import held_by
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.plan.resources import owned_by_kind
-from moe_jax.plan.simulate import Task, Timeline
+from moe_jax.plan.simulate import SimulatedTask, Timeline
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
 from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside
-from moe_jax.schedule.play import play
+from moe_jax.schedule.play import simulate_streams
 from moe_jax.schedule.schedule import Schedule
 
 _PERIODS = 3  # of equal blocks that are simulated; each further one takes what the last one added
 
 
-class Pass(NamedTuple):
+class PassTime(NamedTuple):
     """Seconds of a pass, and of what it is made of."""
 
     seconds: float
@@ -27,13 +27,13 @@ class Pass(NamedTuple):
     exchange: float
 
 
-class Chunk(NamedTuple):
+class ChunkTimes(NamedTuple):
     """The passes of a model chunk."""
 
-    forward: Pass
-    backward: Pass  # without weight gradients where they are apart
-    weight: Pass
-    together: Pass  # forward and backward, beside each other
+    forward: PassTime
+    backward: PassTime  # without weight gradients where they are apart
+    weight: PassTime
+    together: PassTime  # forward and backward, beside each other
 
 
 class Ends(NamedTuple):
@@ -54,7 +54,7 @@ class PassTimes:
         self._simulated = functools.cache(self._simulate)
         self._orders = functools.cache(self._orders_of)
 
-    def chunk(self, group: Sequence[Held]) -> Chunk:
+    def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
         """Of these blocks."""
         return self._chunk(_repeats(group))
 
@@ -72,7 +72,7 @@ class PassTimes:
         added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
         return Ends(of("F", "embed"), head + added_s, of("B", "embed") + added_s)
 
-    def timeline(self, group: Sequence[Held]) -> Timeline:
+    def timeline(self, group: Sequence[GroupBlock]) -> Timeline:
         """What a stage does with a part: two passes beside each other, where ticks have both, else one by one."""
         repeats = _repeats(group)
         orders = self._orders(self._kinds(tuple((number, min(count, _PERIODS)) for number, count in repeats)))
@@ -83,20 +83,24 @@ class PassTimes:
             graph, inside = task_graph(orders.shape), set(actions)
             needs = {action: frozenset(graph[action] & inside) for action in actions}
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
-        spans = play(actions, needs, self._step.handled(schedule), two_streams, slowdown=self._step.slowdown)
-        return Timeline(schedule, tuple(Task(action, two_streams(action), *span) for action, span in spans.items()))
+        spans = simulate_streams(
+            actions, needs, self._step.handled(schedule), two_streams, slowdown=self._step.slowdown
+        )
+        return Timeline(
+            schedule, tuple(SimulatedTask(action, two_streams(action), *span) for action, span in spans.items())
+        )
 
-    def _chunk_of(self, repeats: tuple[tuple[int, int], ...]) -> Chunk:
+    def _chunk_of(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
         """Of so many periods of each segment."""
         longest, count = max(repeats, key=lambda run: run[1])
 
-        def of(periods: int) -> Chunk:
+        def of(periods: int) -> ChunkTimes:
             return self._simulated(self._kinds(tuple((n, periods if n == longest else c) for n, c in repeats)))
 
         if count <= _PERIODS:
             return of(count)
         fewer, few = of(_PERIODS - 1), of(_PERIODS)
-        return Chunk(*(_extended(*passes, count - _PERIODS) for passes in zip(fewer, few, strict=True)))
+        return ChunkTimes(*(_extended(*passes, count - _PERIODS) for passes in zip(fewer, few, strict=True)))
 
     def _kinds(self, repeats: Iterable[tuple[int, int]]) -> tuple[str, ...]:
         return tuple(kind for number, count in repeats for kind in self._segments[number].kinds * count)
@@ -107,23 +111,23 @@ class PassTimes:
             kinds, config, step.mesh, step.device.platform, self._split, self._pairs, step.measured.compute
         )
 
-    def _simulate(self, kinds: tuple[str, ...]) -> Chunk:
+    def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
         orders = self._orders(kinds)
         shape, together = orders.shape, [action for _, action in orders.together]
         seconds = self._step.handled(
             Schedule(self._step.config.schedule.policy, shape, (*orders.forward, *orders.backward, *orders.weight))
         )
 
-        def played(actions: Sequence[Action]) -> Pass:
+        def played(actions: Sequence[Action]) -> PassTime:
             needs: Needs = needs_inside(actions, shape)
-            spans = play(actions, needs, seconds, two_streams, slowdown=self._step.slowdown)
+            spans = simulate_streams(actions, needs, seconds, two_streams, slowdown=self._step.slowdown)
             busy = dict.fromkeys(Stream, 0.0)
             for action, span in spans.items():
                 busy[two_streams(action)] += span.end_s - span.start_s
             end_s = max((span.end_s for span in spans.values()), default=0.0)
-            return Pass(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
+            return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
 
-        found = Chunk(played(orders.forward), played(orders.backward), played(orders.weight), played(together))
+        found = ChunkTimes(played(orders.forward), played(orders.backward), played(orders.weight), played(together))
         added_s = self._added_s(kinds)
         behind = {
             name: _longer(getattr(found, name), added_s)
@@ -138,7 +142,7 @@ class PassTimes:
         return step.adding_s(sum(parameters))
 
 
-def _repeats(group: Sequence[Held]) -> tuple[tuple[int, int], ...]:
+def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
     """(segment, periods) from the bottom up."""
     found: dict[int, int] = {}
     for held in group:
@@ -146,9 +150,9 @@ def _repeats(group: Sequence[Held]) -> tuple[tuple[int, int], ...]:
     return tuple(found.items())
 
 
-def _longer(found: Pass, seconds: float) -> Pass:
+def _longer(found: PassTime, seconds: float) -> PassTime:
     return found._replace(seconds=found.seconds + seconds, compute=found.compute + seconds)
 
 
-def _extended(fewer: Pass, few: Pass, more: int) -> Pass:
-    return Pass(*(last + more * (last - before) for before, last in zip(fewer, few, strict=True)))
+def _extended(fewer: PassTime, few: PassTime, more: int) -> PassTime:
+    return PassTime(*(last + more * (last - before) for before, last in zip(fewer, few, strict=True)))

@@ -14,10 +14,10 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import Group
+from moe_jax.plan.fabric import DeviceGroup
 from moe_jax.plan.gradients import held_by
-from moe_jax.plan.measured import Measured
-from moe_jax.plan.pass_times import Chunk, Pass, PassTimes
+from moe_jax.plan.measured import MeasuredTimes
+from moe_jax.plan.pass_times import ChunkTimes, PassTime, PassTimes
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
@@ -29,7 +29,7 @@ from moe_jax.schedule.pipelines.outline import Passes, outline_of
 class PipelinedStep:
     """A step of a config on a cluster. Raises ConfigError if it has too few blocks, and ScheduleError."""
 
-    def __init__(self, config: Config, cluster: Cluster, measured: Measured):
+    def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes):
         settings, self.parts = config.schedule, config.train.grad_accumulation
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
         self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
@@ -52,11 +52,11 @@ class PipelinedStep:
         return self.step.fabric.send(num_bytes, self._neighbours)
 
     @property
-    def _neighbours(self) -> Group:
+    def _neighbours(self) -> DeviceGroup:
         mesh = self.step.mesh
-        return Group(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
+        return DeviceGroup(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
 
-    def _sent_s(self, beside: Pass | None, send_s: float) -> float:
+    def _sent_s(self, beside: PassTime | None, send_s: float) -> float:
         """When a send beside a pass has arrived."""
         if beside is None or not self.step.fabric.share_links(self._neighbours, self.step.experts):
             return send_s
@@ -113,7 +113,7 @@ class PipelinedStep:
         ]
         return max(before_s + ahead_s, arrived_s[0]) + max(head_s + behind_s + after_s + weight_s, arrived_s[1])
 
-    def _chunk(self, stage: int, chunk: int | None) -> Chunk | None:
+    def _chunk(self, stage: int, chunk: int | None) -> ChunkTimes | None:
         group = self._group(stage, chunk)
         return None if group is None else self._times.chunk(self.stages.groups[group])
 
@@ -144,7 +144,7 @@ class PipelinedStep:
         return sum(each.seconds(self.step.fabric) for each in sums_on_stage(self.step.config, self.step.mesh))
 
 
-def parameters_by_group(config: Config) -> Iterable[tuple[Group, float]]:
+def parameters_by_group(config: Config) -> Iterable[tuple[DeviceGroup, float]]:
     """Parameters of a device, by the devices that cut their moments: all of its stage that have the same ones."""
     for owned in on_stage(config):
         yield from held_by(owned, config, config.mesh.sizes).items()

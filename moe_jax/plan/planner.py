@@ -16,7 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.misfits import nothing, too_large
-from moe_jax.plan.search import Candidate, Search, best_of, step_s
+from moe_jax.plan.search import Candidate, PlanSearch, best_of, step_s
 
 _REFINED = 4  # meshes
 _REFINED_STAGED = 4  # with pipeline stages, which gain more from it
@@ -56,7 +56,7 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     check_ranges(draft)
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)
-    search = Search(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
+    search = PlanSearch(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
     found: list[Candidate] = []
     refused: list[Refused] = []
     large: list[Config] = []

@@ -76,7 +76,7 @@ def best_of(candidates: Iterable[Candidate]) -> Candidate:
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """What is open, and where it has to fit."""
 
     draft: Draft

@@ -7,12 +7,12 @@ from itertools import chain
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.play import in_list_order, play
+from moe_jax.schedule.play import in_list_order, simulate_streams
 from moe_jax.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Task:
+class SimulatedTask:
     """One action on its stream."""
 
     action: Action
@@ -26,7 +26,7 @@ class Timeline:
     """All tasks of a step, sorted by start."""
 
     schedule: Schedule
-    tasks: tuple[Task, ...]
+    tasks: tuple[SimulatedTask, ...]
 
     @cached_property
     def makespan_s(self) -> float:
@@ -83,5 +83,5 @@ def simulate(
     `rank_of=exchanges_first` a free stream takes a reduction only if no exchange is ready. While anything
     communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
     """
-    spans = play(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of, slowdown)
-    return Timeline(schedule, tuple(Task(action, stream_of(action), *span) for action, span in spans.items()))
+    spans = simulate_streams(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of, slowdown)
+    return Timeline(schedule, tuple(SimulatedTask(action, stream_of(action), *span) for action, span in spans.items()))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
-from moe_jax.plan.fabric import Group
+from moe_jax.plan.fabric import DeviceGroup
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by, parts_of
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 
@@ -40,8 +40,11 @@ def sums_on_stage(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
 
     blocks = of_devices(held.blocks)
     if config.optimizer.zero == 0:
-        return [*blocks, Sum(Group(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES)]
-    ends, stages = of_devices(held.ends), Group(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"])
+        return [*blocks, Sum(DeviceGroup(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES)]
+    ends, stages = (
+        of_devices(held.ends),
+        DeviceGroup(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"]),
+    )
     return [*blocks, *ends, *(Sum(stages, each.held_bytes / each.parts) for each in ends)]
 
 

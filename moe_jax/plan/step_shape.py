@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from moe_jax.config import Config
 from moe_jax.schedule.build import make_shape
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 
-def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> Shape:
+def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> StepShape:
     """On a mesh of these sizes, with so many chunks of each owner's gradients. Raises ScheduleError."""
     settings, model = config.schedule, config.model
     copies = math.prod(mesh[axis] for axis in ("data", "context") if axis not in config.mesh.expert_axes)

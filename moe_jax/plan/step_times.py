@@ -12,18 +12,18 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.costs import order_times
-from moe_jax.plan.fabric import Choice, Collective, Fabric, Group
+from moe_jax.plan.fabric import Collective, DeviceGroup, ExchangeChoice, Fabric
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.handling import handled
-from moe_jax.plan.measured import Measured
-from moe_jax.plan.over_tensor import Stages, form_seconds
+from moe_jax.plan.measured import MeasuredTimes
+from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer, owner_of
+from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
-    Work,
+    OpWork,
     computed_keys,
     exchange_bytes,
     expert_rows,
@@ -36,7 +36,7 @@ from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finished_s
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
 _PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, weights
@@ -44,18 +44,18 @@ _TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual s
 _ROW_PASSES = (6, 12)  # over experts' rows × (features + hidden widths)
 _LOGIT_BYTES = (12, 8)
 _ADDED_BYTES = 12  # of a gradient, in float32
-_NOTHING = Measured({})
+_NOTHING = MeasuredTimes({})
 
 
 class Step:
     """Times of the tasks of one step, and what a simulation makes of them."""
 
-    def __init__(self, config: Config, cluster: Cluster, measured: Measured = _NOTHING):
+    def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
         self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
         self.slowdown, self.handling, self.measured = cluster.compute_slowdown, cluster.handling, measured
         self.fabric = Fabric(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
-        self.experts = Group(config.mesh.expert_ranks(self.mesh), self.tensor)
+        self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.tensor)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
@@ -156,11 +156,11 @@ class Step:
         moved_s = _PAIR_BYTES[0] * self._pairs / self.device.memory_bytes_per_s
         return work_of(self.config, self.tokens, self.device.platform)["attend"].rest / flops + moved_s
 
-    def choice(self, num_bytes: float) -> Choice:
+    def choice(self, num_bytes: float) -> ExchangeChoice:
         """Of an all-to-all, as the config says or the fastest one."""
         return self.fabric.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
 
-    def algorithm(self, shape: Shape) -> str:
+    def algorithm(self, shape: StepShape) -> str:
         """Of the exchanges of one part."""
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
@@ -175,14 +175,14 @@ class Step:
 
         if self.tensor == 1:
             return self.choice(num_bytes).seconds
-        stages = Stages(between, partial(self.fabric.ring, group=Group(self.tensor, 1)), self._through_memory)
+        stages = LinkStages(between, partial(self.fabric.ring, group=DeviceGroup(self.tensor, 1)), self._through_memory)
         whole = num_bytes * self.tensor
         return form_seconds(settings.tensor_form, whole, self.tensor, ranks, settings.tensor_chunks, stages)
 
     def _through_memory(self, num_bytes: float) -> float:
         return 2 * num_bytes / self.device.memory_bytes_per_s
 
-    def compute(self) -> Mapping[str, Compute]:
+    def compute(self) -> Mapping[str, ComputeStage]:
         """Estimates of the stages of compute."""
         model, tokens = self.config.model, self.tokens
         work, owned = work_of(self.config, tokens, self.device.platform), owned_parameters(model)
@@ -209,7 +209,7 @@ class Step:
             work["head"], self._weights(owned[-1]), [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
         )
         if logit_chunk(self.config, tokens) is not None:  # gradients are the forward pass's (models/head.py)
-            head = Compute(rate=head.rate, forward=head.forward + head.backward + head.weight, backward=0.0)
+            head = ComputeStage(rate=head.rate, forward=head.forward + head.backward + head.weight, backward=0.0)
         return {
             "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
             "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
@@ -232,7 +232,7 @@ class Step:
 
     def _gathered(self, model: ModelConfig, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
-        group, seconds = Group(self.tensor, 1), 0.0
+        group, seconds = DeviceGroup(self.tensor, 1), 0.0
         for width in gathered_widths(model, kind):
             gathered, summed = (
                 (self.tensor - 1) * self.tokens * each * self._item for each in (width, model.hidden_size)
@@ -248,7 +248,7 @@ class Step:
         gradients are summed behind.
         """
         width = passed_on(model, self.tensor)
-        group = Group(self.context, self.mesh["expert"] * self.tensor)
+        group = DeviceGroup(self.context, self.mesh["expert"] * self.tensor)
         leaving = (self.context - 1) * self.tokens * width
         if not has_ring(self.config):
             gathers: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
@@ -264,7 +264,7 @@ class Step:
 
         return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
 
-    def _exchanges_beside_attention_s(self, ring: Group) -> float:
+    def _exchanges_beside_attention_s(self, ring: DeviceGroup) -> float:
         """Seconds of a block's exchanges, one way, that run beside its attention and want the links of the ring."""
         settings = self.config.schedule
         if not settings.cuts_batch or not self.fabric.share_links(ring, self.experts):
@@ -274,14 +274,14 @@ class Step:
 
     def _task(
         self,
-        work: Work,
+        work: OpWork,
         weights_s: float,
         moved: list[float],
         gathered_s: float = 0.0,
         waited_s: tuple[float, float] = (0.0, 0.0),
         op: str = "head",
         again_s: float = 0.0,
-    ) -> Compute:
+    ) -> ComputeStage:
         """Seconds of one op, forward, backward and of weights; backward recomputes what `schedule.remat` says."""
         flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
         products_s, rest_s = work.products / flops, work.rest / flops
@@ -293,7 +293,7 @@ class Step:
                 again += products_s + gathered_s
         forward = products_s + rest_s + forward_moved + gathered_s + waited_s[0]
         backward = products_s + 2 * rest_s + backward_moved + gathered_s + waited_s[1] + again
-        return Compute(rate=Linear(weights_s, 1.0), forward=forward, backward=backward, weight=products_s)
+        return ComputeStage(rate=Linear(weights_s, 1.0), forward=forward, backward=backward, weight=products_s)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_jax.schedule.actions import Action, Seconds
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 
 class Cost(Protocol):
@@ -32,7 +32,7 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
+class ComputeStage:
     """A compute stage: amounts of which `rate` makes seconds, floating-point operations or seconds themselves."""
 
     rate: Linear
@@ -40,7 +40,7 @@ class Compute:
     backward: float  # gradients of activations
     weight: float = 0.0  # gradients of weights
 
-    def seconds(self, action: Action, shape: Shape) -> float:
+    def seconds(self, action: Action, shape: StepShape) -> float:
         """Of one task."""
         amounts = {"F": self.forward, "B": self.backward, "W": self.weight}
 
@@ -51,15 +51,15 @@ class Compute:
         return task_seconds(action, shape, of)
 
 
-class Stage(Protocol):
-    """What the tasks of one op take, e.g. `Compute`."""
+class TaskStage(Protocol):
+    """What the tasks of one op take, e.g. `ComputeStage`."""
 
-    def seconds(self, action: Action, shape: Shape) -> float:
+    def seconds(self, action: Action, shape: StepShape) -> float:
         """Of one task."""
         ...
 
 
-def task_seconds(action: Action, shape: Shape, of: Callable[[str, int], float]) -> float:
+def task_seconds(action: Action, shape: StepShape, of: Callable[[str, int], float]) -> float:
     """Of a compute task, by `of(direction, parts)`; with inline weight gradients a B task takes the time of both."""
     parts = shape.num_parts(action.direction, action.op)
     whole = action.direction == "B" and not shape.split_weight_grad
@@ -78,13 +78,13 @@ class Transfer:
 class TaskTimes:
     """Costs of all tasks of a step."""
 
-    compute: Mapping[str, Stage]  # embed, attend (with the gate), dense (attention and MLP), expert, head
+    compute: Mapping[str, TaskStage]  # embed, attend (with the gate), dense (attention and MLP), expert, head
     transfer: Mapping[str, Transfer]  # dispatch, combine; gather, scatter if experts are sharded
     reduce: Linear  # sum over devices, per byte
     reduction_bytes: tuple[tuple[float, ...], ...]  # of each chunk of each owner: embed, blocks, head
     counts_bytes: float = 0.0  # routers' counts of all blocks
 
-    def of(self, shape: Shape) -> Seconds:
+    def of(self, shape: StepShape) -> Seconds:
         """Seconds of each task of a shape."""
 
         def seconds(action: Action) -> float:

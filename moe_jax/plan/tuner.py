@@ -6,7 +6,7 @@ A search tries some of the choices and keeps the fastest, until its steps no lon
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from moe_jax.plan.bayes import Choice, Search
+from moe_jax.plan.bayes import BayesSearch, Choice
 
 
 @final
@@ -21,7 +21,7 @@ class Tuner:
     ) -> None:
         self._choices, self._samples, self._band = choices, samples, band
         self._dropped: list[int] = []
-        self._search: Search | None = self._new_search() if best_s is None else None
+        self._search: BayesSearch | None = self._new_search() if best_s is None else None
         self.in_use = start
         self.best_s = best_s
         self.sample = 0  # samples taken, of the search under way or the last one
@@ -67,13 +67,13 @@ class Tuner:
             self._search.observe(choice, seconds)
         self.in_use, self.sample = under_way["in_use"], under_way["sample"]
 
-    def _new_search(self) -> Search:
-        search = Search(self._choices)
+    def _new_search(self) -> BayesSearch:
+        search = BayesSearch(self._choices)
         for choice in self._dropped:
             search.drop(choice)
         return search
 
-    def _next(self, search: Search) -> int:
+    def _next(self, search: BayesSearch) -> int:
         if self.sample < self._samples:
             self.in_use = search.suggest()
         else:

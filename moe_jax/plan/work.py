@@ -11,14 +11,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _RING_TILE = 512
 
 
-class Work(NamedTuple):
+class OpWork(NamedTuple):
     """Floating-point operations of one op forward, for one block and a device's tokens."""
 
     products: float  # of matrix products with weights, whose backward pass has as many for each of two gradients
     rest: float = 0.0  # of products of activations, whose backward pass has twice as many
 
 
-def work_of(config: Config, tokens: float, platform: str) -> dict[str, Work]:
+def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     """Of each compute op, on a device that has `tokens` tokens."""
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
@@ -29,11 +29,11 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, Work]:
     shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts
     shared += dense if moe.dense_residual else 0
     return {
-        "embed": Work(0.0),
-        "attend": Work(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
-        "dense": Work(attention + dense, scores),
-        "expert": Work(2 * expert_rows(model, tokens) * matrices * model.hidden_size * moe.intermediate_size),
-        "head": Work(2 * tokens * model.hidden_size * model.vocab_size),
+        "embed": OpWork(0.0),
+        "attend": OpWork(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
+        "dense": OpWork(attention + dense, scores),
+        "expert": OpWork(2 * expert_rows(model, tokens) * matrices * model.hidden_size * moe.intermediate_size),
+        "head": OpWork(2 * tokens * model.hidden_size * model.vocab_size),
     }
 
 

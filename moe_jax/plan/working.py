@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.compilers import Compiler
-from moe_jax.plan.kept import Mode, Sizes, kept_bytes
+from moe_jax.plan.kept import DeviceSizes, Mode, kept_bytes
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
 
 
 def working_bytes(
-    config: Config, sizes: Sizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], turned: int
+    config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], turned: int
 ) -> float:
     """Of a block that goes backward: attention's squares, or the experts' rows, and what it computes again.
 
@@ -46,7 +46,7 @@ def working_bytes(
     return total
 
 
-def _ring_bytes(sizes: Sizes, model: ModelConfig) -> float:
+def _ring_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
     """Of a block's backward pass: gradients of queries and of the keys of three ranks in float32, keys of two ranks."""
     query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
     return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
@@ -80,7 +80,7 @@ def period_of(config: Config) -> int:
     return max(config.model.moe.moe_layer_freq, 1) if config.model.moe.num_experts else 1
 
 
-def head_bytes(config: Config, sizes: Sizes, compiler: Compiler, mode: Mode) -> float:
+def head_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode) -> float:
     """Logits, and what is made of them."""
     model = config.model
     matrix = model.vocab_size * model.hidden_size

@@ -64,7 +64,7 @@ def without_copies(expert_S: Sequence[int], experts: int) -> tuple[int, ...]:
     return tuple(expert if first[expert] == slot else experts for slot, expert in enumerate(expert_S))
 
 
-def climb(
+def hill_climb_placement(
     load_E: Sequence[float], expert_S: Sequence[int], ranks: int, threshold: float = 1.0
 ) -> Iterator[tuple[int, ...]]:
     """Slots without copies, if there are some, and after one change, two, and so on, until none helps.

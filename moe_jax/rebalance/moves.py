@@ -55,7 +55,7 @@ def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], held: int) -> M
     return Move(*pairs[0]) if pairs else None
 
 
-class Exchange(NamedTuple):
+class SlotSwap(NamedTuple):
     """A move of a trip: `first` sends up, `second` down, of all ranks' slots; `row` is the pipeline stage's own."""
 
     stage: int
@@ -70,7 +70,7 @@ class Trip(NamedTuple):
     """Moves that are made at once, of ranks that lie `shift` apart: the second slot's rank is so many further up."""
 
     shift: int
-    moves: tuple[Exchange, ...]
+    moves: tuple[SlotSwap, ...]
 
     def sent_experts(self, ranks: int) -> int:
         """By every rank: what some rank has no expert for is sent as well. Half way around, up and down are one."""
@@ -83,7 +83,7 @@ def trips_of(moves: Sequence[tuple[int, int, Move]], held: int, ranks: int) -> t
     In a trip each rank of a stage sends at most one expert up and one down.
     """
     shifts: list[int] = []
-    trips: list[list[Exchange]] = []
+    trips: list[list[SlotSwap]] = []
     busy: list[set[tuple[int, int, str]]] = []
     behind: dict[tuple[int, int, int], int] = {}  # the trips before which a slot may not be touched again
     for stage, row, (first, second, copies) in moves:
@@ -101,7 +101,7 @@ def trips_of(moves: Sequence[tuple[int, int, Move]], held: int, ranks: int) -> t
             shifts.append(shift)
             trips.append([])
             busy.append(set())
-        trips[number].append(Exchange(stage, row, first, second, *gets))
+        trips[number].append(SlotSwap(stage, row, first, second, *gets))
         busy[number] |= needs
         behind.update(dict.fromkeys(slots, number + 1))
     return tuple(Trip(shift, tuple(made)) for shift, made in zip(shifts, trips, strict=True))

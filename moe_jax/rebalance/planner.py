@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_jax.rebalance.hill_climb import Placed, climb, without_copies
+from moe_jax.rebalance.hill_climb import Placed, hill_climb_placement, without_copies
 from moe_jax.rebalance.moves import Move, moves_between
 
 
@@ -38,7 +38,7 @@ class Prices(NamedTuple):
     sum_s: float = 0.0  # per step, of the gradients of an expert that has copies
 
 
-class Plan(NamedTuple):
+class RebalancePlan(NamedTuple):
     """Of one block: the moves that pay best, or those that were refused."""
 
     moves: tuple[Move, ...]
@@ -50,25 +50,25 @@ class Plan(NamedTuple):
     pays: bool
 
 
-def num_swaps(found: Plan) -> int:
+def num_swaps(found: RebalancePlan) -> int:
     """Pairs of experts that change places in a plan."""
     return sum(not move.copies for move in found.moves)
 
 
 def plan(
     load_E: Sequence[float], expert_S: Sequence[int], ranks: int, prices: Prices | None, threshold: float = 1.0
-) -> Plan:
+) -> RebalancePlan:
     """As many changes of the climb as pay best, and whether they do at all; without prices all that help, for nothing.
 
     Copies that were there and are not chosen again are given up.
     """
     experts, before = len(load_E), load_ratio(load_E, expert_S, ranks)
-    nothing = Plan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
-    climbed = [*climb(load_E, expert_S, ranks, threshold)]
+    nothing = RebalancePlan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
+    climbed = [*hill_climb_placement(load_E, expert_S, ranks, threshold)]
     if prices is None:
         moves, slots = moves_between(expert_S, climbed[-1] if climbed else expert_S, ranks, experts)
         after = load_ratio(load_E, slots, ranks)
-        return Plan(moves, slots, before, after, 0.0, 0.0, pays=True) if slots != tuple(expert_S) else nothing
+        return RebalancePlan(moves, slots, before, after, 0.0, 0.0, pays=True) if slots != tuple(expert_S) else nothing
     copied, best, best_gain = num_copied(expert_S, experts), nothing, -float("inf")
 
     def saved_s(slots: Sequence[int]) -> float:
@@ -88,7 +88,7 @@ def plan(
         gain = saved * prices.steps - cost_s
         if gain > best_gain:
             after = load_ratio(load_E, slots, ranks)
-            best, best_gain = Plan(moves, slots, before, after, cost_s, saved, pays=gain > 0), gain
+            best, best_gain = RebalancePlan(moves, slots, before, after, cost_s, saved, pays=gain > 0), gain
     return best
 
 

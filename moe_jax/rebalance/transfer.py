@@ -18,7 +18,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import expert_group, moe_blocks
 from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.migrate import Trips, encode, migrate
+from moe_jax.parallel.migrate import TransferRounds, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.moves import Move, Trip, trips_of
 from moe_jax.step.compile_cache import compiled
@@ -118,7 +118,7 @@ class Mover:
         """The same on all devices."""
         return jax.make_array_from_process_local_data(NamedSharding(self._mesh, REPLICATED), np.asarray(x))
 
-    def _encoded(self, trips: Sequence[Trip]) -> Trips:
+    def _encoded(self, trips: Sequence[Trip]) -> TransferRounds:
         return encode(trips, _MOST_TRIPS, self._stages.stages, self.ranks, self._held)
 
 

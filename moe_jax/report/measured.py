@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from moe_jax.config.yaml_io import load_config
 from moe_jax.files.untrusted import read_text
-from moe_jax.measure.hlo import HloError, Program, parse
+from moe_jax.measure.hlo import HloError, HloModule, parse
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.trace import (
     FILES,
     FOLDER,
     MOST_BYTES,
     PROGRAM,
-    Operation,
+    TracedOperation,
     TraceError,
     joined,
     of_one_device,
@@ -32,16 +32,16 @@ class Traced(NamedTuple):
     """What `log.trace_step` left of one process."""
 
     folder: Path
-    program: Program
-    operations: list[Operation]
+    program: HloModule
+    operations: list[TracedOperation]
 
 
-class Measured(NamedTuple):
+class TracedStep(NamedTuple):
     """One device's part of a traced step, beside the compiled step of the same config."""
 
     folder: Path
     compiled: Compiled
-    operations: list[Operation]
+    operations: list[TracedOperation]
 
     @property
     def step_s(self) -> float:
@@ -81,7 +81,7 @@ def read_traced(folder: Path) -> Traced:
     return Traced(folder, program, operations)
 
 
-def _steps(program: Program, operations: Sequence[Operation]) -> int:
+def _steps(program: HloModule, operations: Sequence[TracedOperation]) -> int:
     """How often the program ran: as often as most of its own instructions, some of which take several events."""
     own = {line.name for line in program.computations[program.entry]}
     runs = Counter((operation.device, operation.name) for operation in operations if operation.name in own)
@@ -109,7 +109,7 @@ def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Seq
     return min(alike, key=lambda name: others[name] != own)
 
 
-def measure(traced: Traced, compiled: Compiled) -> Measured:
+def measure(traced: Traced, compiled: Compiled) -> TracedStep:
     """What the first device ran, under the names of the schedule of the compiled step.
 
     Raises TraceError for tasks that this schedule does not have.
@@ -123,10 +123,10 @@ def measure(traced: Traced, compiled: Compiled) -> Measured:
             f"--trace {traced.folder} has tasks that the schedule of --config lacks, such as {min(map(str, strange))}: "
             "name the config and the overrides of the run that was traced"
         )
-    return Measured(traced.folder, compiled, operations)
+    return TracedStep(traced.folder, compiled, operations)
 
 
-def describe_measured(measured: Measured) -> str:
+def describe_measured(measured: TracedStep) -> str:
     """The numbers of a measured step."""
     compute, communication = (
         [(each.start_s, each.end_s) for each in measured.operations if each.communicates == communicates]

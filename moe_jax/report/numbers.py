@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.report.plots import Curve
+from moe_jax.report.plots import PlotLine
 from moe_jax.telemetry.run_log import human_count, human_seconds, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
@@ -26,11 +26,11 @@ def records_of(run: Path) -> Records:
     return records
 
 
-def curve(records: Records, key: str, name: str = "") -> Curve:
+def curve(records: Records, key: str, name: str = "") -> PlotLine:
     """The values of the records that have `key`, over their steps."""
     having = [record for record in records if key in record]
     steps = np.array([record["step"] for record in having], dtype=np.float64)
-    return Curve(steps, np.array([record[key] for record in having], dtype=np.float64), name)
+    return PlotLine(steps, np.array([record[key] for record in having], dtype=np.float64), name)
 
 
 def key_numbers(records: Records) -> Iterator[tuple[str, str, str]]:
@@ -67,7 +67,7 @@ def _losses(records: Records) -> Iterator[tuple[str, str, str]]:
         yield "Final training loss", f"{values[-1]:.3f}", f"{remark}at step {steps[-1]:,.0f}"
 
 
-def _typical(curve: Curve, name: str, text: Callable[[float], str]) -> Iterator[tuple[str, str, str]]:
+def _typical(curve: PlotLine, name: str, text: Callable[[float], str]) -> Iterator[tuple[str, str, str]]:
     values = curve.values[np.isfinite(curve.values)]
     if len(values) == 1:
         yield name, text(values[0]), "one record"

@@ -15,7 +15,7 @@ from moe_jax.report.html import plots, table, text
 from moe_jax.report.load_sections import expert_section, rank_section
 from moe_jax.report.loads import loads_of
 from moe_jax.report.numbers import Records, ReportError, curve, key_numbers, not_finite, records_of
-from moe_jax.report.plots import SPANS, Curve, curves_svg
+from moe_jax.report.plots import SPANS, PlotLine, curves_svg
 from moe_jax.report.style import CSS
 from moe_jax.telemetry.run_log import FILE_NAME
 
@@ -119,7 +119,7 @@ def _loss_plots(records: Records) -> Iterator[tuple[str, str]]:
         return
     yield "Cross-entropy, nats per token", curves_svg("Loss", curves)
     half = records[-1]["step"] / 2
-    late = [Curve(c.steps[c.steps > half], c.values[c.steps > half], c.name) for c in curves]
+    late = [PlotLine(c.steps[c.steps > half], c.values[c.steps > half], c.name) for c in curves]
     if len(late[0].steps) >= 10:
         yield "The same, second half of the run", curves_svg("Loss, second half", [c for c in late if len(c.steps)])
 

@@ -46,7 +46,7 @@ class PlotError(UserError):
     """Plots were asked for and matplotlib is not installed."""
 
 
-class Curve(NamedTuple):
+class PlotLine(NamedTuple):
     """One line of a plot: its steps, its values (NaN: a gap) and what the legend calls it."""
 
     steps: Array
@@ -55,7 +55,7 @@ class Curve(NamedTuple):
 
 
 def curves_svg(
-    title: str, curves: Sequence[Curve], percent: bool = False, from_zero: bool = False, log_if_wide: bool = False
+    title: str, curves: Sequence[PlotLine], percent: bool = False, from_zero: bool = False, log_if_wide: bool = False
 ) -> str:
     """Up to two curves over training steps; `log_if_wide`: on a logarithmic axis if they span two decades."""
     with style():

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from moe_jax.measure.overlap import Replay
 from moe_jax.measure.tasks import action_of
-from moe_jax.measure.trace import Operation
+from moe_jax.measure.trace import TracedOperation
 from moe_jax.plan.simulate import Timeline
 from moe_jax.report.plots import PlotError
 from moe_jax.schedule.actions import Stream
@@ -62,7 +62,7 @@ def compiled_bars(replay: Replay) -> list[Bar]:
     return bars
 
 
-def measured_bars(operations: Sequence[Operation]) -> list[Bar]:
+def measured_bars(operations: Sequence[TracedOperation]) -> list[Bar]:
     """What one device ran."""
     start_s = min(operation.start_s for operation in operations)
     invisible_s = (max(operation.end_s for operation in operations) - start_s) / 2000

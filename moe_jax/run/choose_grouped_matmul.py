@@ -26,7 +26,7 @@ _TIMED = ("gpu",)  # platforms; elsewhere it is known which one is the fastest
 Products = Mapping[str, GroupedProduct]
 
 
-class Shape(NamedTuple):
+class MatmulShape(NamedTuple):
     """Of what one device's experts multiply at a time."""
 
     rows: int  # that there is room for
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     dtype: str
 
 
-Timing = Callable[[Shape, Products], InTurn]
+Timing = Callable[[MatmulShape, Products], InTurn]
 
 
 def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = None) -> Config:
@@ -58,7 +58,7 @@ def is_timed(config: Config, mesh: Mesh) -> bool:
     return bool(is_open and moe.num_experts and moe.sends_sized_rows)
 
 
-def _fastest(shape: Shape, products: Products, timing: Timing) -> str:
+def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
     """The product's name, from what was timed before if anything was; told in a line."""
     here = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__, "products": list(products)}
     of = shape._asdict() | here
@@ -74,12 +74,12 @@ def _fastest(shape: Shape, products: Products, timing: Timing) -> str:
     return name
 
 
-def shape_of(config: Config, mesh: Mesh, platform: str) -> Shape:
+def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
     """Of a microbatch."""
     sizes, model = sizes_of(config, platform, mesh.shape), config.model
     groups = config.expert_slots(mesh.shape) // config.mesh.expert_ranks(mesh.shape)
     received = sizes.tensor / sizes.microbatches  # of what each tensor rank sends for all of them
-    return Shape(
+    return MatmulShape(
         rows=int(sizes.rows.sent * received),
         filled=max(int(sizes.own_tokens * model.moe.top_k * received) // groups, 1),
         groups=groups,
@@ -89,12 +89,12 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> Shape:
     )
 
 
-def time_products(shape: Shape, products: Products) -> InTurn:
+def time_products(shape: MatmulShape, products: Products) -> InTurn:
     """Each product forward and backward, to the hidden width and back, on this process's first device."""
     return time_in_turn({name: partial(_call, shape, product) for name, product in products.items()})
 
 
-def _call(shape: Shape, product: GroupedProduct) -> Call:
+def _call(shape: MatmulShape, product: GroupedProduct) -> Call:
     """Compiled, with its operands: groups of whole tiles, and room for as many rows as a step has."""
     groups, tile = shape.groups, product.tile(shape.rows, shape.groups)
     room = -(-(shape.rows + groups * (tile - 1)) // tile) * tile

@@ -12,7 +12,7 @@ from moe_jax.telemetry.nonfinite_steps import BadSteps, slower
 from moe_jax.telemetry.run_log import RunLog
 
 
-class GoBack(Exception):
+class RollBack(Exception):
     """To the newest checkpoint, as steps up to this one were bad."""
 
     def __init__(self, step: int):
@@ -20,16 +20,16 @@ class GoBack(Exception):
         self.step = step
 
 
-def way_out(
+def handle_divergence(
     run: Run, state: State, bad: BadSteps, checkpoints: Checkpoints, failed_at: int, log: RunLog
-) -> GoBack | DivergedError:
+) -> RollBack | DivergedError:
     """What to raise. `failed_at`: the step for which the run has gone back before, or 0. All processes call it."""
     last, newest = bad.last, checkpoints.newest()
     assert last is not None
     many = f"{last}, the last of train.bad_in_a_row={bad.in_a_row} bad ones in a row"
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
-        return GoBack(last.step)
+        return RollBack(last.step)
     end_of_progress()  # what is compiled now takes its time
     found = write_first_bad(run, state, last)
     if found["parameters"] and newest is not None:

@@ -26,7 +26,7 @@ from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
-from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.own_tokens import local_tokens
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.ranks import of_all_devices
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
@@ -78,7 +78,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
-        params = faults.struck(params, step)
+        params = faults.inject_faults(params, step)
 
         def of_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, token_bN1 = part
@@ -117,7 +117,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
 
         return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
 
-    x_bND = embed(params["embedding"], own_tokens(inputs.token_BN1)[0], compute)
+    x_bND = embed(params["embedding"], local_tokens(inputs.token_BN1)[0], compute)
     found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
     for number, segment in enumerate(segments(model)):
         x_bND, wrong = through(number, segment, x_bND, below, moe_below)
@@ -150,7 +150,9 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
         background.new_program()
-        return kind.gradients(faults.struck(params, step), StepInputs(token_BN1, BatchPart(step), slot_ME), context)[0]
+        return kind.gradients(
+            faults.inject_faults(params, step), StepInputs(token_BN1, BatchPart(step), slot_ME), context
+        )[0]
 
     in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=context.grad_specs, check_vma=False)

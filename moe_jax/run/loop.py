@@ -18,16 +18,16 @@ from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.run.capacity_schedule import Capacities
 from moe_jax.run.describe import describe, table
-from moe_jax.run.divergence import GoBack, way_out
-from moe_jax.run.memory_check import check_room
+from moe_jax.run.divergence import RollBack, handle_divergence
+from moe_jax.run.memory_check import check_memory
 from moe_jax.run.process_agreement import check_same_settings
 from moe_jax.run.profiler import Tracing, steps_to_trace
-from moe_jax.run.rebalance import Migration
+from moe_jax.run.rebalance import Rebalancer
 from moe_jax.run.replicator import Safety
 from moe_jax.run.restore import restore_newest
 from moe_jax.run.run_dir import locked
 from moe_jax.run.setup import Programs, Run, about, compile_programs, first_state, open_run, write_start
-from moe_jax.run.step_hooks import Behind
+from moe_jax.run.step_hooks import StepCallbacks
 from moe_jax.run.tuning import Tuning
 from moe_jax.step import fault_injection as faults
 from moe_jax.step.compile_cache import kept
@@ -52,7 +52,7 @@ def train(config: Config) -> State:
         while True:
             try:
                 return _train(config, stop, check_lock, failed_at)
-            except GoBack as back:
+            except RollBack as back:
                 failed_at = back.step
                 config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
 
@@ -61,7 +61,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     """Raises GoBack, too. `failed_at`: the step for which the run has gone back, or 0."""
     run = open_run(config)
     tell_progress(run.first_step)
-    check_room(run)
+    check_memory(run)
     run, restored = restore_newest(config, run)
     if restored:
         run.batches.set_state(restored.record.data)
@@ -89,11 +89,11 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
         under_way = restored.record.tuner if restored else None
-        tuning, migration = Tuning(run, program, meter, log, under_way), Migration(run, meter, log)
+        tuning, migration = Tuning(run, program, meter, log, under_way), Rebalancer(run, meter, log)
         capacities = Capacities(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
         bad_steps.remember(restored.record.recent_losses if restored else ())
-        behind = Behind(run, programs, meter, tuning, checkpoints, safety, log)
+        behind = StepCallbacks(run, programs, meter, tuning, checkpoints, safety, log)
         behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
             behind.validate_and_save(step, state, restored.is_validated)
@@ -122,7 +122,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             behind.validate_and_save(step, state)
         meter.finish(stopping=True)
         if bad_steps.too_many:
-            raise way_out(run, state, bad_steps, checkpoints, failed_at, log)
+            raise handle_divergence(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
         if 0 < step < last:

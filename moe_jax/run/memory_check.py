@@ -21,7 +21,7 @@ def predicted_memory(run: Run) -> StepMemory:
     return step_memory(run.config, ComputeConfig.of(run.config, mesh).platform, mesh.shape)
 
 
-def check_room(run: Run) -> None:
+def check_memory(run: Run) -> None:
     """Raise ConfigError if the CPU devices of this process certainly need more memory than its machine has."""
     room = machine_bytes()
     if jax.local_devices()[0].platform != "cpu" or room is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.config import MeshConfig
 from moe_jax.rebalance.costs import MigrationCosts, migration_costs
-from moe_jax.rebalance.planner import Plan, Prices, is_due, load_ratio, num_swaps, plan
+from moe_jax.rebalance.planner import Prices, RebalancePlan, is_due, load_ratio, num_swaps, plan
 from moe_jax.rebalance.transfer import Moved, Mover
 from moe_jax.run.setup import Run
 from moe_jax.step.context import State
@@ -23,7 +23,7 @@ from moe_jax.telemetry.run_log import RunLog, human_seconds
 _MB = 1e6
 
 
-class Migration:
+class Rebalancer:
     """Looks at the load of ranks every `migration.every` steps. All processes decide the same."""
 
     def __init__(self, run: Run, meter: Meter, log: RunLog):
@@ -83,7 +83,7 @@ class Migration:
         self._log.write(record | {"look_s": time.perf_counter() - start})
         return state | {"placement": placement}
 
-    def _num_copies(self, found: Plan) -> int:
+    def _num_copies(self, found: RebalancePlan) -> int:
         experts = self._run.config.model.moe.num_experts
         return sum(expert < experts for expert in found.expert_S) - experts
 
@@ -95,7 +95,7 @@ class Migration:
         costs = self._costs
         return Prices(2 * costs.send_s, costs.even_s, min(limit, left), costs.sum_s)
 
-    def _said(self, step: int, moved: dict[int, Plan], cost: Moved, took_s: float) -> dict[str, Any]:
+    def _said(self, step: int, moved: dict[int, RebalancePlan], cost: Moved, took_s: float) -> dict[str, Any]:
         for m, found in moved.items():
             which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"
             self._log.tell(
@@ -123,7 +123,7 @@ class Migration:
             **saved,
         }
 
-    def _refused(self, step: int, refused: dict[int, Plan]) -> dict[str, Any]:
+    def _refused(self, step: int, refused: dict[int, RebalancePlan]) -> dict[str, Any]:
         prices = self._prices(step)
         if not refused or prices is None:
             return {}

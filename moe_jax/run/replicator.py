@@ -25,9 +25,9 @@ from moe_jax.checkpoint.restored import Restored
 from moe_jax.distributed.processes import allgather, from_process, is_main_process
 from moe_jax.errors import ConfigError, DivergedError
 from moe_jax.files.atomic import write_atomically
-from moe_jax.parallel.pieces import send_pieces
+from moe_jax.parallel.pieces import p2p_copy_shards
 from moe_jax.plan.plan_text import size
-from moe_jax.run.divergence import GoBack
+from moe_jax.run.divergence import RollBack
 from moe_jax.run.restore_from_replicas import RUN_ID
 from moe_jax.run.setup import Run, about
 from moe_jax.step.compile_cache import Later, compiled
@@ -65,7 +65,7 @@ class Safety:
             write_atomically(self._run.folder / RUN_ID, f"{self._run_id}\n")
         try:
             yield
-        except GoBack:
+        except RollBack:
             self._files.forget()
             raise
         except DivergedError:
@@ -193,7 +193,9 @@ def _programs(plan: SafetyPlan, shapes: Any) -> dict[Arrays, tuple[Arrays, Futur
     for group in plan.layout.groups:
         if numbers := tuple(number for number in group if plan.layout.pairs(number)):
             sent = [arrays[number] for number in numbers]
-            send = send_pieces([shape.sharding for shape in sent], [plan.layout.pairs(number) for number in numbers])
+            send = p2p_copy_shards(
+                [shape.sharding for shape in sent], [plan.layout.pairs(number) for number in numbers]
+            )
             found[group] = numbers, pool.submit(compiled, send.lower(sent))
     pool.shutdown(wait=False)
     return found

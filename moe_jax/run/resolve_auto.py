@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
     facts: dict[str, str]  # what was chosen, in words
 
 
-def choose(draft: Draft) -> Chosen:
+def resolve_auto(draft: Draft) -> Chosen:
     """Choose what is open, in every process the same. Raises UserError; writes nothing."""
     check_same_settings(draft)
     if not draft.open:

@@ -18,15 +18,15 @@ from moe_jax.checkpoint.arrays import leaves_of
 from moe_jax.checkpoint.checksums import digest_program, names_of
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.record import Record
-from moe_jax.checkpoint.replicas.files import Slot, whole_slots
-from moe_jax.checkpoint.replicas.layout import Layout, givers, lost_owners, piece_name, replaced
+from moe_jax.checkpoint.replicas.files import ReplicaFile, whole_slots
+from moe_jax.checkpoint.replicas.layout import ReplicaLayout, givers, lost_owners, piece_name, replaced
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, index_of
 from moe_jax.checkpoint.restored import Restored
 from moe_jax.config import Config
 from moe_jax.distributed.processes import allgather, allgather_rows, from_process
 from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_text
-from moe_jax.parallel.pieces import by_device, sum_words
+from moe_jax.parallel.pieces import by_device, checksum_words
 from moe_jax.run.setup import Run, about
 from moe_jax.step.context import State
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
@@ -107,7 +107,7 @@ def newest_safe(config: Config, run: Run) -> Restored | str:
     return problem
 
 
-def _usable(run: Run, plan: SafetyPlan, run_id: int, recorded: int) -> tuple[dict[Version, list[Slot]], int]:
+def _usable(run: Run, plan: SafetyPlan, run_id: int, recorded: int) -> tuple[dict[Version, list[ReplicaFile]], int]:
     """What this node has, and the reason for what was passed over."""
     found, reason = defaultdict(list), _NONE
     shapes, mesh = run.trainer.state_shapes, about(run)["mesh"]
@@ -136,7 +136,7 @@ def _versions(slots: Mapping[Version, Any]) -> list[Version]:
     return sorted((version for version in found if version.step), reverse=True)
 
 
-def _held(layout: Layout, slots: Sequence[Slot]) -> Bool[np.ndarray, "P N"]:
+def _held(layout: ReplicaLayout, slots: Sequence[ReplicaFile]) -> Bool[np.ndarray, "P N"]:
     """Which processes have which pieces in these slots of theirs."""
     own = [any(piece.name in slot.offsets for slot in slots) for piece in layout.pieces]
     return allgather_rows(np.array(own))
@@ -144,9 +144,9 @@ def _held(layout: Layout, slots: Sequence[Slot]) -> Bool[np.ndarray, "P N"]:
 
 def _state(
     run: Run,
-    layout: Layout,
+    layout: ReplicaLayout,
     record: Record,
-    slots: Sequence[Slot],
+    slots: Sequence[ReplicaFile],
     held_PN: Bool[np.ndarray, "P N"],
     given: Sequence[int | None],
 ) -> State | None:
@@ -182,7 +182,7 @@ def _summed(numbers: NDArray[np.uint8], mesh: Mesh) -> NDArray[np.uint8]:
     most = min(_WORDS, words.size)
     words = np.pad(words, (0, -words.size % most))
     shape = jax.ShapeDtypeStruct((mesh.size, most), np.uint32, sharding=by_device(mesh))
-    add = sum_words(mesh).lower(shape).compile()
+    add = checksum_words(mesh).lower(shape).compile()
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     for start in range(0, words.size, most):
         part = words[start : start + most]

@@ -19,7 +19,7 @@ from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog
 
 
-class Behind:
+class StepCallbacks:
     """Of one run. All processes call all of its methods; none of them counts as training."""
 
     def __init__(

@@ -19,7 +19,7 @@ from moe_jax.parallel.all_to_all import EXCHANGES, RAGGED
 from moe_jax.parallel.mesh import batch_shards
 from moe_jax.plan.bayes import Choice
 from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
-from moe_jax.schedule.grad_buckets import Chunk
+from moe_jax.schedule.grad_buckets import Bucket
 from moe_jax.step.compile import config_at
 from moe_jax.step.scheduled.build import reductions_of
 
@@ -186,7 +186,7 @@ def _chunk_sizes(config: Config, mesh: Mesh) -> list[float]:
     return list({_cuts(config, mesh, size): size for size in sizes}.values())
 
 
-def _cuts(config: Config, mesh: Mesh, bucket_cap_mb: float) -> tuple[tuple[Chunk, ...], ...]:
+def _cuts(config: Config, mesh: Mesh, bucket_cap_mb: float) -> tuple[tuple[Bucket, ...], ...]:
     return tuple(owner.chunks for owner in reductions_of(config, mesh, bucket_cap_mb))
 
 

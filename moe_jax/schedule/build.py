@@ -7,11 +7,11 @@ from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, fill_gaps
-from moe_jax.schedule.play import interleave, play
+from moe_jax.schedule.play import interleave, simulate_streams
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Parts, Shape
+from moe_jax.schedule.shape import Parts, StepShape
 from moe_jax.schedule.weight_grad import greedy
 
 
@@ -22,7 +22,7 @@ def make_shape(
     backward: int | None = None,
     expert_chunks: int = 1,
     **rest: object,
-) -> Shape:
+) -> StepShape:
     """The shape of a policy's step, cut to the degree `forward` and `backward` (None: the same).
 
     Exchanges and experts are cut `expert_chunks` times finer than the policy says. `rest` are other fields of Shape.
@@ -34,10 +34,10 @@ def make_shape(
         return Parts(microbatches, chunks * expert_chunks)
 
     degree = forward if backward is None else backward
-    return Shape(kinds=tuple(kinds), forward=parts(forward), backward=parts(degree), **rest)  # type: ignore[arg-type]
+    return StepShape(kinds=tuple(kinds), forward=parts(forward), backward=parts(degree), **rest)  # type: ignore[arg-type]
 
 
-def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: StreamOf = three_streams) -> Schedule:
+def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: StreamOf = three_streams) -> Schedule:
     """Order a step. `seconds` decides only where weight gradients and bucketed reductions go.
 
     Raises ScheduleError.
@@ -45,7 +45,7 @@ def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: Stream
     orders, needs = _orders(policy, shape), task_graph(shape)
 
     def step_s(issued: list[Action]) -> float:
-        return max(span.end_s for span in play(issued, needs, seconds, stream_of).values())
+        return max(span.end_s for span in simulate_streams(issued, needs, seconds, stream_of).values())
 
     computes = [orders[Stream.COMPUTE]]
     if shape.split_weight_grad:
@@ -63,7 +63,9 @@ def make_schedule(policy: str, shape: Shape, seconds: Seconds, stream_of: Stream
 _AS_FAST = 1.002
 
 
-def _merge(compute: list[Action], orders: Orders, shape: Shape, seconds: Seconds, stream_of: StreamOf) -> list[Action]:
+def _merge(
+    compute: list[Action], orders: Orders, shape: StepShape, seconds: Seconds, stream_of: StreamOf
+) -> list[Action]:
     """One order of issue of all tasks, reductions placed."""
     needs = task_graph(shape)
     issued = interleave(compute, [*_exchanges(orders), by_readiness(compute, shape, needs)], needs)
@@ -82,7 +84,7 @@ def _exchanges(orders: Orders) -> list[list[Action]]:
     return [orders[stream] for stream in _LANES]
 
 
-def _orders(name: str, shape: Shape) -> Orders:
+def _orders(name: str, shape: StepShape) -> Orders:
     orders = _policy(name).orders(shape)
     if name in POLICIES:
         return orders

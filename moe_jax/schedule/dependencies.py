@@ -5,14 +5,14 @@ from functools import lru_cache
 
 from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, is_reduction
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape, Stage, is_compute, weight_gradient
+from moe_jax.schedule.shape import ChainStage, StepShape, is_compute, weight_gradient
 
 Needs = Mapping[Action, frozenset[Action]]
 
 _COUNTS = Action("G", "counts", NO_BLOCK, 0)
 
 
-def dependencies(action: Action, shape: Shape) -> frozenset[Action]:
+def dependencies(action: Action, shape: StepShape) -> frozenset[Action]:
     """The tasks that must end before one of the shape's tasks can start.
 
     - F: the parts of the stage below that share its tokens. In a block with experts also the microbatch before, which
@@ -24,7 +24,7 @@ def dependencies(action: Action, shape: Shape) -> frozenset[Action]:
     """
     if action.direction == "G":
         return frozenset(_gradients(action, shape))
-    stage = Stage(action.op, action.block)
+    stage = ChainStage(action.op, action.block)
     place = shape.place[stage]
     moe_attend = action.op == "attend" and shape.kinds[action.block] == "moe"
     needs: set[Action] = set()
@@ -43,9 +43,9 @@ def dependencies(action: Action, shape: Shape) -> frozenset[Action]:
     return frozenset(needs | {_COUNTS} if moe_attend else needs)
 
 
-def _gradients(action: Action, shape: Shape) -> list[Action]:
+def _gradients(action: Action, shape: StepShape) -> list[Action]:
     if action == _COUNTS:
-        moe = [Stage("attend", block) for block, kind in enumerate(shape.kinds) if kind == "moe"]
+        moe = [ChainStage("attend", block) for block, kind in enumerate(shape.kinds) if kind == "moe"]
         return [task for stage in moe for task in shape.tasks_of("F", stage)]
     owners = {"embed": 0, "head": len(shape.kinds) + 1}
     if shape.grad_reduce == "end":
@@ -54,7 +54,7 @@ def _gradients(action: Action, shape: Shape) -> list[Action]:
 
 
 @lru_cache(maxsize=64)
-def task_graph(shape: Shape) -> Needs:
+def task_graph(shape: StepShape) -> Needs:
     """Every task of a shape with what it needs."""
     tasks: list[Action] = []
     for stage in shape.stages:
@@ -66,7 +66,7 @@ def task_graph(shape: Shape) -> Needs:
     return {task: dependencies(task, shape) for task in tasks}
 
 
-def all_reductions(shape: Shape) -> list[Action]:
+def all_reductions(shape: StepShape) -> list[Action]:
     """The sums of gradients over devices, in the order in which the backward pass reaches their owners."""
     return [task for owner in reversed(range(len(shape.reductions))) for task in shape.reductions_of(owner)]
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.play import play
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.play import simulate_streams
+from moe_jax.schedule.shape import StepShape
 
 
-class Chunk(NamedTuple):
+class Bucket(NamedTuple):
     """Elements [start, stop) of one group of an owner's gradients, flattened: one reduction."""
 
     group: int
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
 
 def cut(
     group_sizes: Sequence[int], bucket_cap_mb: float | None, item_bytes: int | Sequence[int] = 4
-) -> tuple[Chunk, ...]:
+) -> tuple[Bucket, ...]:
     """Chunks of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit), as equal as whole elements allow.
 
     `group_sizes` are counts of elements; the gradients of a group are summed over the same devices, and a chunk never
@@ -35,11 +35,11 @@ def cut(
         limit = math.inf if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1e6 / num_bytes))
         count = math.ceil(size / limit) or (1 if size else 0)
         bounds = [size * i // count for i in range(count + 1)] if count else []
-        chunks += [Chunk(group, start, stop) for start, stop in pairwise(bounds)]
+        chunks += [Bucket(group, start, stop) for start, stop in pairwise(bounds)]
     return tuple(chunks)
 
 
-def by_readiness(compute: Sequence[Action], shape: Shape, needs: Needs) -> list[Action]:
+def by_readiness(compute: Sequence[Action], shape: StepShape, needs: Needs) -> list[Action]:
     """All reductions in the order in which their last gradient is computed."""
     place = {action: i for i, action in enumerate(compute)}
     return sorted(all_reductions(shape), key=lambda task: max(place[need] for need in needs[task]))
@@ -47,7 +47,7 @@ def by_readiness(compute: Sequence[Action], shape: Shape, needs: Needs) -> list[
 
 def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> list[Action]:
     """The same tasks by the time at which they start if a reduction runs only while no exchange is ready (FlowMoE)."""
-    return list(play(issued, needs, seconds, stream_of, rank_of=exchanges_first))
+    return list(simulate_streams(issued, needs, seconds, stream_of, rank_of=exchanges_first))
 
 
 def exchanges_first(action: Action) -> int:

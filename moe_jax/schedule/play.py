@@ -21,7 +21,7 @@ def in_list_order(action: Action) -> int:
     return 0
 
 
-def play(
+def simulate_streams(
     actions: Iterable[Action],
     needs: Needs,
     seconds: Seconds,

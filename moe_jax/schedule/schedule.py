@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from moe_jax.schedule.actions import Action, ScheduleError, Stream, three_streams
-from moe_jax.schedule.shape import Parts, Shape
+from moe_jax.schedule.shape import Parts, StepShape
 
 
 @dataclass(frozen=True)
@@ -12,12 +12,12 @@ class Schedule:
     """What is scheduled and in which order; `check` tells whether it can run. Each stream runs its own in order."""
 
     policy: str
-    shape: Shape
+    shape: StepShape
     actions: tuple[Action, ...]
 
     def __str__(self) -> str:
         header = [f"policy: {self.policy}"]
-        header += [f"{field.name}: {_write(getattr(self.shape, field.name))}" for field in fields(Shape)]
+        header += [f"{field.name}: {_write(getattr(self.shape, field.name))}" for field in fields(StepShape)]
         return "\n".join([*header, "", *(" ".join(map(str, line)) for line in _lines(self.actions)), ""])
 
     @classmethod
@@ -28,11 +28,11 @@ class Schedule:
         """
         head, _, body = text.strip().partition("\n\n")
         values = dict(_read_line(line) for line in head.splitlines())
-        names = ["policy", *(field.name for field in fields(Shape))]
+        names = ["policy", *(field.name for field in fields(StepShape))]
         if list(values) != names:
             raise ScheduleError(f"the header of the schedule has {', '.join(values)}: write {', '.join(names)}")
         policy = str(values.pop("policy"))
-        return cls(policy, Shape(**values), tuple(map(Action.parse, body.split())))  # type: ignore[arg-type]
+        return cls(policy, StepShape(**values), tuple(map(Action.parse, body.split())))  # type: ignore[arg-type]
 
 
 def _lines(actions: tuple[Action, ...]) -> Iterator[list[Action]]:

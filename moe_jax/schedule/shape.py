@@ -23,7 +23,7 @@ class Parts(NamedTuple):
 _WHOLE = Parts(1, 1)
 
 
-class Stage(NamedTuple):
+class ChainStage(NamedTuple):
     """One link of the forward chain, all parts of it."""
 
     op: str
@@ -31,7 +31,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StepShape:
     """The tasks of a step, before they have an order. Raises ScheduleError if the numbers do not fit.
 
     The backward pass may have fewer microbatches than the forward pass: one backward task then covers several forward
@@ -76,15 +76,15 @@ class Shape:
             )
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[ChainStage, ...]:
         """The forward chain. The inverse order of a block is at the head of the compute stage behind its combine."""
         inner = ("gather", "expert", "scatter") if self.sharded_experts else ("expert",)
         ops = {"dense": ("attend",), "moe": ("attend", "dispatch", *inner, "combine")}
-        blocks = (Stage(op, block) for block, kind in enumerate(self.kinds) for op in ops[kind])
-        return (Stage("embed", NO_BLOCK), *blocks, Stage("head", NO_BLOCK))
+        blocks = (ChainStage(op, block) for block, kind in enumerate(self.kinds) for op in ops[kind])
+        return (ChainStage("embed", NO_BLOCK), *blocks, ChainStage("head", NO_BLOCK))
 
     @cached_property
-    def place(self) -> dict[Stage, int]:
+    def place(self) -> dict[ChainStage, int]:
         """Where in `stages` each stage is."""
         return {stage: i for i, stage in enumerate(self.stages)}
 
@@ -98,11 +98,11 @@ class Shape:
         parts = self.forward if direction == "F" else self.backward
         return parts.microbatches if op in _PER_MICROBATCH else parts.chunks
 
-    def tasks_of(self, direction: str, stage: Stage) -> list[Action]:
+    def tasks_of(self, direction: str, stage: ChainStage) -> list[Action]:
         """All parts of a stage, in order."""
         return [Action(direction, *stage, part) for part in range(self.num_parts(direction, stage.op))]
 
-    def overlapping(self, direction: str, stage: Stage, action: Action) -> set[Action]:
+    def overlapping(self, direction: str, stage: ChainStage, action: Action) -> set[Action]:
         """The parts of a stage that share tokens (or slots) with an action of the chain."""
         own, other = self.num_parts(action.direction, action.op), self.num_parts(direction, stage.op)
         first, last = action.part * other // own, ((action.part + 1) * other - 1) // own
@@ -130,12 +130,12 @@ class Shape:
         return [Action("G", op, block, chunk) for chunk in range(self.reductions[owner])]
 
 
-def weight_gradient(action: Action, shape: Shape) -> Action | None:
+def weight_gradient(action: Action, shape: StepShape) -> Action | None:
     """The W task of a B task, if it has one."""
     split = shape.split_weight_grad and action.direction == "B" and action.op in _WITH_WEIGHTS
     return action._replace(direction="W") if split else None
 
 
-def is_compute(stage: Stage) -> bool:
+def is_compute(stage: ChainStage) -> bool:
     """Whether a stage computes rather than communicates."""
     return stream_of_op(stage.op) == Stream.COMPUTE

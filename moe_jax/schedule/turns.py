@@ -13,7 +13,7 @@ from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, all_reductions, task_graph
 from moe_jax.schedule.grad_buckets import fill_gaps
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 _FEWEST = 3  # turns that a loop is worth: the highest one's backward pass stands outside
 
@@ -47,7 +47,7 @@ class Turns:
         return min(max((action.block - self.first) // self.size, -1), self.count)
 
 
-class Looped(NamedTuple):
+class ScannedSchedule(NamedTuple):
     """A step in the order of issue. Bodies of loops are named as turn 0 runs them."""
 
     turns: Turns
@@ -59,10 +59,10 @@ class Looped(NamedTuple):
     sums: tuple[Action, ...]  # body: reductions behind the backward pass, from the highest turn to turn 0
     rest: tuple[Action, ...]  # reductions below the turns, behind those
 
-    def without_reductions(self) -> "Looped":
+    def without_reductions(self) -> "ScannedSchedule":
         """The same with gradients left as they are on each device."""
         kept = (tuple(action for action in part if not is_reduction(action)) for part in self[1:])
-        return Looped(self.turns, *kept)
+        return ScannedSchedule(self.turns, *kept)
 
     def actions(self) -> tuple[Action, ...]:
         """The tasks of all turns, one after another."""
@@ -83,8 +83,8 @@ class Looped(NamedTuple):
 
 
 def make_looped(
-    policy: str, shape: Shape, turns: Turns, seconds: Seconds, stream_of: StreamOf = three_streams
-) -> tuple[Schedule, Looped]:
+    policy: str, shape: StepShape, turns: Turns, seconds: Seconds, stream_of: StreamOf = three_streams
+) -> tuple[Schedule, ScannedSchedule]:
     """Order a step whose blocks of equal kinds run in loops: the whole list, and its parts. As `make_schedule`.
 
     The order is that of a model with two turns: its lower one stands for all that have one above, its upper one for
@@ -114,7 +114,7 @@ def make_looped(
     top = of(forward, above) + of(backward, highest, above)
     down, end = of(backward, 0), of(backward, -1)
     at_end = shape.grad_reduce == "end"
-    looped = Looped(
+    looped = ScannedSchedule(
         turns=turns,
         bottom=tuple(of(forward, -1)),
         up=tuple(of(forward, 0)),
@@ -127,7 +127,7 @@ def make_looped(
     return Schedule(policy, shape, looped.actions()), looped
 
 
-def _two_turns(shape: Shape, turns: Turns) -> Shape:
+def _two_turns(shape: StepShape, turns: Turns) -> StepShape:
     """The same with two turns."""
     below, above = turns.first + 2 * turns.size, turns.last
     return replace(

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
 from moe_jax.schedule.dependencies import Needs
-from moe_jax.schedule.shape import Shape, weight_gradient
+from moe_jax.schedule.shape import StepShape, weight_gradient
 
 _MOST_HELD = 8  # weight gradients kept for the end
 
 
 def greedy(
-    issued: Sequence[Action], shape: Shape, needs: Needs, seconds: Seconds, stream_of: StreamOf
+    issued: Sequence[Action], shape: StepShape, needs: Needs, seconds: Seconds, stream_of: StreamOf
 ) -> list[list[Action]]:
     """Orders of compute in which W tasks run while compute would wait for an exchange; the fastest is to be chosen.
 
@@ -35,7 +35,7 @@ def greedy(
 
 def _filled(
     issued: Sequence[Action],
-    shape: Shape,
+    shape: StepShape,
     needs: Needs,
     seconds: Seconds,
     stream_of: StreamOf,
@@ -77,6 +77,6 @@ def _closest(candidates: Sequence[Action], wanted_s: float, seconds: Seconds) ->
     return min(candidates, key=lambda task: abs(seconds(task) - wanted_s))
 
 
-def _behind_their_b(compute: Sequence[Action], shape: Shape, left: set[Action]) -> list[Action]:
+def _behind_their_b(compute: Sequence[Action], shape: StepShape, left: set[Action]) -> list[Action]:
     pairs = ((task, weight_gradient(task, shape)) for task in compute)
     return [task for b, w in pairs for task in ((b, w) if w in left else (b,)) if task]

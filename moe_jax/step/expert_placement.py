@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
-from moe_jax.parallel.copies import sum_copies
+from moe_jax.parallel.copies import all_reduce_replicated_experts
 from moe_jax.parallel.grad_sync import Experts
 from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
@@ -144,7 +144,9 @@ def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepC
         paths, of_group = zip(*((path, leaf) for path, leaf in leaves if expert_group(path) == group), strict=True)
         others = [new.get(path, leaf) for path, leaf in leaves if path not in paths]
         expert_RS = _own_rows(expert_MS, group, stages)
-        summed = sum_copies(list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others)
+        summed = all_reduce_replicated_experts(
+            list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others
+        )
         new |= dict(zip(paths, summed, strict=True))
     summed_grads: Grads = jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), grads)
     return summed_grads

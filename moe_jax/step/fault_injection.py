@@ -43,7 +43,7 @@ def nan_at(step: int, device: int, parameter: str = "norm", steps: int = 1) -> I
         _faults.remove(fault)
 
 
-def struck(params: Params, step: jax.Array | None) -> Params:
+def inject_faults(params: Params, step: jax.Array | None) -> Params:
     """Parameters as this device computes with them behind `step` done steps; inside `shard_map`."""
     if step is None or not _faults:
         return params

@@ -27,7 +27,7 @@ class StepKind:
     gradients: plain.Gradients  # as `plain.gradients`
     evaluate: Callable[[Params, StepInputs, StepContext], jax.Array]  # as `plain.evaluate`
     schedule: Schedule | None = None  # the order of tasks of a scheduled step
-    pipeline: pipelined.Plan | None = None  # the ticks of a pipelined step
+    pipeline: pipelined.PipelinedPlan | None = None  # the ticks of a pipelined step
 
 
 def _plain(config: Config, mesh: Mesh) -> StepKind:

@@ -15,7 +15,7 @@ from moe_jax.models.moe import RouterStats, load_balance_loss
 Metrics = dict[str, jax.Array]
 
 
-class Parts(NamedTuple):
+class ObjectiveParts(NamedTuple):
     """Each part of the loss, and routing counts: one device's share, whose sum over devices is the whole."""
 
     cross_entropy: Float[Array, ""]  # mean nats per token of the global batch
@@ -35,11 +35,11 @@ def parts_of(
     global_count_ME: Int[Array, "M E"] | None,
     global_tokens: int,
     moe: MoEConfig,
-) -> Parts:
+) -> ObjectiveParts:
     """The parts of a device's share, from what its routers did and what those of all devices counted."""
     if stats is None or global_count_ME is None:
-        return Parts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
-    return Parts(
+        return ObjectiveParts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
+    return ObjectiveParts(
         cross_entropy=cross_entropy,
         load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens, moe),
         router_z_loss=stats.z_sum.sum() / global_tokens,
@@ -48,7 +48,7 @@ def parts_of(
     )
 
 
-def metrics_of(total: Parts, norm: jax.Array, rate: jax.Array, moe: MoEConfig) -> Metrics:
+def metrics_of(total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoEConfig) -> Metrics:
     """The metrics of a step, from the sums over devices, the gradients' norm and the learning rate."""
     metrics = {
         "cross_entropy": total.cross_entropy,

@@ -11,7 +11,7 @@ from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
-from moe_jax.parallel.zero import Cut, cuts_of, no_cuts
+from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
 from moe_jax.step.router_bias import score_biases
 
 
@@ -112,7 +112,7 @@ def state_cuts(config: Config, mesh: Mesh) -> Cuts:
         whole: Cuts = no_cuts(specs)
         return whole
     cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
-    moved: Cuts = jax.tree.map(lambda cut, is_bias: Cut() if is_bias else cut, cuts, score_biases(dims))
+    moved: Cuts = jax.tree.map(lambda cut, is_bias: ShardSpec() if is_bias else cut, cuts, score_biases(dims))
     return moved
 
 

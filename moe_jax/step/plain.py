@@ -26,28 +26,28 @@ from moe_jax.models.head import cross_entropy
 from moe_jax.models.transformer import forward
 from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
-from moe_jax.parallel.ordering import after
-from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.ordering import depend_on
+from moe_jax.parallel.own_tokens import local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
-from moe_jax.step.losses import Metrics, Parts, metrics_of, parts_of
+from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of
 from moe_jax.step.optimizer import clip_factor, learning_rate, unless_bad, updates_done, with_counts_unless_bad
 from moe_jax.step.router_bias import with_moved_biases
 
-Gradients = Callable[[Params, StepInputs, StepContext], tuple[Grads, Parts]]
+Gradients = Callable[[Params, StepInputs, StepContext], tuple[Grads, ObjectiveParts]]
 _Sum = TypeVar("_Sum")
 
 
-def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], Parts]:
+def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], ObjectiveParts]:
     """This device's share of cross-entropy + weighted load-balance and router z losses, and its parts.
 
     The shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum
     over devices is differentiated, only exchanges and what tensor and context ranks send each other.
     """
     model, compute, tokens = context.config.model, context.compute, context.global_tokens
-    input_Bn, target_Bn = own_tokens(inputs.token_BN1)  # context and tensor ranks have n of N tokens each
+    input_Bn, target_Bn = local_tokens(inputs.token_BN1)  # context and tensor ranks have n of N tokens each
     x_BnD, stats = forward(params, input_Bn, model, compute, inputs.router_inputs(context), inputs.slot_ME)
     nats = cross_entropy(params, x_BnD, target_Bn, model, compute.loss_chunk) / tokens
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
@@ -55,7 +55,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     return nats + parts.auxiliary(model.moe), parts
 
 
-def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Grads, Parts]:
+def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Grads, ObjectiveParts]:
     """Gradients of the objective, summed over devices, and this device's parts of it.
 
     Parts of a batch (`train.grad_accumulation`) run one after another, fill slots and are balanced by themselves.
@@ -64,10 +64,10 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     """
     count = context.config.train.grad_accumulation
 
-    def local(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, Parts]:
+    def local(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         return jax.grad(objective, has_aux=True)(params, inputs.part(token_bN1, number, count), context)
 
-    def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, Parts]:
+    def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         grads, parts = local(token_bN1, number)
         return sync_gradients(grads, context.specs, context.cuts, context.compute.platform), parts
 
@@ -107,11 +107,11 @@ def train_step(
     background.new_program()
     config, compute, cuts = context.config, context.compute, context.cuts
     inputs = StepInputs(token_BN1, BatchPart(state["step"]), slots_of(state))
-    grads, parts = gradients(fault_injection.struck(state["params"], state["step"]), inputs, context)
+    grads, parts = gradients(fault_injection.inject_faults(state["params"], state["step"]), inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
     if compute.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
-        parts = jax.tree.map(lambda part: after(part, norm, compute.platform) if part.size else part, parts)
+        parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
     metrics = metrics_of(total, norm, rate, config.model.moe)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.checkpoint.replicas.layout import Cut, Layout, givers, layout_of, lost_owners, replaced
+from moe_jax.checkpoint.replicas.layout import ReplicaLayout, ShardedArray, givers, layout_of, lost_owners, replaced
 from moe_jax.checkpoint.replicas.plan import index_of
-from moe_jax.parallel.pieces import send_pieces
+from moe_jax.parallel.pieces import p2p_copy_shards
 
 FOUR_NODES = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3])  # the process of each device, the node of each process
 TWO_HOSTS = ([0, 0, 1, 1, 2, 2, 3, 3], [7, 7, 9, 9])
@@ -23,16 +23,16 @@ SPECS = {
 SHAPE = (8, 3)
 
 
-def cut(name: str) -> Cut:
+def cut(name: str) -> ShardedArray:
     slices = NamedSharding(MESH, SPECS[name]).devices_indices_map(SHAPE)
-    return Cut(name, 4, [index_of(slices[device], SHAPE) for device in MESH.devices.flat])
+    return ShardedArray(name, 4, [index_of(slices[device], SHAPE) for device in MESH.devices.flat])
 
 
-def layout(process_D: list[int], node_P: list[int], *names: str) -> Layout:
+def layout(process_D: list[int], node_P: list[int], *names: str) -> ReplicaLayout:
     return layout_of([cut(name) for name in names or SPECS], process_D, node_P)
 
 
-def held(made: Layout, node_P: list[int], lost: set[int]) -> np.ndarray:
+def held(made: ReplicaLayout, node_P: list[int], lost: set[int]) -> np.ndarray:
     """Which process finds which pieces on its node, when some nodes are lost."""
     count = len(node_P)
     kept = [{each.piece.name for each in (*made.own[p], *made.received(p))} for p in range(count)]
@@ -90,7 +90,7 @@ def test_pieces_arrive_bit_for_bit_where_they_are_expected(name: str) -> None:
     made = layout(*FOUR_NODES, name)
     pairs = made.pairs(0) or [(0, 3)]
     sharding = NamedSharding(MESH, SPECS[name])
-    (arrived,) = send_pieces([sharding], [pairs])([jax.device_put(numbers, sharding)])
+    (arrived,) = p2p_copy_shards([sharding], [pairs])([jax.device_put(numbers, sharding)])
     of_device = {shard.device: np.asarray(shard.data) for shard in arrived.addressable_shards}
     slices = sharding.devices_indices_map(SHAPE)
     for source, target in pairs:

@@ -13,7 +13,7 @@ import pytest
 from moe_jax.launch.channel import _LONGEST, Channel, LostError, RefusedError, join
 from moe_jax.launch.events import FORWARDED, JOINED, Events
 from moe_jax.launch.rendezvous import LaunchError, Rendezvous, card
-from moe_jax.launch.start import Launch, Part
+from moe_jax.launch.start import Launch, WorkerShare
 
 TOKEN = b"a secret of the run"
 
@@ -86,7 +86,7 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
         with called(launch) as channel:
             assert events.get(timeout=60) == (JOINED, 1)
             assert (others.missing(), others.address(1)) == (set(), "127.0.0.1")
-            part = Part(rank=2, place=2, processes=4, coordinator="127.0.0.1:4242", again=True)
+            part = WorkerShare(rank=2, place=2, processes=4, coordinator="127.0.0.1:4242", again=True)
             worker = others.start(1, part)
             assert message(channel, "start") == part._asdict()
             channel.send("beat", running=[[2, 7, True, "no step after 7 for 1 s", True]])
@@ -114,7 +114,7 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
 def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(said: str, events: Events) -> None:
     with opened(events) as (launch, others), called(launch) as channel:
         assert events.get(timeout=60) == (JOINED, 1)
-        workers = [others.start(1, Part(rank, rank, 4, "127.0.0.1:4242", False)) for rank in (2, 3)]
+        workers = [others.start(1, WorkerShare(rank, rank, 4, "127.0.0.1:4242", False)) for rank in (2, 3)]
         if said == "a rank that does not run":
             channel.send("ended", rank=1, code=0, reached=0, has_begun=False)
         elif said == "nothing more":
@@ -124,7 +124,7 @@ def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(sa
         assert [events.get(timeout=60) for _ in workers] == [(2, 75), (3, 75)]
         assert {worker.how_it_ended() for worker in workers} == {"lost with its host"}
         assert others.missing() == {1}
-        others.start(1, Part(2, 2, 4, "127.0.0.1:4242", False))
+        others.start(1, WorkerShare(2, 2, 4, "127.0.0.1:4242", False))
         assert events.get(timeout=60) == (2, 75), "lost from the start"
         with called(launch):
             assert events.get(timeout=60) == (JOINED, 1), "it may return"

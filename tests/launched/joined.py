@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.parallel import post
-from moe_jax.parallel.post import Post
+from moe_jax.parallel.post import P2PTransport
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)
@@ -37,7 +37,7 @@ def call_last(address: str, port: int, process: int) -> socket.socket:
 
 
 post._called = call_last
-own = Post(tuple(device.process_index for device in jax.devices()))
+own = P2PTransport(tuple(device.process_index for device in jax.devices()))
 multihost_utils.sync_global_devices("all have connected")
 asked: list[int] = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))

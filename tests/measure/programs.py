@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.measure.targets import Target
 from moe_jax.plan.task_times import Linear
 
@@ -19,12 +19,12 @@ TOY = Target(
 )
 
 
-def saved(name: str) -> Program:
+def saved(name: str) -> HloModule:
     """A program that a real compiler scheduled, cut down to what is read."""
     return parse((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-def program(entry: str, others: str = "") -> Program:
+def program(entry: str, others: str = "") -> HloModule:
     """A module of an entry computation, one instruction per line, and other computations."""
     lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
     return parse(f"HloModule toy, is_scheduled=true\n\n{others}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from moe_jax.measure.microbench import Program, Stand, compile_all, curves_of, memory_bytes, times_of
-from moe_jax.measure.operations import KINDS, QUICK, Group, Machine, collectives, groups_of, operations
+from moe_jax.measure.microbench import BenchmarkProgram, Stand, compile_all, curves_of, memory_bytes, times_of
+from moe_jax.measure.operations import KINDS, QUICK, CommGroup, Machine, collectives, groups_of, operations
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -27,28 +27,28 @@ from moe_jax.report.profile import draw_profile
 
 FLOAT32 = jnp.dtype(jnp.float32)
 MACHINE = Machine("cpu", node_devices=2)
-GROUPS = [Group(4, 1), Group(2, 4), Group(8, 1)]
+GROUPS = [CommGroup(4, 1), CommGroup(2, 4), CommGroup(8, 1)]
 ROOT = Path(__file__).parents[2]
 
 
-def programs_of(group: Group) -> dict[str, Program]:
+def programs_of(group: CommGroup) -> dict[str, BenchmarkProgram]:
     return {each.operation.name: each for each in compile_all(collectives(group, 256, MACHINE, FLOAT32), FLOAT32)}
 
 
-def run_once(program: Program, x: np.ndarray) -> np.ndarray:
+def run_once(program: BenchmarkProgram, x: np.ndarray) -> np.ndarray:
     background.connect(program.mesh)
     placed = jax.device_put(x.astype(np.float32), NamedSharding(program.mesh, BATCH_SPEC))
     return np.asarray(program.compiled(np.int32(1), placed))
 
 
-def members(group: Group) -> np.ndarray:
+def members(group: CommGroup) -> np.ndarray:
     """[group, rank], as numbers of devices."""
     devices = np.arange(8)
     return devices.reshape(-1, group.ranks) if group.stride == 1 else devices.reshape(group.ranks, -1).T
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_exchange_is_there_and_exchanges_between_the_ranks_of_its_group(group: Group) -> None:
+def test_every_exchange_is_there_and_exchanges_between_the_ranks_of_its_group(group: CommGroup) -> None:
     programs = programs_of(group)
     part = 256 // 4 // group.ranks
     sent = np.zeros((8, group.ranks, part))
@@ -73,7 +73,7 @@ def test_only_cpus_exchange_in_the_background(platform: str, there: bool) -> Non
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_other_collectives_bring_their_first_number_from_their_group(group: Group) -> None:
+def test_other_collectives_bring_their_first_number_from_their_group(group: CommGroup) -> None:
     programs = programs_of(group)
     first = {}
     for name in ("reduce_scatter", "all_reduce", "permute", "all_gather"):
@@ -88,22 +88,22 @@ def test_other_collectives_bring_their_first_number_from_their_group(group: Grou
 
 
 def test_operands_are_as_large_as_their_name_says() -> None:
-    for program in programs_of(Group(4, 1)).values():
+    for program in programs_of(CommGroup(4, 1)).values():
         held = 4 * np.prod(program.operation.shape)
         assert held * (4 if program.operation.name == "all_gather" else 1) == program.operation.amount
 
 
 def test_sizes_are_rounded_up_to_equal_parts() -> None:
-    assert {each.amount for each in collectives(Group(3, 1), 256, MACHINE, FLOAT32)} == {264}
+    assert {each.amount for each in collectives(CommGroup(3, 1), 256, MACHINE, FLOAT32)} == {264}
 
 
 def test_ranks_that_share_a_node() -> None:
-    assert [group.per_node(4) for group in (Group(8, 1), Group(4, 1), Group(2, 1))] == [4, 4, 2]
-    assert [group.per_node(4) for group in (Group(4, 2), Group(2, 4))] == [2, 1]
+    assert [group.per_node(4) for group in (CommGroup(8, 1), CommGroup(4, 1), CommGroup(2, 1))] == [4, 4, 2]
+    assert [group.per_node(4) for group in (CommGroup(4, 2), CommGroup(2, 4))] == [2, 1]
 
 
 def test_groups_cover_every_size_of_neighbours_and_every_stride() -> None:
-    assert groups_of(8) == [Group(2, 1), Group(4, 1), Group(8, 1), Group(4, 2), Group(2, 4)]
+    assert groups_of(8) == [CommGroup(2, 1), CommGroup(4, 1), CommGroup(8, 1), CommGroup(4, 2), CommGroup(2, 4)]
     assert groups_of(1) == []
 
 
@@ -121,7 +121,7 @@ def test_a_product_repeated_often_neither_grows_nor_fades() -> None:
 
 
 def test_each_round_runs_everything_and_curves_have_all_sizes() -> None:
-    programs = compile_all(operations(KINDS, QUICK, [Group(4, 1)], MACHINE, FLOAT32), FLOAT32)
+    programs = compile_all(operations(KINDS, QUICK, [CommGroup(4, 1)], MACHINE, FLOAT32), FLOAT32)
     told: list[str] = []
     times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, tell=told.append)
     assert told == ["round 1 of 2", "round 2 of 2"]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.races import RaceError, check_races, races
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 
 SIZE = 64
 SUM = "channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add"
@@ -132,7 +132,7 @@ def looped(x: jax.Array) -> jax.Array:
         (lambda x, y: total(looped(x)) + y, 0),
         (lambda x, y: (looped(total(x)), y), 0),
         (lambda x, y: looped(looped(x)) + y, 0),
-        (lambda x, y: (one := looped(x), looped(after(y, one, "cpu"))), 0),
+        (lambda x, y: (one := looped(x), looped(depend_on(y, one, "cpu"))), 0),
     ],
     ids=["two loops", "no loop", "sum of a loop's", "loop over a sum's", "loop over a loop's", "tied"],
 )

@@ -7,10 +7,10 @@ from moe_jax.measure.targets import find_target
 from moe_jax.measure.tasks import Match, action_of, match, name_turns
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Parts, Shape
+from moe_jax.schedule.shape import Parts, StepShape
 from tests.measure.programs import BODY, TOY, done, operand, program, saved, start, work
 
-SHAPE = Shape(kinds=("moe",), forward=Parts(2, 2))
+SHAPE = StepShape(kinds=("moe",), forward=Parts(2, 2))
 
 
 def schedule(text: str) -> Schedule:
@@ -105,7 +105,7 @@ def test_turns_of_loops_have_the_names_of_their_blocks_forward_from_the_lowest_b
         "F.attend.1.0 F.dispatch.1.0 F.attend.2.0 F.attend.3.0 F.dispatch.3.0 F.attend.4.0 F.attend.5.0 F.dispatch.5.0 "
     )
     order += "F.attend.6.0 B.dispatch.6.0 G.reduce.7.0 B.dispatch.4.0 G.reduce.5.0 B.dispatch.2.0 G.reduce.3.0"
-    plan = Schedule("unified", Shape(kinds=("moe",) * 8, forward=Parts(2, 2)), actions(order))
+    plan = Schedule("unified", StepShape(kinds=("moe",) * 8, forward=Parts(2, 2)), actions(order))
     whole = name_turns(replay(toy, TOY, 2), plan)
     walked = [action_of(task.op_name) for task in whole.compute]
     assert walked == [action for action in plan.actions if action.op == "attend"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.measure.trace import Operation, joined, read_trace, seconds_by_op
+from moe_jax.measure.trace import TracedOperation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.ranks import Ranks
@@ -104,7 +104,7 @@ def test_without_a_schedule_forward_and_backward_are_told_apart(tmp_path):
 
 def test_compute_is_summed_by_op_and_direction_and_collectives_are_not():
     def ran(task, start_s, end_s, communicates=False):
-        return Operation("dot", task, communicates, "thread", start_s, end_s)
+        return TracedOperation("dot", task, communicates, "thread", start_s, end_s)
 
     operations = [
         ran("F.expert.0.0", 0.0, 1.0),

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.models.attention import attend
-from moe_jax.models.attention.core import Way
+from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.attention.over_context import ring, tiles
-from moe_jax.parallel.context import own_pieces
+from moe_jax.parallel.context import zigzag_shard
 from moe_jax.parallel.mesh import Axis, make_mesh
 from tests.small import first_params
 
@@ -54,8 +54,8 @@ def attended(model: ModelConfig, context: int, form: str):
 
     def body(params, x, weight):
         def total(params, x):
-            y = attend(params, own_pieces(x), model, model.views[0], Way(context_form=form))
-            return jnp.sum(y * own_pieces(weight)), y
+            y = attend(params, zigzag_shard(x), model, model.views[0], AttentionImpl(context_form=form))
+            return jnp.sum(y * zigzag_shard(weight)), y
 
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)
         return y, jax.lax.psum(grads, Axis.CONTEXT)

@@ -14,7 +14,7 @@ from moe_jax.errors import ConfigError, MeshError
 from moe_jax.models.transformer import exchange_of
 from moe_jax.parallel import background, post
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
-from moe_jax.parallel.post import Key, Post
+from moe_jax.parallel.post import MessageTag, P2PTransport
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.schedule.link_order import Priority
 from tests.parallel.per_device import on_mesh
@@ -68,13 +68,13 @@ def test_only_what_a_stage_waits_for_travels():
 
 
 def test_what_comes_before_it_is_expected_is_kept():
-    box = Post((0,))
-    box.send(Key(0, 0, 7, 1), np.arange(5))
-    box.send(Key(0, 0, 7, 0), np.arange(5) + 10)
+    box = P2PTransport((0,))
+    box.send(MessageTag(0, 0, 7, 1), np.arange(5))
+    box.send(MessageTag(0, 0, 7, 0), np.arange(5) + 10)
     for number, first in ((0, 10), (1, 0)):
         out = np.empty(5, int)
-        box.expect(Key(0, 0, 7, number), out)
-        box.receive(Key(0, 0, 7, number))
+        box.expect(MessageTag(0, 0, 7, number), out)
+        box.receive(MessageTag(0, 0, 7, number))
         np.testing.assert_array_equal(out, first + np.arange(5))
 
 
@@ -93,18 +93,18 @@ def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch)
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
     before, told = set(threading.enumerate()), []
-    box = Post((0, 1))
+    box = P2PTransport((0, 1))
     readers = set(threading.enumerate()) - before
 
     def wait():
         try:
-            box.receive(Key(1, 0, 0, 0))
+            box.receive(MessageTag(1, 0, 0, 0))
         except ConnectionError as error:
             told.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    box.send(Key(0, 1, 0, 0), np.arange(4, dtype=np.uint8))
+    box.send(MessageTag(0, 1, 0, 0), np.arange(4, dtype=np.uint8))
     box.close()
     waiting.join(timeout=30)
     assert told
@@ -163,12 +163,12 @@ def test_strangers_who_call_keep_no_process_out():
 def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
-    box = Post((0, 1))
+    box = P2PTransport((0, 1))
     told = []
 
     def wait():
         try:
-            box.receive(Key(1, 0, 0, 0))
+            box.receive(MessageTag(1, 0, 0, 0))
         except ConnectionError as error:
             told.append(str(error))
 
@@ -177,7 +177,7 @@ def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
     theirs.close()
     waiting.join(timeout=30)
     assert told == ["process 1 is gone: it closed the connection"]
-    box.send(Key(0, 1, 0, 0), np.zeros(2**20))  # who sends is not held up
+    box.send(MessageTag(0, 1, 0, 0), np.zeros(2**20))  # who sends is not held up
     ours.close()
 
 

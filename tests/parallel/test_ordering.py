@@ -1,4 +1,4 @@
-"""`after`: changes no bit, and orders collectives in the optimised program."""
+"""`depend_on`: changes no bit, and orders collectives in the optimised program."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.parallel.mesh import BATCH_AXES
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from tests.parallel.per_device import on_mesh
 
@@ -17,7 +17,7 @@ DEPENDENCIES = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-45]
 @pytest.mark.parametrize("dependency", DEPENDENCIES)
 def test_no_bit_changes_whatever_the_dependency_holds(dtype, dependency):
     values = [-0.0, 0.0, np.nan, np.inf, -np.inf, 3.0] if jnp.issubdtype(dtype, jnp.floating) else [0, 1, 255]
-    wait = jax.jit(lambda x, d: after(x, d, "cpu"))
+    wait = jax.jit(lambda x, d: depend_on(x, d, "cpu"))
     for x in (jnp.array([[value, 5]], dtype) for value in values):
         ordered = wait(x, jnp.full((2, 1, 3), dependency))
         np.testing.assert_array_equal(np.asarray(ordered).view(np.uint8), np.asarray(x).view(np.uint8))
@@ -26,7 +26,7 @@ def test_no_bit_changes_whatever_the_dependency_holds(dtype, dependency):
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.bfloat16])
 def test_the_dependency_may_have_any_dtype_and_rank(dtype):
     x = jnp.arange(3.0)
-    np.testing.assert_array_equal(jax.jit(lambda d: after(x, d, "cpu"))(jnp.ones((), dtype)), x)
+    np.testing.assert_array_equal(jax.jit(lambda d: depend_on(x, d, "cpu"))(jnp.ones((), dtype)), x)
 
 
 def two_sums(ordered):
@@ -34,7 +34,7 @@ def two_sums(ordered):
 
     def body(x, y):
         first = jax.lax.psum(x * 2, BATCH_AXES)
-        other = after(y, first, "cpu") if ordered else y
+        other = depend_on(y, first, "cpu") if ordered else y
         return first, jax.lax.psum(other, BATCH_AXES)
 
     program = on_mesh(body, (BATCH_SPEC, BATCH_SPEC), (REPLICATED, REPLICATED), data=2, expert=4)
@@ -48,13 +48,13 @@ def test_on_cpu_the_order_survives_the_compiler():
 
 
 def test_elsewhere_it_is_a_barrier_over_both():
-    text = jax.jit(lambda x, d: after(x, d, "tpu")).lower(jnp.ones(3), jnp.ones(2)).as_text()
+    text = jax.jit(lambda x, d: depend_on(x, d, "tpu")).lower(jnp.ones(3), jnp.ones(2)).as_text()
     assert "optimization_barrier" in text
 
 
 def test_gradients_pass_through_to_x_alone():
     def loss(x, d):
-        return jnp.sum(jnp.sin(after(x, d, "cpu")))
+        return jnp.sum(jnp.sin(depend_on(x, d, "cpu")))
 
     x, d = jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([4.0])
     by_x, by_d = jax.grad(loss, argnums=(0, 1))(x, d)

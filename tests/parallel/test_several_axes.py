@@ -19,14 +19,14 @@ from moe_jax.config import MeshConfig
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.all_to_all.ragged import Widths
-from moe_jax.parallel.copies import sum_copies
+from moe_jax.parallel.copies import all_reduce_replicated_experts
 from moe_jax.parallel.mesh import ALL_AXES, Axis, make_mesh
 from moe_jax.parallel.migrate import encode, migrate
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
 from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
-from moe_jax.parallel.zero import Cut
+from moe_jax.parallel.zero import ShardSpec
 
 LENGTH = 5  # of what is summed: no multiple of the ranks
 HELD = 2  # experts of a rank
@@ -73,7 +73,7 @@ def sums(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any
     x_n, x_Pm = (device + 1) ** 2 + jnp.arange(LENGTH), (device + 1) ** 2 + jnp.arange(3 * ranks).reshape(ranks, 3)
     made = {f"sum {name}": reduction(x_n, axes) for name, reduction in REDUCTIONS.items()}
     made |= {f"scatter {name}": scatter(x_Pm, axes) for name, scatter in SCATTERS.items()}
-    cut, x = Cut(1, axes), (device + 1) ** 2 + jnp.arange(6 * ranks).reshape(3, 2 * ranks)
+    cut, x = ShardSpec(1, axes), (device + 1) ** 2 + jnp.arange(6 * ranks).reshape(3, 2 * ranks)
     made |= {f"part of the sum, {platform}": cut.summed(x, platform) for platform in ("cpu", "tpu")}
     return made | {
         "scatter tpu": scatter_of("all_reduce", "tpu")(x_Pm, axes),
@@ -140,7 +140,7 @@ def others(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, A
         "lane": lanes[0],
         "rows": ragged.from_lanes(*lanes, one_PE, ranks, axes, "cpu"),
         "migrated": migrate([expert_11L1], trips, axes)[0],
-        "copies": sum_copies([expert_11L1], copied(ranks), HELD * ranks - 1, axes, "cpu", [])[0],
+        "copies": all_reduce_replicated_experts([expert_11L1], copied(ranks), HELD * ranks - 1, axes, "cpu", [])[0],
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
-from moe_jax.parallel.zero import Cut, cuts_of
+from moe_jax.parallel.zero import ShardSpec, cuts_of
 from tests.parallel.per_device import on_mesh
 
 DATA = (Axis.DATA,)
@@ -16,14 +16,14 @@ DATA = (Axis.DATA,)
 @pytest.mark.parametrize(
     ("shape", "spec", "expected"),
     [
-        ((6, 16), (None, None), Cut(1, BATCH_AXES)),
-        ((16, 64), (None, None), Cut(0, BATCH_AXES)),
-        ((6, 16), ("expert", None), Cut(1, DATA)),
-        ((8, 6), ("expert", None), Cut(1, DATA)),
-        ((8, 16), (("context", "expert"), None), Cut(1, DATA)),
-        ((6, 3), (None, None), Cut(0, DATA)),
-        ((8, 3), ("pipeline", None), Cut()),
-        ((3, 5), (None, None), Cut()),
+        ((6, 16), (None, None), ShardSpec(1, BATCH_AXES)),
+        ((16, 64), (None, None), ShardSpec(0, BATCH_AXES)),
+        ((6, 16), ("expert", None), ShardSpec(1, DATA)),
+        ((8, 6), ("expert", None), ShardSpec(1, DATA)),
+        ((8, 16), (("context", "expert"), None), ShardSpec(1, DATA)),
+        ((6, 3), (None, None), ShardSpec(0, DATA)),
+        ((8, 3), ("pipeline", None), ShardSpec()),
+        ((3, 5), (None, None), ShardSpec()),
     ],
 )
 def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec, expected):
@@ -32,7 +32,9 @@ def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec,
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("cut", [Cut(0, BATCH_AXES), Cut(1, (Axis.EXPERT,)), Cut(2, DATA), Cut()], ids=str)
+@pytest.mark.parametrize(
+    "cut", [ShardSpec(0, BATCH_AXES), ShardSpec(1, (Axis.EXPERT,)), ShardSpec(2, DATA), ShardSpec()], ids=str
+)
 def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
     x = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
     ranks = {(): 1, DATA: 2, (Axis.EXPERT,): 4, BATCH_AXES: 8}[cut.axes]

@@ -6,11 +6,11 @@ import pytest
 
 from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
-from moe_jax.plan.axes import Cut, Op, find_cut
+from moe_jax.plan.axes import CutAxis, Op, find_cut
 from moe_jax.plan.block_ops import forward_ops
 from moe_jax.plan.candidates import choices, schedules
 
-BATCH = (Cut.SEQUENCES, Cut.IRREGULAR)
+BATCH = (CutAxis.SEQUENCES, CutAxis.IRREGULAR)
 LAYER = ("dispatch", "expert", "combine")
 SCORE = {"gate": "batch_prioritised"}
 
@@ -32,7 +32,7 @@ def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, r
     found = find_cut(ops, BATCH)
     assert found is not None
     rows = {f"{tensor}.{block}" for tensor in ("rows", "received", "made", "returned") for block in (1, 2)}
-    assert {tensor for tensor, cut in found.items() if cut is Cut.IRREGULAR} == rows
+    assert {tensor for tensor, cut in found.items() if cut is CutAxis.IRREGULAR} == rows
     assert set(found.values()) == set(BATCH)
 
 
@@ -40,8 +40,8 @@ def test_slots_of_scores_over_the_whole_batch_can_only_be_cut_behind_the_gate() 
     ops = ops_of(("moe", "moe"), **SCORE)
     own, behind = ops_of(**SCORE), ops[next(i for i, op in enumerate(ops) if op.name == "dispatch") :]
     behind = behind[: next(i for i, op in enumerate(behind) if op.name == "order")]
-    assert find_cut(own, Cut) is None
-    assert find_cut(named(own, "order", "combine"), Cut) is None
+    assert find_cut(own, CutAxis) is None
+    assert find_cut(named(own, "order", "combine"), CutAxis) is None
     assert find_cut(behind, BATCH) is not None, "rows of a part of the sequences, up to the next gate"
     assert find_cut(named(own, "norm", "gate"), BATCH) is not None
 
@@ -50,34 +50,34 @@ def test_exchanges_and_experts_alone_are_cut_by_slots() -> None:
     """Not with the ops around them: a token's choices lie in slots of different parts."""
     for moe in ({}, SCORE):
         ops = ops_of(**moe)
-        found = find_cut(named(ops, *LAYER[::2]), [Cut.SLOTS])
+        found = find_cut(named(ops, *LAYER[::2]), [CutAxis.SLOTS])
         assert found is not None
-        assert set(found.values()) == {Cut.SLOTS}
-        assert find_cut(named(ops, "order", "combine"), [Cut.SLOTS]) is None
-        assert find_cut(named(ops, "combine", "inverse order"), [Cut.SLOTS]) is None
+        assert set(found.values()) == {CutAxis.SLOTS}
+        assert find_cut(named(ops, "order", "combine"), [CutAxis.SLOTS]) is None
+        assert find_cut(named(ops, "combine", "inverse order"), [CutAxis.SLOTS]) is None
 
 
 @pytest.mark.parametrize(
     ("first", "last", "allowed", "possible"),
     [
-        ("projections", "attention", [Cut.HEADS], True),
-        ("output", "residual", [Cut.SEQUENCES], True),
-        ("attention", "attention", [Cut.TOKENS], True),
-        ("norm", "projections", [Cut.TOKENS], True),
+        ("projections", "attention", [CutAxis.HEADS], True),
+        ("output", "residual", [CutAxis.SEQUENCES], True),
+        ("attention", "attention", [CutAxis.TOKENS], True),
+        ("norm", "projections", [CutAxis.TOKENS], True),
         # queries could be cut along tokens, but keys and values come from the same norm
-        ("norm", "attention", [Cut.TOKENS, Cut.HEADS, Cut.FEATURES], False),
+        ("norm", "attention", [CutAxis.TOKENS, CutAxis.HEADS, CutAxis.FEATURES], False),
         # parts of heads make terms of a sum
-        ("attention", "output", [Cut.HEADS, Cut.FEATURES], False),
+        ("attention", "output", [CutAxis.HEADS, CutAxis.FEATURES], False),
     ],
 )
-def test_a_tensor_keeps_one_axis(first: str, last: str, allowed: list[Cut], possible: bool) -> None:
+def test_a_tensor_keeps_one_axis(first: str, last: str, allowed: list[CutAxis], possible: bool) -> None:
     ops = named(ops_of(("dense",))[:6], first, last)
     assert (find_cut(ops, allowed) is not None) == possible
 
 
 def test_what_is_found_satisfies_every_op() -> None:
     ops = ops_of(("moe", "dense", "moe"))
-    found = find_cut(ops, Cut)
+    found = find_cut(ops, CutAxis)
     assert found is not None
     assert all(tuple(found[tensor] for tensor in (*op.reads, *op.writes)) in op.cuts for op in ops)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.plan.bayes import Choice, Search
+from moe_jax.plan.bayes import BayesSearch, Choice
 
 CHOICES = [float(x) for x in np.geomspace(0.25, 256, 61)]
 SAMPLES = 8
@@ -15,7 +15,7 @@ def step_seconds(x: float, per_chunk: float, per_mb: float) -> float:
 
 
 def searched(valley: tuple[float, float], noise: float, draw: np.random.Generator) -> float:
-    search = Search([(x,) for x in CHOICES])
+    search = BayesSearch([(x,) for x in CHOICES])
     for _ in range(SAMPLES):
         choice = search.suggest()
         search.observe(choice, step_seconds(CHOICES[choice], *valley) * (1 + noise * draw.standard_normal()))
@@ -62,7 +62,7 @@ def several_seconds(x: float, degree: float, name: str) -> float:
 def test_several_settings_are_searched_together_better_than_by_chance() -> None:
     """Sixteen samples of 192 choices."""
     least = min(several_seconds(*choice) for choice in SEVERAL)
-    search = Search(SEVERAL)
+    search = BayesSearch(SEVERAL)
     for _ in range(16):
         choice = search.suggest()
         search.observe(choice, several_seconds(*SEVERAL[choice]))
@@ -74,7 +74,7 @@ def test_several_settings_are_searched_together_better_than_by_chance() -> None:
 
 
 def test_first_samples_lie_apart_from_where_a_run_began() -> None:
-    search, places = Search([(x,) for x in CHOICES]), []
+    search, places = BayesSearch([(x,) for x in CHOICES]), []
     search.observe(len(CHOICES) - 1, 1.0)
     for _ in range(2):
         places.append(search.suggest() / len(CHOICES))
@@ -83,7 +83,7 @@ def test_first_samples_lie_apart_from_where_a_run_began() -> None:
 
 
 def test_few_choices_are_all_tried() -> None:
-    search = Search([(1.0,), (2.0,)])
+    search = BayesSearch([(1.0,), (2.0,)])
     for _ in range(2):
         choice = search.suggest()
         search.observe(choice, choice)
@@ -92,7 +92,7 @@ def test_few_choices_are_all_tried() -> None:
 
 
 def test_what_does_not_work_is_not_suggested_again() -> None:
-    search, valley = Search([(x,) for x in CHOICES]), valleys(1)[0]
+    search, valley = BayesSearch([(x,) for x in CHOICES]), valleys(1)[0]
     dropped = set()
     for i in range(SAMPLES):
         choice = search.suggest()
@@ -108,4 +108,4 @@ def test_what_does_not_work_is_not_suggested_again() -> None:
 @pytest.mark.parametrize("choices", [[], [(1.0,), (1.0,)], [(0.0,), (1.0,)]])
 def test_choices_differ_and_lie_above_zero(choices: list[Choice]) -> None:
     with pytest.raises(ValueError, match="different choices, with numbers above 0"):
-        Search(choices)
+        BayesSearch(choices)

@@ -8,16 +8,16 @@ import pytest
 from moe_jax.config import Config, ExchangeConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.curves import Curve, curve
-from moe_jax.plan.fabric import Fabric, Group
+from moe_jax.plan.fabric import DeviceGroup, Fabric
 from moe_jax.plan.step_times import Step
 
 H100 = find_cluster("h100x64")
 ETHERNET = dataclasses.replace(H100, ranks_per_adapter=8)  # one adapter in each node
-ALL = Group(64, 1)
+ALL = DeviceGroup(64, 1)
 BY_NODE = ("hier_2d", "halo", "hier_1d")
 
 
-def seconds_of(algorithm: str, num_bytes: float, cluster: Cluster = H100, group: Group = ALL) -> float:
+def seconds_of(algorithm: str, num_bytes: float, cluster: Cluster = H100, group: DeviceGroup = ALL) -> float:
     found = Fabric(cluster).exchange(num_bytes, group, algorithm)
     assert found.algorithm in (algorithm, "flat")
     return found.seconds
@@ -34,12 +34,12 @@ def test_the_choice_is_the_least_and_follows_what_is_scarce() -> None:
         found = Fabric(cluster).exchange(num_bytes, ALL)
         assert found.algorithm == name
         assert found.seconds == min(seconds_of(each, num_bytes, cluster) for each in ("flat", *BY_NODE))
-    assert Fabric(H100).exchange(1e6, Group(8, 1)).algorithm == "flat", "there is one node"
+    assert Fabric(H100).exchange(1e6, DeviceGroup(8, 1)).algorithm == "flat", "there is one node"
 
 
 def test_what_is_given_is_timed() -> None:
     """Not the fastest way. Without nodes, or on uneven ones, exchanges by way of nodes are flat, as in training."""
-    for group in (ALL, Group(8, 1)):
+    for group in (ALL, DeviceGroup(8, 1)):
         for name in ("ragged", "background"):
             assert seconds_of(name, 1e6, group=group) == seconds_of("flat", 1e6, group=group)
         hops = group.ranks - 1
@@ -51,7 +51,7 @@ def test_what_is_given_is_timed() -> None:
     model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
     step = Step(Config(mesh=MeshConfig(data=1, expert=64), model=model, exchange=ring), H100)
     assert step.choice(1e6).seconds == seconds_of("ring", 1e6)
-    for name, group in itertools.product(BY_NODE, (Group(8, 1), Group(12, 1), Group(8, 8))):
+    for name, group in itertools.product(BY_NODE, (DeviceGroup(8, 1), DeviceGroup(12, 1), DeviceGroup(8, 8))):
         assert Fabric(H100).exchange(1e6, group, name) == Fabric(H100).exchange(1e6, group, "flat")
 
 
@@ -63,7 +63,7 @@ def test_ranks_of_an_adapter_wait_for_each_others_messages() -> None:
     leader_s = 7 * 1e9 * between.line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
     assert seconds_of("hier_1d", 1e9) - seconds_of("hier_1d", 1e9, ETHERNET) == pytest.approx(7 * leader_s, rel=1e-3)
     # of eight groups with one rank in each node none has more than its share of the adapter
-    alone_s, shared_s = (seconds_of("flat", 1e9, cluster, Group(8, 8)) for cluster in (H100, ETHERNET))
+    alone_s, shared_s = (seconds_of("flat", 1e9, cluster, DeviceGroup(8, 8)) for cluster in (H100, ETHERNET))
     assert shared_s - alone_s == pytest.approx(7 * 7e-6)
 
 
@@ -93,7 +93,10 @@ def test_the_planner_says_what_was_measured_over_a_group(node_devices: int) -> N
     points = ((1e6, 9e-3), (1e8, 50e-3))
     names = ("all_to_all.flat", "all_to_all.ring", "all_gather", "reduce_scatter", "all_reduce", "permute")
     others = [line(name, 2, 4, (1e6, 1.0), (1e8, 2.0)) for name in names]
-    fabric, group = Fabric(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))), Group(4, 1)
+    fabric, group = (
+        Fabric(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))),
+        DeviceGroup(4, 1),
+    )
     for num_bytes, seconds in points:
         for algorithm in ("auto", "flat", "ring", "ragged", "background"):
             assert fabric.exchange(num_bytes, group, algorithm).seconds == pytest.approx(seconds)
@@ -109,20 +112,22 @@ def test_of_algorithms_that_were_measured_the_fastest_is_chosen() -> None:
     flat = line("all_to_all.flat", 8, 1, (1e3, 1e-3), (1e6, 2e-3))
     halo = line("all_to_all.halo", 8, 1, (1e3, 2e-3), (1e6, 1e-3))
     only_flat, both = Fabric(measured(4, flat)), Fabric(measured(4, flat, halo))
-    group = Group(8, 1)
+    group = DeviceGroup(8, 1)
     assert [both.exchange(num_bytes, group).algorithm for num_bytes in (1e3, 1e6)] == ["flat", "halo"]
     assert only_flat.exchange(1e6, group).seconds == pytest.approx(2e-3)
     assert only_flat.exchange(1e6, group, "halo") == Fabric(measured(4)).exchange(1e6, group, "halo")
-    assert only_flat.exchange(1e6, Group(4, 1)) == Fabric(measured(4)).exchange(1e6, Group(4, 1)), "the node's links"
+    assert only_flat.exchange(1e6, DeviceGroup(4, 1)) == Fabric(measured(4)).exchange(1e6, DeviceGroup(4, 1)), (
+        "the node's links"
+    )
 
 
 def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> None:
     curves = [line(name, 4, 2, (1e6, 1e-3), (1e9, 1.0)) for name in ("all_to_all.flat", "all_gather")]
     fabric = Fabric(measured(4, *curves))  # two of them in each of two nodes
     # half of all rows leave a node, and three quarters; of what all want alike each rank sends its part
-    assert fabric.exchange(1e7, Group(4, 2)).seconds == pytest.approx(1e-2)
-    assert fabric.exchange(1e7, Group(4, 4)).seconds == pytest.approx(1.5e-2)
-    assert fabric.ring(7.5e6, Group(4, 2)) == pytest.approx(1e-2)
-    assert fabric.ring(7.5e6, Group(4, 4)) == pytest.approx(3e-2)
-    scattered = Group(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
+    assert fabric.exchange(1e7, DeviceGroup(4, 2)).seconds == pytest.approx(1e-2)
+    assert fabric.exchange(1e7, DeviceGroup(4, 4)).seconds == pytest.approx(1.5e-2)
+    assert fabric.ring(7.5e6, DeviceGroup(4, 2)) == pytest.approx(1e-2)
+    assert fabric.ring(7.5e6, DeviceGroup(4, 4)) == pytest.approx(3e-2)
+    scattered = DeviceGroup(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
     assert fabric.exchange(1e7, scattered).seconds == pytest.approx(1e-2)

@@ -8,7 +8,7 @@ import pytest
 from moe_jax.config import Config, ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.plan.costs import rates_of, task_times
-from moe_jax.plan.measured import Measured, read_times, write_times
+from moe_jax.plan.measured import MeasuredTimes, read_times, write_times
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_shape
 
@@ -20,7 +20,7 @@ _SECONDS = {
 _KINDS = ("dense", "moe", "moe")
 
 
-def _task_s(times: Measured, name: str, parts: int, weight_grad: str = "greedy") -> float:
+def _task_s(times: MeasuredTimes, name: str, parts: int, weight_grad: str = "greedy") -> float:
     shape = make_shape("unified", _KINDS, parts, weight_grad=weight_grad, grad_reduce="end", reductions=(0,) * 5)
     action = Action.parse(name)
     return times.compute["dense" if _KINDS[action.block] == "dense" else action.op].seconds(action, shape)

@@ -19,7 +19,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.models import transformer
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config
 
@@ -115,7 +115,7 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
     config = config_of(**CASES[name])
     platform = "cpu"
     if name.startswith("least"):  # as on TPUs
-        monkeypatch.setattr(Facts, "keeps_least", True)
+        monkeypatch.setattr(StepDims, "keeps_least", True)
         platform = "tpu"
     if name.startswith("flash"):  # as on GPUs
         monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

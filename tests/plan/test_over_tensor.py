@@ -8,12 +8,12 @@ import pytest
 from moe_jax.config.yaml_io import load_draft
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.over_tensor import Stages, form_seconds, stage_seconds
+from moe_jax.plan.over_tensor import LinkStages, form_seconds, stage_seconds
 from moe_jax.plan.planner import plan
 from moe_jax.plan.task_times import Linear
 
-SLOW_EXCHANGE = Stages(Linear(1e-5, 1e-9).seconds, Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-12).seconds)
-SLOW_GATHER = Stages(Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-10).seconds, Linear(1e-6, 1e-11).seconds)
+SLOW_EXCHANGE = LinkStages(Linear(1e-5, 1e-9).seconds, Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-12).seconds)
+SLOW_GATHER = LinkStages(Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-10).seconds, Linear(1e-6, 1e-11).seconds)
 CASES = list(itertools.product([SLOW_EXCHANGE, SLOW_GATHER], [1e6, 1e8], [2, 4], [1, 2, 5]))
 EXPERTS = 8
 
@@ -51,7 +51,7 @@ def test_o2_and_o3_are_what_a_walk_through_the_stages_takes(stages, num_bytes, t
 
 
 def test_o1_exchanges_a_part_of_what_all_ranks_would():
-    only_bytes = Stages(lambda x: x, lambda x: 0.0, lambda x: 0.0)
+    only_bytes = LinkStages(lambda x: x, lambda x: 0.0, lambda x: 0.0)
     assert form_seconds("replicated", 800.0, 4, EXPERTS, 1, only_bytes) == 700
     assert form_seconds("o1", 800.0, 4, EXPERTS, 1, only_bytes) == 175
 

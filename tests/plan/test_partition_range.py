@@ -13,8 +13,8 @@ from moe_jax.config.draft import open_draft, sections_of
 from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.forward import Forward, best_ranges
-from moe_jax.plan.partition_range import Part, Range, fastest_partition, pipeline_seconds
+from moe_jax.plan.forward import ForwardPlan, best_ranges
+from moe_jax.plan.partition_range import OpRange, RangePart, fastest_partition, pipeline_seconds
 from moe_jax.plan.plan_text import facts
 from moe_jax.plan.planner import plan
 from moe_jax.plan.simulate import simulate
@@ -25,20 +25,20 @@ from moe_jax.schedule.build import make_schedule, make_shape
 H100S = find_cluster("h100x16")
 
 
-def all_partitions(groups: int, longest: int, parts: int) -> Iterator[tuple[Range, ...]]:
+def all_partitions(groups: int, longest: int, parts: int) -> Iterator[tuple[OpRange, ...]]:
     for bounds in itertools.product((False, True), repeat=groups - 1):
         places = [0, *(i + 1 for i, cut in enumerate(bounds) if cut), groups]
         spans = list(itertools.pairwise(places))
         if max(stop - first for first, stop in spans) <= longest:
             for counts in itertools.product(range(1, parts + 1), repeat=len(spans)):
-                yield tuple(Range(*span, count) for span, count in zip(spans, counts, strict=True))
+                yield tuple(OpRange(*span, count) for span, count in zip(spans, counts, strict=True))
 
 
 def random_seconds(seed: int, groups: int):
     """Of ranges of random groups, some of which may not be cut."""
     rng = random.Random(seed)
     alpha = rng.uniform(0.0, 0.5)
-    whole = [Part(rng.random() < 0.4, rng.uniform(0.1, 2.0)) for _ in range(groups)]
+    whole = [RangePart(rng.random() < 0.4, rng.uniform(0.1, 2.0)) for _ in range(groups)]
     uncut = {i for i in range(groups) if rng.random() < 0.2}
 
     def seconds(first: int, stop: int, parts: int) -> float:
@@ -61,7 +61,7 @@ def test_no_partition_is_faster(groups: int, longest: int, parts: int) -> None:
 
 
 def test_a_pipeline_of_two_streams_by_hand() -> None:
-    compute, exchange = Part(False, 1.0), Part(True, 2.0)
+    compute, exchange = RangePart(False, 1.0), RangePart(True, 2.0)
     assert pipeline_seconds((compute, exchange, compute), 1) == 4
     assert pipeline_seconds((compute, exchange, compute), 3) == 1 + 3 * 2 + 1
     assert pipeline_seconds((exchange, compute, compute), 3) == 3 * 2 + 2
@@ -82,7 +82,7 @@ def replaced(config: Config, **sections: dict[str, object]) -> Config:
     return Config(**own | {name: dataclasses.replace(own[name], **values) for name, values in sections.items()})
 
 
-def ranges_of(config: Config) -> Forward:
+def ranges_of(config: Config) -> ForwardPlan:
     return best_ranges(estimate(config, H100S))
 
 

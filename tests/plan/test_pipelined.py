@@ -15,8 +15,8 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.fabric import Group, group_over
-from moe_jax.plan.measured import Measured
+from moe_jax.plan.fabric import DeviceGroup, group_over
+from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.pass_orders import orders_of
 from moe_jax.plan.pass_times import PassTimes
@@ -63,7 +63,7 @@ def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> 
     # with cuDNN's the step is so short that the start-up of its sums is 1 % of it
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_kernel="xla"))
     step = Step(config, H100S)
-    ticks, whole = PipelinedStep(config, H100S, Measured({})).seconds, step.seconds
+    ticks, whole = PipelinedStep(config, H100S, MeasuredTimes({})).seconds, step.seconds
     held = parameters_per_device(config.model, 8, 1) - config.model.hidden_size
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
@@ -92,7 +92,7 @@ def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
     """Neighbours in a node share its links; on two nodes only stages' sends leave one."""
     node = 8 if shared else 2
     levels = [dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, alpha_s=0.0) for n in (node, 8)]
-    found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), Measured({}))
+    found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), MeasuredTimes({}))
     chunk = PassTimes(found.step, split=False, pairs=False).chunk(found.stages.groups[0])
     passes_s = [max(each.seconds, found.send_s + shared * each.exchange) for each in (chunk.forward, chunk.backward)]
     ticks_s = sum(passes_s) + 2 * found.send_s  # in each tick both sends: one has no pass beside it
@@ -102,7 +102,7 @@ def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
 @pytest.mark.parametrize(("name", "chunks"), PIPELINES)
 def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
     config = config_of(name, chunks, policy="unified")
-    found = PipelinedStep(config, NO_LINKS, Measured({}))
+    found = PipelinedStep(config, NO_LINKS, MeasuredTimes({}))
     whole = found.seconds
     split, pairs = name in ("zero_bubble", "coscheduled_split"), name in ("coscheduled", "coscheduled_split")
     passes = PassTimes(found.step, split, pairs).chunk(found.stages.groups[0])
@@ -121,12 +121,14 @@ def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
 
 def test_the_head_and_sends_make_stages_wait() -> None:
     """A stage with a large head takes longer, and all others wait for it; slow links add to every tick."""
-    plain, headed = (PipelinedStep(config_of(vocab=vocab), NO_LINKS, Measured({})) for vocab in (8, 32768))
+    plain, headed = (PipelinedStep(config_of(vocab=vocab), NO_LINKS, MeasuredTimes({})) for vocab in (8, 32768))
     head_s = PassTimes(headed.step, split=False, pairs=False).ends.head
     assert headed.seconds["step"] - plain.seconds["step"] >= 0.99 * 8 * head_s
     slow = tuple(dataclasses.replace(level, bytes_per_s=1e8) for level in H100S.levels)
     dense = config_of(stages=8)
-    late, fast = (PipelinedStep(dense, each, Measured({})) for each in (dataclasses.replace(H100S, levels=slow), H100S))
+    late, fast = (
+        PipelinedStep(dense, each, MeasuredTimes({})) for each in (dataclasses.replace(H100S, levels=slow), H100S)
+    )
     assert late.send_s > 100 * fast.send_s > 0
     num_ticks = len(make_table("1f1b", 8, 8).ticks)
     assert late.seconds["step"] - fast.seconds["step"] >= num_ticks * late.send_s
@@ -143,10 +145,10 @@ def test_exchanges_of_a_coscheduled_tick_take_turns() -> None:
 
 def test_groups_of_a_stage_leave_out_the_other_stages() -> None:
     mesh = {"data": 2, "pipeline": 4, "context": 1, "expert": 3, "tensor": 5}
-    assert group_over(("context", "expert", "tensor"), mesh) == Group(30, 1, 2, 60)
-    assert group_over(("context",), mesh) == Group(2, 60)
-    assert group_over(("context", "expert"), mesh | {"pipeline": 1}) == Group(6, 5)
-    assert group_over(("context", "expert"), mesh | {"data": 1}) == Group(3, 5)
+    assert group_over(("context", "expert", "tensor"), mesh) == DeviceGroup(30, 1, 2, 60)
+    assert group_over(("context",), mesh) == DeviceGroup(2, 60)
+    assert group_over(("context", "expert"), mesh | {"pipeline": 1}) == DeviceGroup(6, 5)
+    assert group_over(("context", "expert"), mesh | {"data": 1}) == DeviceGroup(3, 5)
 
 
 def test_activations_of_one_forward_one_backward_do_not_grow_with_the_parts() -> None:

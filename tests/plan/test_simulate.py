@@ -5,7 +5,7 @@ import random
 import pytest
 
 from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
+from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer
 from moe_jax.schedule.actions import Action, ScheduleError, Stream, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
@@ -89,7 +89,7 @@ def test_a_part_pays_the_start_up_time_in_full():
 
 def test_a_backward_task_with_its_weight_gradient_takes_the_time_of_both():
     """FSMoE doubles the start-up time, too. If this breaks, placements are compared on different work."""
-    compute = Compute(rate=Linear(1.0, 0.5), forward=4, backward=6, weight=8)
+    compute = ComputeStage(rate=Linear(1.0, 0.5), forward=4, backward=6, weight=8)
     unit = Transfer(link=Linear(1.0, 1.0), num_bytes=8)
     times = TaskTimes(
         compute=dict.fromkeys(("embed", "attend", "expert", "head"), compute),

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moe_jax.rebalance.hill_climb import Placed, climb
+from moe_jax.rebalance.hill_climb import Placed, hill_climb_placement
 from moe_jax.rebalance.moves import Move, moves_between, trips_of
 from moe_jax.rebalance.planner import Prices, is_due, load_ratio, num_copied, num_swaps, plan
 
@@ -31,7 +31,7 @@ def test_64_experts_on_8_ranks_come_below_1_15(name):
 def test_each_swap_lowers_the_busiest_rank_or_how_many_are_as_busy(seed):
     load, slots = random_loads(seed, 24), tuple(range(24))
     before = sorted(Placed.of(load, slots, 4).load_P, reverse=True)
-    for after in climb(load, slots, 4):
+    for after in hill_climb_placement(load, slots, 4):
         assert sorted(after) == list(range(24)), "every slot has one expert"
         new = sorted(Placed.of(load, after, 4).load_P, reverse=True)
         assert new < before
@@ -162,7 +162,7 @@ def test_an_expert_with_four_times_a_ranks_mean_load_needs_copies():
     assert with_copies.ratio_after < 1.1
     assert num_copied(with_copies.expert_S, 64) == 1, "of nobody else"
     assert {*with_copies.expert_S} >= {*range(64)}
-    for before, after in itertools.pairwise(climb(HOT, ROOM, 8)):
+    for before, after in itertools.pairwise(hill_climb_placement(HOT, ROOM, 8)):
         old, new = (sorted(Placed.of(HOT, slots, 8).load_P, reverse=True) for slots in (before, after))
         assert new < old
         assert len(after) == sum(map(len, on_ranks(after, 8, 64))) + after.count(64), "no rank has an expert twice"

@@ -7,19 +7,21 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.measure.overlap import replay
-from moe_jax.measure.trace import Operation, TraceError, of_one_device
+from moe_jax.measure.trace import TracedOperation, TraceError, of_one_device
 from moe_jax.report.compiled import Compiled, variants_of
-from moe_jax.report.measured import Measured, Traced, _steps, describe_measured, measure, variant_of
+from moe_jax.report.measured import Traced, TracedStep, _steps, describe_measured, measure, variant_of
 from moe_jax.report.timeline import Bar, measured_bars
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Parts, Shape
+from moe_jax.schedule.shape import Parts, StepShape
 from tests.measure.programs import BODY, TOY, program, work
 from tests.report.test_compiled import outcome
 
 
-def ran(task: str, start_s: float, end_s: float, name: str = "fusion.1", device: str = "0", run: int = 0) -> Operation:
-    return Operation(name, task, name.startswith("all-"), "thread", start_s, end_s, device, run)
+def ran(
+    task: str, start_s: float, end_s: float, name: str = "fusion.1", device: str = "0", run: int = 0
+) -> TracedOperation:
+    return TracedOperation(name, task, name.startswith("all-"), "thread", start_s, end_s, device, run)
 
 
 STEP = [
@@ -45,7 +47,7 @@ def test_operations_of_a_task_are_one_bar_unless_a_picture_shows_their_gap() -> 
 def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
-    assert describe_measured(Measured(Path("trace/0"), compiled, STEP)).splitlines() == [
+    assert describe_measured(TracedStep(Path("trace/0"), compiled, STEP)).splitlines() == [
         "── unified, measured: device 0 of trace/0",
         "measured step  5000.0 ms, 2 × the estimated one",
         "compute        2999.5 ms",
@@ -66,7 +68,7 @@ def test_turns_of_loops_have_the_names_of_their_blocks_and_other_devices_are_lef
     up, up_body = loop("up", ["F.attend.0.0", "F.attend.1.0"])
     down, down_body = loop("down", ["B.attend.1.0", "B.attend.0.0"])
     names = [f"F.attend.{block}.0" for block in range(6)] + [f"B.attend.{block}.0" for block in reversed(range(6))]
-    schedule = Schedule("unified", Shape(kinds=("moe",) * 6, forward=Parts(1, 1)), tuple(map(Action.parse, names)))
+    schedule = Schedule("unified", StepShape(kinds=("moe",) * 6, forward=Parts(1, 1)), tuple(map(Action.parse, names)))
     turns = [("up", turn, i, f"F.attend.{i}.0") for turn in range(3) for i in (0, 1)]
     turns += [("down", turn, i, f"B.attend.{1 - i}.0") for turn in range(3) for i in (0, 1)]
     operations = [
@@ -83,7 +85,7 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
     strange = [*STEP, ran("F.attend.7.0", 6.0, 7.0)]
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     names = tuple(map(Action.parse, ("F.attend.0.0", "F.dispatch.0.0")))
-    schedule = Schedule("unified", Shape(kinds=("moe",), forward=Parts(1, 1)), names)
+    schedule = Schedule("unified", StepShape(kinds=("moe",), forward=Parts(1, 1)), names)
     done = dataclasses.replace(outcome(), schedule=str(schedule))
     compiled = Compiled(variant="unified", outcome=done, replay=estimated, match=None, predicted=None)
     line = program(work("a", 2_500_000), BODY)

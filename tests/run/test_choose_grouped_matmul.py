@@ -15,7 +15,7 @@ from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run import choose_grouped_matmul as grouped_product
-from moe_jax.run.choose_grouped_matmul import Products, Shape, shape_of, time_products, with_fastest_product
+from moe_jax.run.choose_grouped_matmul import MatmulShape, Products, shape_of, time_products, with_fastest_product
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config
 
@@ -28,9 +28,9 @@ class Timing:
 
     def __init__(self, seconds: dict[str, float], failed: dict[str, str] | None = None) -> None:
         self.told = InTurn(seconds, failed or {})
-        self.asked: list[tuple[Shape, list[str]]] = []
+        self.asked: list[tuple[MatmulShape, list[str]]] = []
 
-    def __call__(self, shape: Shape, products: Products) -> InTurn:
+    def __call__(self, shape: MatmulShape, products: Products) -> InTurn:
         self.asked.append((shape, list(products)))
         return self.told
 
@@ -175,7 +175,7 @@ def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPa
 
 def test_products_are_timed_for_real() -> None:
     """Here the kernel is interpreted, and one of its kind does not fit the widths."""
-    shape = Shape(rows=96, filled=24, groups=2, width=32, hidden=16, dtype="float32")
+    shape = MatmulShape(rows=96, filled=24, groups=2, width=32, hidden=16, dtype="float32")
     products = {
         "blocks": GROUPED_PRODUCTS["cpu"]["blocks"],
         "pallas": ON_GPU["pallas"]._replace(multiply=interpreted),

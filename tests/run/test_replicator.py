@@ -109,7 +109,7 @@ def test_a_crashed_run_goes_on_at_the_step_that_it_had_reached(undisturbed, star
     assert list((tmp_path / "memory").iterdir()) == [], "a run that has ended leaves no copies"
 
 
-def damage(slot: safety_files.Slot) -> None:
+def damage(slot: safety_files.ReplicaFile) -> None:
     with slot.path.open("r+b") as file:
         file.seek(slot.path.stat().st_size // 2)
         byte = file.read(1)
@@ -117,7 +117,7 @@ def damage(slot: safety_files.Slot) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def of_another_mesh(slot: safety_files.Slot) -> None:
+def of_another_mesh(slot: safety_files.ReplicaFile) -> None:
     path = slot.path.with_suffix(".json")
     content = json.loads(path.read_text())
     content["record"] = dataclasses.replace(slot.record, mesh={"data": 2, "expert": 4}).to_json()

@@ -51,8 +51,8 @@ def pretend_run(folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
-    found = choose.choose(draft_in(tmp_path))
-    assert found == choose.choose(draft_in(tmp_path)), "every process finds the same"
+    found = choose.resolve_auto(draft_in(tmp_path))
+    assert found == choose.resolve_auto(draft_in(tmp_path)), "every process finds the same"
     assert found.config.mesh.data * found.config.mesh.expert == 8
     assert f"mesh.expert={found.config.mesh.expert} schedule.bucket_cap_mb=" in found.facts["auto"]
     assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
@@ -62,14 +62,14 @@ def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
 
 def test_a_config_without_auto_is_as_it_says(tmp_path: Path) -> None:
     draft = load_draft(None, [f"log.dir={tmp_path}"])
-    assert choose.choose(draft) == Chosen(load_config(None, [f"log.dir={tmp_path}"]), {})
+    assert choose.resolve_auto(draft) == Chosen(load_config(None, [f"log.dir={tmp_path}"]), {})
 
 
 def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"mesh": {"data": 4, "expert": 2}, "schedule": {"policy": "expert_pipeline", "microbatches": 8}}
     saved = draft_in(tmp_path).choose(**chosen)
     pretend_run(tmp_path, saved, monkeypatch)
-    found = choose.choose(draft_in(tmp_path))
+    found = choose.resolve_auto(draft_in(tmp_path))
     assert found.config == saved
     assert found.facts["auto"].endswith(f", as in {tmp_path}")
 
@@ -85,7 +85,7 @@ def test_a_run_on_another_mesh_is_planned_anew(
     saved: dict[str, int], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_run(tmp_path, draft_in(tmp_path).choose(mesh=saved), monkeypatch)
-    found = choose.choose(draft_in(tmp_path, *overrides))
+    found = choose.resolve_auto(draft_in(tmp_path, *overrides))
     assert found.config.mesh.data * found.config.mesh.expert == 8
     assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
 
@@ -93,4 +93,4 @@ def test_a_run_on_another_mesh_is_planned_anew(
 def test_processes_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "allgather", lambda number: [number, number + 1])
     with pytest.raises(UserError, match=r"^schedule\.policy=auto became something else on other processes: give them"):
-        choose.choose(draft_in(tmp_path))
+        choose.resolve_auto(draft_in(tmp_path))

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 
 from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.plan.task_times import Compute, Linear, TaskTimes, Transfer
+from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 MIXED = (
     ("moe",),
@@ -19,11 +19,11 @@ MIXED = (
 POLICIES = (("vanilla", 1), ("expert_pipeline", 2), ("expert_pipeline", 4), ("unified", 2), ("unified", 4))
 
 
-def nominal(shape: Shape) -> TaskTimes:
+def nominal(shape: StepShape) -> TaskTimes:
     """An exchange takes as long as attention or experts, a second for the whole batch; sums of a block half of it."""
     unit = Linear(0.0, 1.0)
-    full = Compute(rate=unit, forward=1.0, backward=1.0, weight=1.0)
-    free = Compute(rate=unit, forward=0.0, backward=0.0)
+    full = ComputeStage(rate=unit, forward=1.0, backward=1.0, weight=1.0)
+    free = ComputeStage(rate=unit, forward=0.0, backward=0.0)
     exchange = Transfer(link=unit, num_bytes=1.0)
     return TaskTimes(
         compute={"embed": free, "attend": full, "dense": full, "expert": full, "head": full},
@@ -33,16 +33,16 @@ def nominal(shape: Shape) -> TaskTimes:
     )
 
 
-def random_costs(seed: int, shape: Shape, chunk_alpha_s: float = 0.0, reduce_scale: float = 1.0) -> TaskTimes:
+def random_costs(seed: int, shape: StepShape, chunk_alpha_s: float = 0.0, reduce_scale: float = 1.0) -> TaskTimes:
     """Costs without start-up times but for chunks; the same for every cut of a model."""
     rng = random.Random(seed)
     unit = Linear(0.0, 1.0)
 
-    def compute() -> Compute:
+    def compute() -> ComputeStage:
         flops = rng.uniform(0.1, 2.0)
-        return Compute(rate=unit, forward=flops, backward=flops * rng.uniform(0.8, 1.5), weight=flops)
+        return ComputeStage(rate=unit, forward=flops, backward=flops * rng.uniform(0.8, 1.5), weight=flops)
 
-    free = Compute(rate=unit, forward=0.05, backward=0.05)
+    free = ComputeStage(rate=unit, forward=0.05, backward=0.05)
     stages = {"embed": free} | {name: compute() for name in ("attend", "dense", "expert", "head")}
     inter = Transfer(link=unit, num_bytes=rng.uniform(0.1, 2.5))
     intra = Transfer(link=unit, num_bytes=rng.uniform(0.1, 2.0))

@@ -8,7 +8,7 @@ from moe_jax.schedule.actions import Action, ScheduleError
 from moe_jax.schedule.build import make_shape
 from moe_jax.schedule.dependencies import check, dependencies, task_graph
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.shape import Parts, Shape
+from moe_jax.schedule.shape import Parts, StepShape
 from tests.schedule.steps import schedules
 
 UNIFIED = make_shape("unified", ["moe", "moe"], 2)
@@ -110,4 +110,4 @@ def _refused(schedule, actions, *words):
 )
 def test_numbers_that_do_not_fit_are_refused(fields, words):
     with pytest.raises(ScheduleError, match=words):
-        Shape(**({"kinds": ("moe",)} | fields))
+        StepShape(**({"kinds": ("moe",)} | fields))

@@ -13,7 +13,7 @@ from moe_jax.schedule.pipelines.bubble import bubble, lock_step_bubble
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import activation_from, check, gradient_from
 from moe_jax.schedule.pipelines.memory import in_flight, slots_of
-from moe_jax.schedule.pipelines.table import Slot, Table, Task, Work
+from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table, TableTask
 
 SIZES = [(stages, m) for stages in range(1, 9) for m in sorted({1, 2, stages - 1, stages, 3 * stages, 17} - {0})]
 IN_GROUPS = [(stages, stages * groups, chunks) for stages in range(1, 9) for groups in (1, 2, 5) for chunks in (2, 3)]
@@ -112,14 +112,14 @@ def test_a_table_runs_with_its_buffers(name, stages, microbatches, chunks):
     assert slots.saved.num_slots == max(in_flight(table))
     memory = [{name: [None] * buffers.num_slots for name, buffers in slots._asdict().items()} for _ in range(stages)]
 
-    def access(kind: str, task: Task, write: bool = False) -> None:
+    def access(kind: str, task: TableTask, write: bool = False) -> None:
         place = getattr(slots, kind).slot[task.stage, task.work]
         if write:
             memory[task.stage][kind][place] = task.work
         assert memory[task.stage][kind][place] == task.work, f"{kind} of {task} is lost"
 
     for tick in table.ticks:
-        tasks = [Task(d, stage, work) for stage, slot in enumerate(tick) for d, work in slot.tasks()]
+        tasks = [TableTask(d, stage, work) for stage, slot in enumerate(tick) for d, work in slot.tasks()]
         for task in tasks:
             if task.direction == "F":
                 access("saved", task, write=True)
@@ -141,12 +141,12 @@ def test_a_table_runs_with_its_buffers(name, stages, microbatches, chunks):
                     access(kind, receiver._replace(direction=direction), write=True)
 
 
-def _receiver(task: Task, stages: int, chunks: int) -> Task | None:
+def _receiver(task: TableTask, stages: int, chunks: int) -> TableTask | None:
     """Forward: the next of stage 0, 1, …, 0, 1, … of all layer groups; backward: the one before."""
     group = task.work.chunk * stages + task.stage + (1 if task.direction == "F" else -1)
     if not 0 <= group < stages * chunks:
         return None
-    return task._replace(stage=group % stages, work=Work(task.work.microbatch, group // stages))
+    return task._replace(stage=group % stages, work=ChunkPass(task.work.microbatch, group // stages))
 
 
 @pytest.mark.parametrize("name", PIPELINE_FACTS)
@@ -166,7 +166,7 @@ def test_a_drawn_table():
         "stage 0: F0 F1 .  B0 W0 F2 B1 W1 B2 W2\n"
         "stage 1: .  F0 B0 F1 B1 W0 F2 B2 W1 W2\n"
     )
-    assert str(Slot.parse("F3.1+B0")) == "F3.1+B0"
+    assert str(StageTick.parse("F3.1+B0")) == "F3.1+B0"
     long = make_table("coscheduled", 8, 64)
     assert max(map(len, str(long).splitlines())) <= 120
 
@@ -180,13 +180,19 @@ def test_drawn_tables_of_the_docs_are_those_that_are_made():
 
 def test_damage_is_named():
     table = make_table("1f1b", 2, 2)
-    idle = (Slot(), Slot())
+    idle = (StageTick(), StageTick())
     (first, _), (second, received), *later = table.ticks
     damaged = [
-        (((first, received), (second, Slot()), *later), r"F0 of stage 1 .* needs F0 of stage 0, which runs in tick 0"),
+        (
+            ((first, received), (second, StageTick()), *later),
+            r"F0 of stage 1 .* needs F0 of stage 0, which runs in tick 0",
+        ),
         (table.ticks[:-1], r"B1 of stage 0 is missing: add it"),
         ((*table.ticks, table.ticks[-1]), r"B1 of stage 0 runs in tick \d and in tick \d: take one out"),
-        ((*table.ticks, (Slot(weight=Work(0)), Slot())), r"W0 of stage 0 in tick \d is no task .*: take it out"),
+        (
+            (*table.ticks, (StageTick(weight=ChunkPass(0)), StageTick())),
+            r"W0 of stage 0 in tick \d is no task .*: take it out",
+        ),
         ((table.ticks[1], table.ticks[0], *table.ticks[2:]), r"F0 of stage 1 .* needs F0 of stage 0, which runs"),
         ((*table.ticks[:2], idle[:1], *table.ticks[2:]), r"tick 2 has 1 slots: write one for each of 2 stages"),
     ]

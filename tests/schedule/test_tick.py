@@ -9,8 +9,8 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, thre
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.pipelines.tick import SIDES, coscheduled_tick, needs_inside, side_of
-from moe_jax.schedule.play import Span, play
-from moe_jax.schedule.shape import WEIGHT_GRADS, Shape
+from moe_jax.schedule.play import Span, simulate_streams
+from moe_jax.schedule.shape import WEIGHT_GRADS, StepShape
 from tests.schedule.steps import MIXED, POLICIES, random_costs
 
 EXCHANGES = ("dispatch", "combine")
@@ -18,7 +18,7 @@ STACKS = (*MIXED, ("moe",) * 6)
 SEEDS = range(12)
 
 
-def drawn(seed: int, policy: str, degree: int) -> tuple[Shape, Seconds]:
+def drawn(seed: int, policy: str, degree: int) -> tuple[StepShape, Seconds]:
     """A stage and its costs."""
     rng = random.Random(seed)
     kinds, weight_grad, sharded = rng.choice(STACKS), rng.choice(WEIGHT_GRADS), rng.random() < 0.5
@@ -26,11 +26,11 @@ def drawn(seed: int, policy: str, degree: int) -> tuple[Shape, Seconds]:
     return shape, random_costs(seed, shape).of(shape)
 
 
-def spans_of(order: list[Action], shape: Shape, seconds: Seconds) -> dict[Action, Span]:
-    return play(order, needs_inside(order, shape), seconds, three_streams)
+def spans_of(order: list[Action], shape: StepShape, seconds: Seconds) -> dict[Action, Span]:
+    return simulate_streams(order, needs_inside(order, shape), seconds, three_streams)
 
 
-def time_s(order: list[Action], shape: Shape, seconds: Seconds) -> float:
+def time_s(order: list[Action], shape: StepShape, seconds: Seconds) -> float:
     return max(span.end_s for span in spans_of(order, shape, seconds).values())
 
 

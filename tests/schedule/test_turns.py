@@ -7,7 +7,7 @@ from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import GRAD_REDUCES, WEIGHT_GRADS
-from moe_jax.schedule.turns import Looped, Turns, make_looped
+from moe_jax.schedule.turns import ScannedSchedule, Turns, make_looped
 from tests.schedule.steps import POLICIES, random_costs
 
 DEEP = {
@@ -19,7 +19,7 @@ DEEP = {
 REDUCES = [(weight_grad, reduce) for weight_grad in WEIGHT_GRADS for reduce in GRAD_REDUCES]
 
 
-def looped(name: str, seed: int, policy: str, degree: int, **rest: object) -> tuple[Schedule, Looped]:
+def looped(name: str, seed: int, policy: str, degree: int, **rest: object) -> tuple[Schedule, ScannedSchedule]:
     kinds, turns = DEEP[name]
     shape = make_shape(policy, kinds, degree, reductions=(2,) * (len(kinds) + 2), **rest)
     return make_looped(policy, shape, turns, random_costs(seed, shape).of(shape))

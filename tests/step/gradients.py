@@ -19,7 +19,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.kinds import step_kind
-from moe_jax.step.losses import Parts
+from moe_jax.step.losses import ObjectiveParts
 from tests import references
 from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
@@ -31,7 +31,7 @@ class Result(NamedTuple):
     loss: Any
     grads: Any
     norm: Any
-    parts: Parts  # summed over devices
+    parts: ObjectiveParts  # summed over devices
 
 
 def mesh_of(config: Config) -> jax.sharding.Mesh:
@@ -71,7 +71,7 @@ def reference_gradients(
     tensor: int,
     context: int,
     seed_and_step: tuple[int, int] | None = None,
-) -> tuple[Any, Parts, Any]:
+) -> tuple[Any, ObjectiveParts, Any]:
     """Loss, its parts and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
     config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
     config = dataclasses.replace(config, model=model)
@@ -79,7 +79,7 @@ def reference_gradients(
     (loss, parts), grads = run(
         first_params(model), tokens_of(config), model, sources, buffer, tensor, context, seed_and_step
     )
-    return loss, Parts(**parts), grads
+    return loss, ObjectiveParts(**parts), grads
 
 
 def assert_equals_reference(config: Config, step: int | None = None) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms
+from moe_jax.step.pipelined.buffer_reuse import BufferSlot, find_rooms
 
 KINDS = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32}
 
@@ -61,7 +61,7 @@ def test_guests_share_a_host_without_meeting() -> None:
     guests = {number: shape_of("bf16", rows, 4) for number, rows in sizes.items()} | {3: shape_of("f32", 64, 4)}
     rooms = find_rooms(guests, hosts)
     assert rooms.keys() == guests.keys()
-    assert rooms[3] == Room(5, guests[3])  # its own shape
+    assert rooms[3] == BufferSlot(5, guests[3])  # its own shape
     values = {number: any_bits(guest, number) for number, guest in guests.items()}
     x = {
         place: any_bits(jax.ShapeDtypeStruct((1, *host.shape), host.dtype), 50 + place) for place, host in hosts.items()
@@ -91,4 +91,4 @@ def test_values_without_elements_are_neither_hosts_nor_in_the_way() -> None:
     """A piece of the slots may be empty."""
     hosts = {0: shape_of("f32", 2, 0, 4), 1: shape_of("f32", 0), 2: shape_of("f32", 8, 4)}
     guests = {5: shape_of("f32", 6, 4), 6: shape_of("f32", 0, 4), 7: shape_of("f32", 2, 0, 4)}
-    assert find_rooms(guests, hosts) == {5: Room(2, guests[5])}
+    assert find_rooms(guests, hosts) == {5: BufferSlot(2, guests[5])}

@@ -10,8 +10,8 @@ import pytest
 
 from moe_jax.config import ScheduleConfig
 from moe_jax.step.scheduled.build import make_plan
-from moe_jax.step.scheduled.scan_residuals import Turn
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.scan_residuals import ScanBody
+from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
@@ -39,7 +39,7 @@ CASES = {
 )
 def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
     """`least`: with what other platforms keep for the backward pass."""
-    monkeypatch.setattr(Facts, "keeps_least", least)
+    monkeypatch.setattr(StepDims, "keeps_least", least)
     mesh, layers, schedule, moe = CASES[name]
     moe = {"moe_layer_freq": 1} | moe
     model = {"num_layers": layers} | moe.pop("model", {})
@@ -76,7 +76,7 @@ def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_t
         return y + z, None, (first, second, w, x, jnp.arange(3))
 
     x, w = jnp.linspace(-1, 1, 10).reshape(2, 5), jnp.linspace(-1, 1, 25).reshape(5, 5)
-    traced = Turn(turn, x, w)
+    traced = ScanBody(turn, x, w)
     y, _, stacked = jax.jit(traced)(x, w)
     assert {leaf.shape for leaf in stacked} == {(2, 5)}
     assert sum(leaf.dtype == x.dtype and bool(jnp.array_equal(leaf, x)) for leaf in stacked) == 1
@@ -99,7 +99,7 @@ def test_a_call_inside_a_turn_may_return_a_constant():
         return doubled + w, None, (doubled, three)
 
     x, w = jnp.arange(4.0), jnp.ones(4)
-    traced = Turn(turn, x, w)
+    traced = ScanBody(turn, x, w)
     _, _, stacked = traced(x, w)
     chex.assert_trees_all_equal(stacked, [2 * x])
     chex.assert_trees_all_equal(traced.rebuild(w, stacked), (2 * x, jnp.float32(3)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of
@@ -28,7 +28,7 @@ def in_chunks(config: Config, tokens: int) -> Config:
 )
 def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
     """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
-    monkeypatch.setattr(Facts, "keeps_least", least)
+    monkeypatch.setattr(StepDims, "keeps_least", least)
     assert_equals_reference(in_chunks(config, 5))
 
 

@@ -14,12 +14,12 @@ from jax.extend.core import Var
 from moe_jax.config import ModelConfig
 from moe_jax.models import attention
 from moe_jax.models.attention import grouped
-from moe_jax.models.attention.core import Way
+from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.parallel import context
 from moe_jax.step.scheduled.jaxpr_utils import inlined
 from moe_jax.step.scheduled.min_cut_remat import cost, smallest_cut
-from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate
+from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate
 
 ROWS, WIDTH = 16, 64
 
@@ -97,7 +97,7 @@ def test_no_other_choice_is_smaller(function: Callable[..., Any]) -> None:
 def test_gradients_are_those_of_the_usual_pullback(function: Callable[..., Any]) -> None:
     def gradients(w: Any, x: jax.Array, dy: jax.Array, *, least: bool) -> Any:
         y, pullback = differentiate(function, w, x, least=least)
-        split = SplitPullback(pullback, [dy])
+        split = SplitBackward(pullback, [dy])
         return y, split.inputs(), split.weights(lambda x: x)
 
     w, x = example()
@@ -130,7 +130,7 @@ def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.M
     params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"norm": jnp.ones(WIDTH)}
     pairs = 2 * tokens * tokens
     x = jnp.ones((1, tokens, WIDTH), jnp.bfloat16)
-    attend = functools.partial(attention.attend, model=model, view=model.views[0], way=Way())
+    attend = functools.partial(attention.attend, model=model, view=model.views[0], way=AttentionImpl())
     least, usual = (kept_bytes(attend, params, x, least=least) for least in (True, False))
     assert sum(size >= pairs for size in usual) > 3
     assert [size for size in least if size >= pairs] == [4 * pairs]

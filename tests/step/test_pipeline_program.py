@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from moe_jax.measure.costs import matrix_products
-from moe_jax.measure.hlo import Program, parse
+from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
 from tests.step.test_pipeline import PIPELINES
 
 
-def products_by_depth(program: Program, computation: str, depth: int = 0) -> Iterator[int]:
+def products_by_depth(program: HloModule, computation: str, depth: int = 0) -> Iterator[int]:
     """The loops around each matrix product."""
     for line in program.computations[computation]:
         if line.is_control:

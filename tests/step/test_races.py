@@ -17,7 +17,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.measure.races import RaceError, check_races
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.step.scheduled.issue_order import Ties
+from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.trainer import make_trainer
 
 # The model of the config, a loop over its blocks included; narrower, which changes no collective.
@@ -94,7 +94,7 @@ def test_loops_that_wait_for_nothing_are_seen(settings, monkeypatch):
         "out_of_loop": lambda *_: None,
     }
     for name, function in nothing.items():
-        monkeypatch.setattr(Ties, name, function)
+        monkeypatch.setattr(IssueOrder, name, function)
     with pytest.raises(RaceError, match=r"G\.embed"):
         check_races(step_text(config_of(settings)))
 

@@ -14,12 +14,12 @@ import pytest
 from moe_jax.models.parameters import block_params, param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.own_tokens import local_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import mesh_of
 
@@ -37,8 +37,8 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
     def body(params: Any, token_BN1: jax.Array) -> jax.Array:
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
-        facts = Facts(config, compute, plan.schedule.shape, tokens, tokens)
-        tasks = Tasks(facts, params, Given(blocks), own_tokens(token_BN1))
+        facts = StepDims(config, compute, plan.schedule.shape, tokens, tokens)
+        tasks = Tasks(facts, params, Given(blocks), local_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:
             if action.direction == "F":

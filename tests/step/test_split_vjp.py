@@ -14,7 +14,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
-from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate
+from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate
 
 ROWS, WIDTH = 6, 4
 
@@ -73,7 +73,7 @@ def test_both_parts_together_are_the_pullback(function):
 
     @jax.jit
     def in_parts(cotangents: list[jax.Array]) -> Any:
-        split = SplitPullback(pullback, cotangents)
+        split = SplitBackward(pullback, cotangents)
         inputs = split.inputs()
         return split.weights(as_is), inputs
 
@@ -84,7 +84,7 @@ def test_leaves_without_gradients_pass_through():
     inputs = {"x": jnp.ones((ROWS, WIDTH)), "sizes": jnp.arange(3)}
     result, pullback = differentiate(lambda w, t: {"y": t["x"] @ w, "sizes": t["sizes"] + 1}, jnp.eye(WIDTH), inputs)
     assert result["sizes"].tolist() == [1, 2, 3]
-    split = SplitPullback(pullback, [jnp.ones((ROWS, WIDTH))])
+    split = SplitBackward(pullback, [jnp.ones((ROWS, WIDTH))])
     (dx,) = split.inputs()
     assert dx.shape == (ROWS, WIDTH)
     assert (split.weights(as_is) == ROWS).all()
@@ -94,7 +94,7 @@ def test_leaves_without_gradients_pass_through():
 def test_no_weight_gradient_exists_before_what_it_is_tied_to(function):
     """Tied to something broken, each of them is broken: none was made of nothing but what is not tied."""
     pullback, cotangents = example(function)
-    split = SplitPullback(pullback, cotangents)
+    split = SplitBackward(pullback, cotangents)
     inputs = split.inputs()
     broken = split.weights(lambda x: x * jnp.nan)
     assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(broken))
@@ -122,7 +122,7 @@ def both_parts(pullback: Callable[..., Any], cotangents: list[jax.Array]) -> tup
     """The operations that each of the two parts runs."""
 
     def run(cotangents: list[jax.Array], *, weights: bool) -> Any:
-        split = SplitPullback(pullback, cotangents)
+        split = SplitBackward(pullback, cotangents)
         inputs = split.inputs()
         return (inputs, split.weights(as_is)) if weights else inputs
 
@@ -187,7 +187,7 @@ def test_a_kept_value_can_be_replaced(recompute):
 
     def gradients(w: jax.Array, x: jax.Array, dy: jax.Array) -> Any:
         _, pullback = differentiate(jax.checkpoint(product) if recompute else product, w, x)
-        split = SplitPullback(pullback, [dy], [(w, w * jnp.nan)])
+        split = SplitBackward(pullback, [dy], [(w, w * jnp.nan)])
         return split.inputs(), split.weights(lambda x: x)
 
     (dx,), dw = jax.jit(gradients)(w, x, dy)
@@ -198,7 +198,7 @@ def test_a_kept_value_can_be_replaced(recompute):
 def test_what_a_pullback_does_not_keep_cannot_be_replaced():
     def gradients(w: jax.Array, x: jax.Array) -> Any:
         _, pullback = differentiate(lambda w, x: x + w, w, x)
-        return SplitPullback(pullback, [x], [(w, w)]).inputs()
+        return SplitBackward(pullback, [x], [(w, w)]).inputs()
 
     with pytest.raises(AssertionError, match="does not keep"):
         jax.jit(gradients)(jnp.ones(WIDTH), jnp.ones(WIDTH))
@@ -216,7 +216,7 @@ def test_operations_keep_their_scopes(least):
         with jax.named_scope("task"):
             y, pullback = differentiate(scoped, w, x, least=least)
         with jax.named_scope("back"):
-            split = SplitPullback(pullback, [y])
+            split = SplitBackward(pullback, [y])
             return split.inputs(), split.weights(as_is)
 
     program = jax.jit(gradients).lower(jnp.ones((WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))).as_text(debug_info=True)

@@ -9,7 +9,7 @@ from moe_jax.config import Config
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.tensor_dispatch import FORMS
-from moe_jax.step.scheduled.issue_order import Ties
+from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
@@ -65,7 +65,7 @@ def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, u
     whole = EXCHANGES["background"]
     halves = {name: noting(name, getattr(whole, name)) for name in ("start", "finish")}
     monkeypatch.setitem(EXCHANGES, "background", whole._replace(**halves))
-    monkeypatch.setattr(Ties, "computed", noting("compute", Ties.computed))
+    monkeypatch.setattr(IssueOrder, "computed", noting("compute", IssueOrder.computed))
     config = tensor_config(
         *(1, 2, 2),
         schedule=UNIFIED,

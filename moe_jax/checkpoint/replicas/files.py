@@ -27,7 +27,7 @@ _MOST = 2**30  # bytes of one write; Linux takes no more than 2³¹
 
 
 @dataclass(frozen=True)
-class Slot:
+class ReplicaFile:
     """A whole one."""
 
     path: Path  # of its numbers
@@ -45,7 +45,7 @@ class Slot:
         return found
 
 
-def whole_slots(folder: Path) -> list[Slot]:
+def whole_slots(folder: Path) -> list[ReplicaFile]:
     """Of all processes of this node."""
     found = []
     for path in sorted(folder.glob("*.json")) if folder.exists() and is_own(folder) else ():
@@ -53,7 +53,7 @@ def whole_slots(folder: Path) -> list[Slot]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = read_json(path)
             found.append(
-                Slot(
+                ReplicaFile(
                     path=path.with_suffix(".bin"),
                     run=content["run"],
                     is_recorded=content["is_recorded"],

@@ -15,7 +15,7 @@ from jaxtyping import Bool
 Index = tuple[tuple[int, int], ...]  # first and behind the last, along each dimension
 
 
-class Cut(NamedTuple):
+class ShardedArray(NamedTuple):
     """An array that is cut over devices."""
 
     name: str
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
     device: int
 
 
-class Sent(NamedTuple):
+class ReplicaTransfer(NamedTuple):
     """A piece that goes from one device to another, and the process of that."""
 
     piece: Piece
@@ -50,13 +50,13 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReplicaLayout:
     """Every piece lies on two nodes, if there are two: the devices' own or, if all of them are of one, the next one."""
 
     groups: tuple[tuple[int, ...], ...]  # of arrays that together take a device no more than the largest one
     pieces: tuple[Piece, ...]
     own: tuple[tuple[Kept, ...], ...]  # of each process, of what its devices hold
-    sent: tuple[Sent, ...]
+    sent: tuple[ReplicaTransfer, ...]
 
     def pairs(self, array: int) -> list[tuple[int, int]]:
         """The devices between which an array's pieces go."""
@@ -72,12 +72,12 @@ def piece_name(array: str, index: Index) -> str:
     return f"{array}[{','.join(f'{start}:{stop}' for start, stop in index)}]"
 
 
-def layout_of(arrays: Sequence[Cut], process_D: Sequence[int], node_P: Sequence[int]) -> Layout:
+def layout_of(arrays: Sequence[ShardedArray], process_D: Sequence[int], node_P: Sequence[int]) -> ReplicaLayout:
     """What every process keeps and sends. Raises ValueError if nodes have unlike numbers of processes or devices."""
     target_D = _targets(process_D, node_P)
     pieces: list[Piece] = []
     own: list[list[Kept]] = [[] for _ in node_P]
-    sent: list[Sent] = []
+    sent: list[ReplicaTransfer] = []
     for number, array in enumerate(arrays):
         for index in sorted(set(array.index_D)):
             devices = tuple(device for device, other in enumerate(array.index_D) if other == index)
@@ -91,8 +91,8 @@ def layout_of(arrays: Sequence[Cut], process_D: Sequence[int], node_P: Sequence[
                 own[process_D[device]].append(Kept(piece, device))
             if len(nodes) == 1 < len(set(node_P)):
                 source, target = devices[0], target_D[devices[0]]
-                sent.append(Sent(piece, source, target, process_D[target]))
-    return Layout(_groups(pieces), tuple(pieces), tuple(map(tuple, own)), tuple(sent))
+                sent.append(ReplicaTransfer(piece, source, target, process_D[target]))
+    return ReplicaLayout(_groups(pieces), tuple(pieces), tuple(map(tuple, own)), tuple(sent))
 
 
 def _targets(process_D: Sequence[int], node_P: Sequence[int]) -> list[int]:
@@ -125,20 +125,22 @@ def _groups(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def givers(held_PN: Bool[np.ndarray, "P N"], layout: Layout) -> list[int | None]:
+def givers(held_PN: Bool[np.ndarray, "P N"], layout: ReplicaLayout) -> list[int | None]:
     """The process that gives each piece to those that lack it, the first behind its owner; None: nobody has it."""
     count = len(held_PN)
     order = ([(piece.processes[0] + ahead) % count for ahead in range(count)] for piece in layout.pieces)
     return [next((p for p in ranks if held_PN[p, n]), None) for n, ranks in enumerate(order)]
 
 
-def lost_owners(given: Sequence[int | None], layout: Layout) -> list[int]:
+def lost_owners(given: Sequence[int | None], layout: ReplicaLayout) -> list[int]:
     """The processes whose pieces nobody has any more."""
     lost = [piece for piece, giver in zip(layout.pieces, given, strict=True) if giver is None]
     return sorted({process for piece in lost for process in piece.processes})
 
 
-def replaced(held_PN: Bool[np.ndarray, "P N"], given: Sequence[int | None], layout: Layout) -> Mapping[int, list[int]]:
+def replaced(
+    held_PN: Bool[np.ndarray, "P N"], given: Sequence[int | None], layout: ReplicaLayout
+) -> Mapping[int, list[int]]:
     """The processes that lack a piece which was theirs alone, or else any, and those that have it for them."""
     found: dict[int, list[int]] = {}
     for process in range(len(held_PN)):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from moe_jax.checkpoint.checksums import names_of
-from moe_jax.checkpoint.replicas.layout import Cut, Index, Kept, Layout, layout_of
+from moe_jax.checkpoint.replicas.layout import Index, Kept, ReplicaLayout, ShardedArray, layout_of
 from moe_jax.config import Config
 from moe_jax.distributed.processes import nodes
 from moe_jax.errors import ConfigError
@@ -22,7 +22,7 @@ class SafetyPlan:
     folder: Path  # of the run, on this node
     node: int
     place: int  # among the processes of the node
-    layout: Layout
+    layout: ReplicaLayout
 
     @property
     def own_folder(self) -> Path:
@@ -81,12 +81,12 @@ def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
     return tuple(each.indices(extent)[:2] for each, extent in zip(slices, shape, strict=True))
 
 
-def _cuts(shapes: Any) -> list[Cut]:
+def _cuts(shapes: Any) -> list[ShardedArray]:
     found = []
     for name, leaf in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True):
         slices = leaf.sharding.devices_indices_map(leaf.shape)
         index_D = [index_of(slices[device], leaf.shape) for device in leaf.sharding.mesh.devices.flat]
-        found.append(Cut(name, leaf.dtype.itemsize, index_D))
+        found.append(ShardedArray(name, leaf.dtype.itemsize, index_D))
     return found
 
 

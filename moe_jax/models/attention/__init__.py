@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import grouped, latent
-from moe_jax.models.attention.core import Way
+from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import rms_norm
-from moe_jax.parallel.tensor_axis import summed
+from moe_jax.parallel.tensor_axis import tp_reduce_scatter
 
 
-class Form(NamedTuple):
+class ContextForm(NamedTuple):
     """A way to keys and values."""
 
     # params, normed tokens [B, n, D], model, view, way → values that each head saw [B, N, H, V]
@@ -28,21 +28,21 @@ class Form(NamedTuple):
     next_heads: Callable[..., tuple[jax.Array, Any]]
 
 
-_GROUPED = Form(grouped.heads, grouped.first_cache, grouped.next_heads)
-_LATENT = Form(latent.heads, latent.first_cache, latent.next_heads)
+_GROUPED = ContextForm(grouped.heads, grouped.first_cache, grouped.next_heads)
+_LATENT = ContextForm(latent.heads, latent.first_cache, latent.next_heads)
 
 
-def form_of(model: ModelConfig) -> Form:
+def form_of(model: ModelConfig) -> ContextForm:
     """The one that a model has."""
     return _LATENT if model.has_latents else _GROUPED
 
 
 def attend(
-    params: Any, x_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+    params: Any, x_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
 ) -> Float[Array, "B n D"]:
     """What attention adds to the residual stream, its pre-norm included; inside `shard_map`."""
     h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
-    y_BnD = summed(_output(params, form_of(model).heads(params, h_BnD, model, view, way)), 1)
+    y_BnD = tp_reduce_scatter(_output(params, form_of(model).heads(params, h_BnD, model, view, way)), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Way(NamedTuple):
+class AttentionImpl(NamedTuple):
     """How attention is computed, as opposed to what."""
 
     kernel: str = "xla"  # of tokens that one rank has, see `kernels`

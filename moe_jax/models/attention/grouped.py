@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import Way, seen_before, weighted_values
+from moe_jax.models.attention.core import AttentionImpl, seen_before, weighted_values
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm
 from moe_jax.models.rope import rotate
 from moe_jax.parallel.context import context_ranks, own_positions
-from moe_jax.parallel.tensor_axis import gathered
+from moe_jax.parallel.tensor_axis import tp_all_gather
 
 Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
 ) -> Float[Array, "B N H K"]:
     """The values that each head saw."""
-    h_BND = gathered(h_BnD, 1)
+    h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
     with jax.named_scope("attention"):
@@ -102,7 +102,7 @@ def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: Mode
     """RMSNorm of all heads together, those of other tensor ranks included."""
     wide = [x.astype(jnp.float32) for x in (query, key)]
     own_BN2 = jnp.stack([jnp.square(x).sum(axis=(-2, -1)) for x in wide], axis=-1)
-    square_BN2 = gathered(own_BN2[None], 0).sum(axis=0)
+    square_BN2 = tp_all_gather(own_BN2[None], 0).sum(axis=0)
     width_2 = jnp.array([model.num_attention_heads, model.kv_heads]) * model.head_width
     inverse_rms = jax.lax.rsqrt(square_BN2 / width_2 + model.rms_norm_eps)
     query_HK, key_GK = params["query_norm"], params["key_norm"]

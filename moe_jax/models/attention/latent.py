@@ -12,25 +12,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import Way, seen_before, weighted_values
+from moe_jax.models.attention.core import AttentionImpl, seen_before, weighted_values
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
-from moe_jax.parallel.tensor_axis import gathered
+from moe_jax.parallel.tensor_axis import tp_all_gather
 
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: Way
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
 ) -> Float[Array, "B N H V"]:
     """The values that each head saw."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
     # latents are short: they are gathered, not what they are made of
-    query_BNQ, latent_BNR, key_BNP = jnp.split(gathered(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
+    query_BNQ, latent_BNR, key_BNP = jnp.split(tp_all_gather(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
     position_BN = jnp.broadcast_to(own_positions(key_BNP.shape[1]), key_BNP.shape[:2])
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
     held = latent_BNR, _rotated(key_BNP[:, :, None], position_BN, model, view)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key, UInt32
 
 from moe_jax.config import MoEConfig
 from moe_jax.parallel.mesh import BATCH_AXES
-from moe_jax.parallel.own_tokens import own_part
+from moe_jax.parallel.own_tokens import local_shard
 
 
 class RouterInputs(NamedTuple):
@@ -62,7 +62,7 @@ class BatchPart:
         sequence_B1 = first + jnp.arange(sequences, dtype=jnp.int32)[:, None]
         place_BN = sequence_B1 * length + jnp.arange(length, dtype=jnp.int32)
         key = None if self.step is None else jax.random.key_data(jax.random.fold_in(jax.random.key(seed), self.step))
-        return RouterInputs(own_part(id_BN), own_part(place_BN), key, jnp.int32(0))
+        return RouterInputs(local_shard(id_BN), local_shard(place_BN), key, jnp.int32(0))
 
 
 EVALUATION = BatchPart()

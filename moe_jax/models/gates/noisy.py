@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.config import MoEConfig
-from moe_jax.config.facts import ROUTER, GateFacts, Leaf
+from moe_jax.config.facts import ROUTER, GateFacts, GateParameter
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear, product
 from moe_jax.models.gates.protocol import Decided, Gate
 
-FACTS = GateFacts(listed=3, sees_tokens=True, parameters=(ROUTER, Leaf("router_noise", ("model", "choices"), "zeros")))
+FACTS = GateFacts(
+    listed=3, sees_tokens=True, parameters=(ROUTER, GateParameter("router_noise", ("model", "choices"), "zeros"))
+)
 
 _NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
 

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoEConfig
-from moe_jax.config.facts import GateFacts, Leaf
+from moe_jax.config.facts import GateFacts, GateParameter
 from moe_jax.models.gates.choice import SoftRouting
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import product
@@ -23,7 +23,7 @@ FACTS = GateFacts(
     splits=False,
     decides="mixed",
     settings=("slots_per_expert",),
-    parameters=(Leaf("slots", ("model", "choices", "slots"), "normal"), Leaf("scale", ("one",), 1.0)),
+    parameters=(GateParameter("slots", ("model", "choices", "slots"), "normal"), GateParameter("scale", ("one",), 1.0)),
 )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoEConfig
-from moe_jax.config.facts import GateFacts, Leaf
+from moe_jax.config.facts import GateFacts, GateParameter
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import product
@@ -21,9 +21,9 @@ FACTS = GateFacts(
     listed=4,
     settings=("router_rank",),
     parameters=(
-        Leaf("router_projection", ("model", "latent"), "normal"),
-        Leaf("router", ("latent", "choices"), "normal"),
-        Leaf("temperature", ("one",), 0.3),
+        GateParameter("router_projection", ("model", "latent"), "normal"),
+        GateParameter("router", ("latent", "choices"), "normal"),
+        GateParameter("temperature", ("one",), 0.3),
     ),
 )
 

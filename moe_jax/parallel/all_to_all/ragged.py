@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.mesh import Axes
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 
 FACTS = ExchangeFacts(listed=5, ragged=True)
 
@@ -70,7 +70,7 @@ def to_lanes(
     rest = rest_lanes(rows_S, count_PE, widths, axis, platform)
     if rest.size and platform == "tpu":
         # else XLA:TPU hides the rare rows, and not these
-        rows_S = after(rows_S, rest, platform)
+        rows_S = depend_on(rows_S, rest, platform)
     main = _received(rows_S, count_PE, 0, widths.main, axis, platform)
     return main.reshape(_held(count_PE), widths.main, math.prod(rows_S.shape[1:])), rest
 

@@ -14,7 +14,7 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.reductions import tiles
 
 
-class Way(NamedTuple):
+class ReduceImpl(NamedTuple):
     """A way in two halves, between which other work runs."""
 
     start: Callable[[jax.Array, tuple[Axis, ...]], tuple[Any, ...]]
@@ -26,14 +26,14 @@ class Way(NamedTuple):
         return self.finish(self.start(x, axes))
 
 
-def _in_one_go(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> Way:
-    return Way(lambda x, axes: (reduce(x, axes),), lambda under_way: under_way[0])
+def _in_one_go(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> ReduceImpl:
+    return ReduceImpl(lambda x, axes: (reduce(x, axes),), lambda under_way: under_way[0])
 
 
-def _way(name: str, module: Any, whole: str, start: str) -> Way:
+def _way(name: str, module: Any, whole: str, start: str) -> ReduceImpl:
     """Of a file's function, or of its halves."""
     if registry.REDUCTION_FACTS[name].only_starts:
-        return Way(getattr(module, start), module.finish, only_starts=True)
+        return ReduceImpl(getattr(module, start), module.finish, only_starts=True)
     return _in_one_go(getattr(module, whole))
 
 
@@ -43,6 +43,6 @@ SCATTERS = {name: _way(name, module, "scatter", "start_scatter") for name, modul
 _ON_TPU = _in_one_go(tiles.scatter)
 
 
-def scatter_of(name: str, platform: str) -> Way:
+def scatter_of(name: str, platform: str) -> ReduceImpl:
     """The way of `SCATTERS` that stays a reduce-scatter on a platform."""
     return _ON_TPU if platform == "tpu" and registry.REDUCTION_FACTS[name].one_scatter else SCATTERS[name]

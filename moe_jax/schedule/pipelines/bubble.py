@@ -6,7 +6,7 @@ one is there `send_s` later.
 """
 
 from moe_jax.schedule.pipelines.dependencies import inputs
-from moe_jax.schedule.pipelines.table import Slot, Table, Task
+from moe_jax.schedule.pipelines.table import StageTick, Table, TableTask
 
 SlotSeconds = list[list[float]]  # [tick][stage]
 
@@ -41,7 +41,7 @@ def _slot_seconds(
 ) -> SlotSeconds:
     times_s = {"F": forward_s, "B": backward_s + (0.0 if table.split_weight_grad else weight_s), "W": weight_s}
 
-    def of(slot: Slot) -> float:
+    def of(slot: StageTick) -> float:
         if slot.forward and slot.backward and together_s is not None:
             return together_s + (weight_s if slot.weight else 0.0)
         return sum(times_s[direction] for direction, _ in slot.tasks())
@@ -50,11 +50,11 @@ def _slot_seconds(
 
 
 def _played_s(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
-    end_s: dict[Task, float] = {}
+    end_s: dict[TableTask, float] = {}
     free_s = [0.0] * table.stages
     for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick
         for stage, slot in enumerate(slots):
-            tasks = [Task(direction, stage, work) for direction, work in slot.tasks()]
+            tasks = [TableTask(direction, stage, work) for direction, work in slot.tasks()]
             needs = [need for task in tasks for need in inputs(task, table.stages, table.chunks) if need not in tasks]
             ready_s = [end_s[need] + (send_s if need.stage != stage else 0.0) for need in needs]
             free_s[stage] = max([free_s[stage], *ready_s]) + seconds[stage]

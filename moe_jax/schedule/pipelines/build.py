@@ -3,7 +3,7 @@
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.pipelines import ORDERS
-from moe_jax.schedule.pipelines.lay_out import lay_out
+from moe_jax.schedule.pipelines.lay_out import assign_ticks
 from moe_jax.schedule.pipelines.table import Table
 
 
@@ -11,7 +11,9 @@ def make_table(name: str, stages: int, microbatches: int, chunks: int = 1) -> Ta
     """The table of a schedule of `schedule.pipelines`; `chunks` model chunks on each stage. Raises ScheduleError."""
     _check_numbers(name, stages, microbatches, chunks)
     orders = [ORDERS[name](stage, stages, microbatches, chunks) for stage in range(stages)]
-    return Table(name, stages, microbatches, chunks, PIPELINE_FACTS[name].split_weight_grad, lay_out(orders, chunks))
+    return Table(
+        name, stages, microbatches, chunks, PIPELINE_FACTS[name].split_weight_grad, assign_ticks(orders, chunks)
+    )
 
 
 def _check_numbers(name: str, stages: int, microbatches: int, chunks: int) -> None:

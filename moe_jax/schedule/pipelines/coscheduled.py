@@ -10,14 +10,14 @@ from itertools import zip_longest
 
 from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines.interleaved import rounds, warm_up
-from moe_jax.schedule.pipelines.table import Slot
+from moe_jax.schedule.pipelines.table import StageTick
 
 FACTS = PipelineFacts(listed=4, most_chunks=None, needs_stages=False, planned=(1, 2), tried=2)
 
 
-def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
+def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[StageTick]:
     """Forward passes alone, pairs, backward passes alone."""
     forward, backward = rounds(stages, microbatches, chunks)
     alone = min(warm_up(stage, stages, chunks) + 1, len(forward))
     pairs = zip_longest(forward[alone:], backward)
-    return [Slot(work) for work in forward[:alone]] + [Slot(ahead, behind) for ahead, behind in pairs]
+    return [StageTick(work) for work in forward[:alone]] + [StageTick(ahead, behind) for ahead, behind in pairs]

@@ -6,12 +6,12 @@ exchange and no send of a steady tick has nothing to hide behind. Weight gradien
 
 from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines import coscheduled
-from moe_jax.schedule.pipelines.table import Slot
+from moe_jax.schedule.pipelines.table import StageTick
 
 FACTS = PipelineFacts(listed=5, most_chunks=None, split_weight_grad=True)
 
 
-def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
+def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[StageTick]:
     """The co-scheduled order, W in the tick of its B."""
     slots = coscheduled.order(stage, stages, microbatches, chunks)
     return [slot._replace(weight=slot.backward) for slot in slots]

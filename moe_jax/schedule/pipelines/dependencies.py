@@ -3,26 +3,26 @@
 from collections.abc import Mapping
 
 from moe_jax.schedule.actions import ScheduleError
-from moe_jax.schedule.pipelines.table import DIRECTIONS, Table, Task, Work
+from moe_jax.schedule.pipelines.table import DIRECTIONS, ChunkPass, Table, TableTask
 
 
-def activation_from(task: Task, stages: int) -> Task | None:
+def activation_from(task: TableTask, stages: int) -> TableTask | None:
     """The forward task whose activations a forward task gets from the stage before; None: it reads tokens."""
     _, stage, (microbatch, chunk) = task
     if stage > 0:
-        return Task("F", stage - 1, task.work)
-    return Task("F", stages - 1, Work(microbatch, chunk - 1)) if chunk > 0 else None
+        return TableTask("F", stage - 1, task.work)
+    return TableTask("F", stages - 1, ChunkPass(microbatch, chunk - 1)) if chunk > 0 else None
 
 
-def gradient_from(task: Task, stages: int, chunks: int) -> Task | None:
+def gradient_from(task: TableTask, stages: int, chunks: int) -> TableTask | None:
     """The backward task whose gradient a backward task gets from the stage behind; None: it starts at the loss."""
     _, stage, (microbatch, chunk) = task
     if stage < stages - 1:
-        return Task("B", stage + 1, task.work)
-    return Task("B", 0, Work(microbatch, chunk + 1)) if chunk < chunks - 1 else None
+        return TableTask("B", stage + 1, task.work)
+    return TableTask("B", 0, ChunkPass(microbatch, chunk + 1)) if chunk < chunks - 1 else None
 
 
-def inputs(task: Task, stages: int, chunks: int) -> tuple[Task, ...]:
+def inputs(task: TableTask, stages: int, chunks: int) -> tuple[TableTask, ...]:
     """The tasks that must end in a tick before; a W may also lie behind its B in the same tick.
 
     F: the activations. B: what its own F saved, and the gradient. W: its B, which saw the gradient.
@@ -41,9 +41,9 @@ def inputs(task: Task, stages: int, chunks: int) -> tuple[Task, ...]:
 
 def check(table: Table) -> None:
     """Raise ScheduleError if a task is missing, listed twice, unknown, or not in a tick behind all its inputs."""
-    ran: dict[Task, int] = {}
+    ran: dict[TableTask, int] = {}
     directions = DIRECTIONS if table.split_weight_grad else ("F", "B")
-    tasks = [Task(d, stage, work) for d in directions for stage in range(table.stages) for work in table.works()]
+    tasks = [TableTask(d, stage, work) for d in directions for stage in range(table.stages) for work in table.works()]
     known = set(tasks)
     for tick, slots in enumerate(table.ticks):
         if len(slots) != table.stages:
@@ -63,7 +63,7 @@ def check(table: Table) -> None:
         _check_inputs(task, ran, table)
 
 
-def _check_inputs(task: Task, ran: Mapping[Task, int], table: Table) -> None:
+def _check_inputs(task: TableTask, ran: Mapping[TableTask, int], table: Table) -> None:
     last = ran[task] - (task.direction != "W")
     for need in inputs(task, table.stages, table.chunks):
         if need not in ran or ran[need] > last:

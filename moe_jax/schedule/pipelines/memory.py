@@ -5,13 +5,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_from
-from moe_jax.schedule.pipelines.table import Table, Task, Work
+from moe_jax.schedule.pipelines.table import ChunkPass, Table, TableTask
 
 
 class Buffers(NamedTuple):
     """Buffers of equal size on every stage, and which of them holds what."""
 
-    slot: Mapping[tuple[int, Work], int]  # of (stage, work)
+    slot: Mapping[tuple[int, ChunkPass], int]  # of (stage, work)
     num_slots: int  # the largest count of a stage
 
 
@@ -31,7 +31,7 @@ class _Life(NamedTuple):
     last: int
 
 
-_Lives = dict[tuple[int, Work], _Life]
+_Lives = dict[tuple[int, ChunkPass], _Life]
 
 
 def in_flight(table: Table, until: str | None = None) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def _last(table: Table) -> str:
     return "W" if table.split_weight_grad else "B"
 
 
-def _ran(table: Table) -> dict[Task, int]:
+def _ran(table: Table) -> dict[TableTask, int]:
     return {task: tick for tick, task in table.tasks()}
 
 
@@ -78,7 +78,7 @@ def _saved(table: Table, until: str) -> _Lives:
     }
 
 
-def _of_stage(lives: _Lives, stage: int) -> dict[Work, _Life]:
+def _of_stage(lives: _Lives, stage: int) -> dict[ChunkPass, _Life]:
     return {work: life for (owner, work), life in lives.items() if owner == stage}
 
 
@@ -89,7 +89,7 @@ def _most_at_once(lives: Iterable[_Life]) -> int:
 
 def _place(lives: _Lives, stages: int) -> Buffers:
     """The lowest free slot in the order of first ticks: no more slots than are needed at once."""
-    slot: dict[tuple[int, Work], int] = {}
+    slot: dict[tuple[int, ChunkPass], int] = {}
     num_slots = 0
     for stage in range(stages):
         free_from: list[int] = []  # the tick from which each slot is free

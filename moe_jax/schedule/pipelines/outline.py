@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slots_of
-from moe_jax.schedule.pipelines.table import Slot, Table, Work
+from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
 
 _ROUNDS = 3  # of as many microbatches as stages: behind them a table repeats itself
 
@@ -49,5 +49,5 @@ def _outline(table: Table) -> Outline:
     return Outline(ticks, table.has_pairs, *(buffers.num_slots for buffers in (slots.saved, slots.weight, *slots[2:])))
 
 
-def _passes(slot: Slot) -> Passes:
-    return Passes(*(work.chunk if isinstance(work, Work) else None for work in slot))
+def _passes(slot: StageTick) -> Passes:
+    return Passes(*(work.chunk if isinstance(work, ChunkPass) else None for work in slot))

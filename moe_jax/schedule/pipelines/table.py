@@ -19,45 +19,45 @@ _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?", re.ASCII)
 _WIDTH = 112  # characters of a line of ticks
 
 
-class Work(NamedTuple):
+class ChunkPass(NamedTuple):
     """One microbatch's pass through one model chunk of a stage."""
 
     microbatch: int
     chunk: int = 0
 
 
-class Slot(NamedTuple):
+class StageTick(NamedTuple):
     """What one stage does in one tick; with nothing in it the stage is idle."""
 
-    forward: Work | None = None
-    backward: Work | None = None  # with `weight` apart: activation gradients only
-    weight: Work | None = None
+    forward: ChunkPass | None = None
+    backward: ChunkPass | None = None  # with `weight` apart: activation gradients only
+    weight: ChunkPass | None = None
 
     def __str__(self) -> str:
         return _BESIDE.join(direction + _write(work) for direction, work in self.tasks()) or _IDLE
 
     @classmethod
-    def parse(cls, text: str) -> "Slot":
+    def parse(cls, text: str) -> "StageTick":
         """The slot of a text like F3, F3+B0, W2.1 (microbatch 2, chunk 1) or a dot. Raises ScheduleError."""
-        found: dict[str, Work] = {}
+        found: dict[str, ChunkPass] = {}
         for cell in [] if text == _IDLE else text.split(_BESIDE):
             form = _CELL.fullmatch(cell)
             if not form or form[1] in found:
                 raise ScheduleError(f"{text!r} is no slot of a pipeline: write F3, F3+B0, W2.1 or {_IDLE} for idle")
-            found[form[1]] = Work(int(form[2]), int(form[3] or 0))
+            found[form[1]] = ChunkPass(int(form[2]), int(form[3] or 0))
         return cls(*(found.get(direction) for direction in DIRECTIONS))
 
-    def tasks(self) -> Iterator[tuple[str, Work]]:
+    def tasks(self) -> Iterator[tuple[str, ChunkPass]]:
         """(direction, work) of what the slot holds: F, B, W."""
         return ((direction, work) for direction, work in zip(DIRECTIONS, self, strict=True) if work is not None)
 
 
-class Task(NamedTuple):
+class TableTask(NamedTuple):
     """One entry of a table."""
 
     direction: str  # of DIRECTIONS
     stage: int
-    work: Work
+    work: ChunkPass
 
     def __str__(self) -> str:
         return f"{self.direction}{_write(self.work)} of stage {self.stage}"
@@ -72,23 +72,23 @@ class Table:
     microbatches: int
     chunks: int  # model chunks of a stage
     split_weight_grad: bool  # whether W is apart from B
-    ticks: tuple[tuple[Slot, ...], ...]  # [tick][stage]
+    ticks: tuple[tuple[StageTick, ...], ...]  # [tick][stage]
 
-    def tasks(self) -> Iterator[tuple[int, Task]]:
+    def tasks(self) -> Iterator[tuple[int, TableTask]]:
         """(tick, task) of all entries, tick by tick."""
         for tick, slots in enumerate(self.ticks):
             for stage, slot in enumerate(slots):
                 for direction, work in slot.tasks():
-                    yield tick, Task(direction, stage, work)
+                    yield tick, TableTask(direction, stage, work)
 
     @functools.cached_property
     def has_pairs(self) -> bool:
         """Whether ticks have a forward beside a backward pass."""
         return any(slot.forward and slot.backward for slots in self.ticks for slot in slots)
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[ChunkPass]:
         """Every work of a stage."""
-        return (Work(m, c) for c in range(self.chunks) for m in range(self.microbatches))
+        return (ChunkPass(m, c) for c in range(self.chunks) for m in range(self.microbatches))
 
     def __str__(self) -> str:
         cells = [[str(slots[stage]) for slots in self.ticks] for stage in range(self.stages)]
@@ -110,12 +110,12 @@ class Table:
         header = dict(_read_line(line) for line in head.splitlines())
         if list(header) != list(_HEADER):
             raise ScheduleError(f"the header of the table has {', '.join(header)}: write {', '.join(_HEADER)}")
-        rows: dict[str, list[Slot]] = {f"stage {stage}": [] for stage in range(int(header["stages"]))}
+        rows: dict[str, list[StageTick]] = {f"stage {stage}": [] for stage in range(int(header["stages"]))}
         for line in filter(None, body.splitlines()):
             label, value = _read_line(line)
             if label not in rows:
                 raise ScheduleError(f"{label!r} is no stage of the table: write stage 0 to stage {len(rows) - 1}")
-            rows[label] += map(Slot.parse, value.split())
+            rows[label] += map(StageTick.parse, value.split())
         if len({len(row) for row in rows.values()}) > 1:
             counts = ", ".join(f"{label} has {len(row)}" for label, row in rows.items())
             raise ScheduleError(f"stages differ in their number of ticks ({counts}): write {_IDLE} where one is idle")
@@ -149,5 +149,5 @@ def _write_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _write(work: Work) -> str:
+def _write(work: ChunkPass) -> str:
     return f"{work.microbatch}.{work.chunk}" if work.chunk else f"{work.microbatch}"

@@ -11,15 +11,15 @@ from itertools import pairwise
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, task_graph
-from moe_jax.schedule.play import interleave, play
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.play import interleave, simulate_streams
+from moe_jax.schedule.shape import StepShape
 
 SIDES = ("F", "B")  # forward tasks and the sum of the routers' counts; backward tasks and weight gradients
 _Rank = Callable[[Action], float]
 
 
 def coscheduled_tick(
-    policy: str, shape: Shape, seconds: Seconds, stream_of: StreamOf = three_streams
+    policy: str, shape: StepShape, seconds: Seconds, stream_of: StreamOf = three_streams
 ) -> list[tuple[str, Action]]:
     """(side, task) of a stage's forward and backward pass, reductions left out, in the order in which they are issued.
 
@@ -38,7 +38,10 @@ def coscheduled_tick(
         lambda action: -SIDES.index(side_of(action)),
     )
     orders = [*(_merge(apart, needs, seconds, stream_of, rank) for rank in first), apart]
-    fastest = min(orders, key=lambda order: max(span.end_s for span in play(order, needs, seconds, stream_of).values()))
+    fastest = min(
+        orders,
+        key=lambda order: max(span.end_s for span in simulate_streams(order, needs, seconds, stream_of).values()),
+    )
     return [(side_of(action), action) for action in fastest]
 
 
@@ -47,7 +50,7 @@ def side_of(action: Action) -> str:
     return "B" if action.direction in ("B", "W") else "F"
 
 
-def needs_inside(actions: Iterable[Action], shape: Shape) -> Needs:
+def needs_inside(actions: Iterable[Action], shape: StepShape) -> Needs:
     """What tasks of a tick need of it: those of their own side. All else was done in an earlier tick."""
     graph, inside = task_graph(shape), set(actions)
     return {

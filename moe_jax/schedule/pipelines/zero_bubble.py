@@ -6,16 +6,16 @@ then all stages have as many microbatches between F and W, and none more than 1F
 
 from moe_jax.config.facts import PipelineFacts
 from moe_jax.schedule.pipelines import one_f_one_b
-from moe_jax.schedule.pipelines.table import Slot, Work
+from moe_jax.schedule.pipelines.table import ChunkPass, StageTick
 
 FACTS = PipelineFacts(listed=3, split_weight_grad=True, planned=(1,), tried=1)
 
 
-def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[Slot]:
+def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[StageTick]:
     """1F1B's order, W behind B with a lag of `stage` microbatches, and what is left of them at the end."""
-    slots: list[Slot] = []
+    slots: list[StageTick] = []
     for slot in one_f_one_b.order(stage, stages, microbatches, chunks):
         slots.append(slot)
         if slot.backward and slot.backward.microbatch >= stage:
-            slots.append(Slot(weight=Work(slot.backward.microbatch - stage)))
-    return slots + [Slot(weight=Work(m)) for m in range(max(microbatches - stage, 0), microbatches)]
+            slots.append(StageTick(weight=ChunkPass(slot.backward.microbatch - stage)))
+    return slots + [StageTick(weight=ChunkPass(m)) for m in range(max(microbatches - stage, 0), microbatches)]

@@ -8,10 +8,10 @@ from itertools import groupby
 
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, stream_of_op
 from moe_jax.schedule.policies.protocol import Orders
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 
-def orders(shape: Shape) -> Orders:
+def orders(shape: StepShape) -> Orders:
     """FlowMoE, eqs. 2-5: compute AT1…ATR E1…ER, communication D1…DR C1…CR, block by block."""
     streams: Orders = {stream: [] for stream in Stream}
     phases = [(stream, list(run)) for stream, run in groupby(shape.stages, lambda stage: stream_of_op(stage.op))]

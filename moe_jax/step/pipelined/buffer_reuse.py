@@ -14,7 +14,7 @@ import jax.numpy as jnp
 Shape = jax.ShapeDtypeStruct
 
 
-class Room(NamedTuple):
+class BufferSlot(NamedTuple):
     """A part of a kept value for a guest: elements from `start` on along the host's longest axis."""
 
     place: int  # the number of the kept value
@@ -45,17 +45,17 @@ class Room(NamedTuple):
         return tuple(corner)
 
 
-def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[int, Room]:
+def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[int, BufferSlot]:
     """A room for as many guests as fit, by their number; hosts are kept values by theirs.
 
     Hosts of a guest's own shape first; then the largest guests in the host that has least left.
     """
-    found: dict[int, Room] = {}
+    found: dict[int, BufferSlot] = {}
     empty = {place: host for place, host in hosts.items() if host.shape and math.prod(host.shape)}
     for number, guest in guests.items():
         alike = [place for place, host in empty.items() if (host.shape, host.dtype) == (guest.shape, guest.dtype)]
         if alike:
-            found[number] = Room(alike[0], guest)
+            found[number] = BufferSlot(alike[0], guest)
             del empty[alike[0]]
     left = {place: max(host.shape) for place, host in empty.items()}
     others = (number for number in guests if number not in found)
@@ -64,7 +64,7 @@ def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[
         fitting = {place: length for place, length in needs.items() if length and length <= left[place]}
         if fitting:
             place = min(fitting, key=left.__getitem__)
-            found[number] = Room(place, guests[number], max(empty[place].shape) - left[place])
+            found[number] = BufferSlot(place, guests[number], max(empty[place].shape) - left[place])
             left[place] -= fitting[place]
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from moe_jax.step.pipelined.buffer_reuse import Room
+from moe_jax.step.pipelined.buffer_reuse import BufferSlot
 from moe_jax.step.pipelined.slot_ops import get, put
 
 
@@ -49,7 +49,7 @@ class Buffers:
         arrays: list[jax.Array],
         structure: int,
         slot: jax.Array | int,
-        rooms: Sequence[Room],
+        rooms: Sequence[BufferSlot],
         guests: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """The arrays with guests in rooms of the values in a slot."""
@@ -59,7 +59,7 @@ class Buffers:
         return arrays
 
     def visit(
-        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, rooms: Sequence[Room]
+        self, arrays: list[jax.Array], structure: int, slot: jax.Array | int, rooms: Sequence[BufferSlot]
     ) -> list[jax.Array]:
         """The guests in these rooms."""
         return [room.get(arrays[self._places[structure][room.place]], slot) for room in rooms]

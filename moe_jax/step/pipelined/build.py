@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.config.layer_layout import Held, Stages
+from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.schedule.pipelines.build import make_table
@@ -22,7 +22,7 @@ from moe_jax.step.scheduled.build import measured_times
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PipelinedPlan:
     """A table, and the orders of tasks for each structure that model chunks have."""
 
     stages: Stages
@@ -73,7 +73,7 @@ class Plan:
         }
 
     @functools.cached_property
-    def structures(self) -> tuple[tuple[Held, ...], ...]:
+    def structures(self) -> tuple[tuple[GroupBlock, ...], ...]:
         """The different ones of the groups, each once."""
         return tuple(dict.fromkeys(self.stages.groups))
 
@@ -106,12 +106,12 @@ class Plan:
         return jax.tree.map(lambda x: x[: last + 1], rows)
 
 
-def make_plan(config: Config, mesh: Mesh) -> Plan:
+def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
     """As a config says. Raises ScheduleError or ConfigError."""
     settings, sizes = config.schedule, mesh.shape
     table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
     check_table(table)
-    unscheduled = Plan(Stages.of(config), table, ())
+    unscheduled = PipelinedPlan(Stages.of(config), table, ())
     platform = ComputeConfig.of(config, mesh).platform
     orders = tuple(
         orders_of(

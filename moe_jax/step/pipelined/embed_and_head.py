@@ -12,7 +12,7 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
 def embedded(params: Tree, tokens: OwnTokens, compute: ComputeConfig) -> jax.Array:
@@ -26,7 +26,7 @@ def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compu
     return pullback(dx_bND)[0]
 
 
-def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
+def share_of_loss(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
     """This device's share of the cross-entropy."""
     tasks = _tasks(facts, params, x_bND, tokens)
     for r in range(facts.microbatches):
@@ -34,7 +34,9 @@ def share_of_loss(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnToken
     return tasks.cross_entropy
 
 
-def through_head(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> tuple[jax.Array, jax.Array, Tree]:
+def through_head(
+    facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
+) -> tuple[jax.Array, jax.Array, Tree]:
     """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
 
     Forward and backward part by part: one part's logits are there at a time.
@@ -51,7 +53,7 @@ def through_head(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens
     return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
 
 
-def _tasks(facts: Facts, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
+def _tasks(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
     tasks = Tasks(facts, params, Given({}), tokens)
     tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
     return tasks

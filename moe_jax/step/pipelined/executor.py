@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config.registry import EXCHANGE_FACTS
-from moe_jax.parallel.ordering import computed_after
-from moe_jax.parallel.own_tokens import OwnTokens, own_tokens
+from moe_jax.parallel.ordering import barrier_after
+from moe_jax.parallel.own_tokens import OwnTokens, local_tokens
 from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
-from moe_jax.step.losses import Parts
+from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.pipelined.buffers import Buffers
-from moe_jax.step.pipelined.build import Plan
+from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, share_of_loss, through_head
-from moe_jax.step.pipelined.model_chunk import Chunk, Forward, InputGradient
+from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk
 from moe_jax.step.pipelined.slot_ops import get, put, taken_out
 from moe_jax.step.pipelined.stage_params import added, no_sums, weights_of
-from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Pass, Row, rows_of
+from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, TickPass, rows_of
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class State(NamedTuple):
@@ -44,18 +44,18 @@ class State(NamedTuple):
     weight: list[jax.Array]  # and of what backward passes leave to weight gradients
     taken: list[jax.Array]  # on CPUs: of `saved`, for a pass that also writes there
     grads: Grads  # sums of them, float32, see `no_sums`
-    parts: Parts
+    parts: ObjectiveParts
 
 
-class Stage:
+class PipelineStage:
     """The passes of this device's stage. `params` are its own blocks', and what all stages have."""
 
-    def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: Plan):
+    def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan):
         config, compute = context.config, context.compute
         self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
         self.slot_ME = inputs.slot_ME  # where experts of all blocks lie; None: in their order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
-        self.tokens = OwnTokens(*map(by_microbatch, own_tokens(inputs.token_BN1)))
+        self.tokens = OwnTokens(*map(by_microbatch, local_tokens(inputs.token_BN1)))
         router_inputs = inputs.router_inputs(context)
         self.router_inputs = router_inputs and router_inputs._replace(
             id=by_microbatch(router_inputs.id), place=by_microbatch(router_inputs.place)
@@ -65,9 +65,11 @@ class Stage:
         self.chunks = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
-            facts = Facts(config, compute, orders.shape, context.global_tokens, tokens, first_block)
-            given = jax.eval_shape(functools.partial(self._given, number), Pass(*(jnp.int32(0),) * len(Pass._fields)))
-            self.chunks.append(Chunk(facts, orders, self._x_bND, given))
+            facts = StepDims(config, compute, orders.shape, context.global_tokens, tokens, first_block)
+            given = jax.eval_shape(
+                functools.partial(self._given, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
+            )
+            self.chunks.append(ModelChunk(facts, orders, self._x_bND, given))
         kept, held = [chunk.saved_shapes for chunk in self.chunks], [chunk.held_shapes for chunk in self.chunks]
         self.saved, self.taken = Buffers(kept, plan.slots.saved.num_slots), Buffers(kept, 1)
         self.weight = Buffers(held, plan.slots.weight.num_slots)
@@ -89,7 +91,7 @@ class Stage:
             weight=self.weight.empty() if backward else [],
             taken=self.taken.empty() if backward and self._takes_out else [],
             grads=no_sums(self.params, self.plan) if backward else {},
-            parts=Parts(nothing, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
+            parts=ObjectiveParts(nothing, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
         )
 
     def tick(self, state: State, row: Row) -> State:
@@ -126,7 +128,7 @@ class Stage:
         if self._in_background:
             beside = min(jax.tree.leaves(state.grads), key=jnp.size)
             # this stage waits only once what others wait for has left
-            state = _received(state, row, activation(computed_after(beside, state.posted)))
+            state = _received(state, row, activation(barrier_after(beside, state.posted)))
         return state
 
     def _tick_that_sends_behind(self, state: State, row: Row) -> State:
@@ -145,7 +147,7 @@ class Stage:
         state = _received(state, row, activation(beside))
         return state._replace(gradients=put(state.gradients, gradient(beside), row.gradient_to))
 
-    def _run_together(self, run: Callable[..., State], state: State, behind: Pass, ahead: Pass) -> State:
+    def _run_together(self, run: Callable[..., State], state: State, behind: TickPass, ahead: TickPass) -> State:
         if self._takes_out:
             state = self._of_structures(run, "take", self._take, state, behind)
         return self._of_structures(run, "together", self._together, state, behind, ahead)
@@ -165,7 +167,7 @@ class Stage:
     ) -> dict[str, jax.Array]:
         """Turns of these passes, known when x is there: XLA:TPU lets x travel beside the shortest pass it finds."""
         names = [name for name in turns if name.startswith(passes)] if self.compute.platform == "tpu" else []
-        return {name: computed_after(turns[name], x_bND) for name in names}
+        return {name: barrier_after(turns[name], x_bND) for name in names}
 
     def _to_next(self, state: State, row: Row) -> Arriving:
         if self._in_background:
@@ -173,7 +175,7 @@ class Stage:
         return to_next(state.x_bND)
 
     def _of_structures(
-        self, run: Callable[..., State], name: str, body: Callable[..., State], state: State, *works: Pass
+        self, run: Callable[..., State], name: str, body: Callable[..., State], state: State, *works: TickPass
     ) -> State:
         for number in range(len(self.chunks)):
             state = run(f"{name}_{number}", functools.partial(body, number), state, *works)
@@ -181,19 +183,19 @@ class Stage:
 
     # passes
 
-    def _embed(self, state: State, work: Pass) -> State:
+    def _embed(self, state: State, work: TickPass) -> State:
         x_bND = embedded(self.params, self._tokens(work), self.compute)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
-    def _forward(self, number: int, state: State, work: Pass, keep: bool) -> State:
+    def _forward(self, number: int, state: State, work: TickPass, keep: bool) -> State:
         done = self.chunks[number].forward(get(state.activations, work.received), self._given(number, work))
         return self._with_forward(state, work, number, done, keep)
 
-    def _take(self, number: int, state: State, work: Pass) -> State:
+    def _take(self, number: int, state: State, work: TickPass) -> State:
         kept = self._kept(state, work, number)
         return state._replace(taken=self.taken.write(state.taken, number, 0, kept))
 
-    def _together(self, number: int, state: State, behind: Pass, ahead: Pass) -> State:
+    def _together(self, number: int, state: State, behind: TickPass, ahead: TickPass) -> State:
         kept = self.taken.read(state.taken, number, 0) if self._takes_out else self._kept(state, behind, number)
         forward, backward = self.chunks[number].together(
             get(state.activations, ahead.received),
@@ -209,12 +211,12 @@ class Stage:
             return self._with_input_gradient(state, behind, number, backward, kept)
         return self._with_gradients(state._replace(dx_bND=backward.dx_bND), behind, number, backward.grads)
 
-    def _lose(self, state: State, work: Pass) -> State:
+    def _lose(self, state: State, work: TickPass) -> State:
         loss = share_of_loss(self._top.facts, self.params, state.x_bND, self._tokens(work))
         # which was sent; unchanged it would be the compiler's to hoist, see `turn_if`
         return self._add_loss(state._replace(x_bND=jnp.zeros_like(state.x_bND)), loss)
 
-    def _head(self, state: State, work: Pass) -> State:
+    def _head(self, state: State, work: TickPass) -> State:
         top = self._number_of_top
         x_bND = self._top.output(self._given(top, work), self._kept(state, work, top))
         loss, dx_bND, grads = through_head(self._top.facts, self.params, x_bND, self._tokens(work))
@@ -222,18 +224,18 @@ class Stage:
         added = {name: state.grads[name] + grad for name, grad in grads.items()}
         return state._replace(gradients=put(state.gradients, dx_bND, work.received), grads=state.grads | added)
 
-    def _backward(self, number: int, state: State, work: Pass) -> State:
+    def _backward(self, number: int, state: State, work: TickPass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         done = self.chunks[number].backward(dx_bND, self._given(number, work), kept)
         return self._with_gradients(state._replace(dx_bND=done.dx_bND), work, number, done.grads)
 
-    def _input_gradient(self, number: int, state: State, work: Pass) -> State:
+    def _input_gradient(self, number: int, state: State, work: TickPass) -> State:
         dx_bND, kept = get(state.gradients, work.received), self._kept(state, work, number)
         done = self.chunks[number].input_gradient(dx_bND, self._given(number, work), kept)
         return self._with_input_gradient(state, work, number, done, kept)
 
     def _with_input_gradient(
-        self, state: State, work: Pass, number: int, done: InputGradient, kept: list[jax.Array]
+        self, state: State, work: TickPass, number: int, done: InputGradient, kept: list[jax.Array]
     ) -> State:
         # read before they are written to, or they would be copied
         moved, _ = jax.lax.optimization_barrier((done.moved, kept))
@@ -244,13 +246,13 @@ class Stage:
             weight=self.weight.write(state.weight, number, work.weight, done.held),
         )
 
-    def _weight_gradients(self, number: int, state: State, work: Pass) -> State:
+    def _weight_gradients(self, number: int, state: State, work: TickPass) -> State:
         chunk, given, kept = self.chunks[number], self._given(number, work), self._kept(state, work, number)
         moved = self.saved.visit(state.saved, number, work.saved, chunk.rooms)
         held = self.weight.read(state.weight, number, work.weight)
         return self._with_gradients(state, work, number, chunk.weight_gradients(given, kept, moved, held))
 
-    def _embed_back(self, state: State, work: Pass) -> State:
+    def _embed_back(self, state: State, work: TickPass) -> State:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.compute)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
@@ -285,13 +287,13 @@ class Stage:
         return self.plan.structure_of(self.plan.table.stages - 1, self.plan.table.chunks - 1)
 
     @property
-    def _top(self) -> Chunk:
+    def _top(self) -> ModelChunk:
         return self.chunks[self._number_of_top]
 
-    def _tokens(self, work: Pass) -> OwnTokens:
+    def _tokens(self, work: TickPass) -> OwnTokens:
         return OwnTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
 
-    def _given(self, number: int, work: Pass) -> Given:
+    def _given(self, number: int, work: TickPass) -> Given:
         weights = weights_of(self.params, self.plan, number, work.chunk)
         slots = self._slots(number, work)
         if self.router_inputs is None:
@@ -300,21 +302,21 @@ class Stage:
         below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
         return Given(weights, self.router_inputs._replace(id=id_bn, place=place_bn).above(below), slots)
 
-    def _slots(self, number: int, work: Pass) -> dict[int, jax.Array]:
+    def _slots(self, number: int, work: TickPass) -> dict[int, jax.Array]:
         if self.slot_ME is None:
             return {}
         rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
         blocks = [block for block, held in enumerate(self.plan.structures[number]) if held.kind == "moe"]
         return {block: get(self.slot_ME, rows_m[m]) for m, block in enumerate(blocks)}
 
-    def _kept(self, state: State, work: Pass, number: int) -> list[jax.Array]:
+    def _kept(self, state: State, work: TickPass, number: int) -> list[jax.Array]:
         return taken_out(self.saved.read(state.saved, number, work.saved), self.compute.platform)
 
-    def _with_gradients(self, state: State, work: Pass, number: int, grads: list[Grads]) -> State:
+    def _with_gradients(self, state: State, work: TickPass, number: int, grads: list[Grads]) -> State:
         with jax.named_scope("add_gradients"):
             return state._replace(grads=added(state.grads, self.plan, number, work.chunk, grads))
 
-    def _with_forward(self, state: State, work: Pass, number: int, done: Forward, keep: bool = True) -> State:
+    def _with_forward(self, state: State, work: TickPass, number: int, done: ForwardResult, keep: bool = True) -> State:
         if done.parts is not None:
             rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
             so_far, own = state.parts, done.parts
@@ -341,12 +343,12 @@ def _received(state: State, row: Row, x_bND: jax.Array) -> State:
     return state._replace(activations=put(state.activations, x_bND, row.activation_to))
 
 
-def _run(turns: dict[str, jax.Array], name: str, body: Callable[..., State], state: State, *works: Pass) -> State:
+def _run(turns: dict[str, jax.Array], name: str, body: Callable[..., State], state: State, *works: TickPass) -> State:
     with jax.named_scope(PASS_SCOPE + name):
         return turn_if(turns[name], body, state, *works)
 
 
-def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: Pass) -> State:
+def turn_if(condition: jax.Array, body: Callable[..., State], state: State, *works: TickPass) -> State:
     """`body(state, *works)` where the condition holds, in a loop of one turn or none.
 
     What no turn of a loop changes, compilers compute before it, even if there is none: a whole pass, in all ticks. So

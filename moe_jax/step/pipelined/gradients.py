@@ -8,27 +8,29 @@ from moe_jax.parallel.grad_sync import sync_gradients
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
-from moe_jax.step.losses import Parts
-from moe_jax.step.pipelined.build import Plan
-from moe_jax.step.pipelined.executor import Stage, State
+from moe_jax.step.losses import ObjectiveParts
+from moe_jax.step.pipelined.build import PipelinedPlan
+from moe_jax.step.pipelined.executor import PipelineStage, State
 from moe_jax.step.pipelined.stage_params import like_parameters
 from moe_jax.step.pipelined.tick_table import Row
 
 
-def pipelined_gradients(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> tuple[Grads, Parts]:
+def pipelined_gradients(
+    params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan
+) -> tuple[Grads, ObjectiveParts]:
     """The same as `plain.gradients`, to round-off; the parts of the objective are summed over stages.
 
     The parts of `train.grad_accumulation` are the pipeline's microbatches: each fills slots and is balanced by itself.
     """
-    own = Stage(params, inputs, context, plan)
+    own = PipelineStage(params, inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
     grads = sync_gradients(like_parameters(state.grads), context.specs, context.cuts, context.compute.platform)
     return grads, sum_over_stages(state.parts)
 
 
-def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> jax.Array:
+def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan) -> jax.Array:
     """The same as `plain.evaluate`, summed over stages; nothing is kept for a backward pass."""
-    own = Stage(params, inputs, context, plan)
+    own = PipelineStage(params, inputs, context, plan)
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 

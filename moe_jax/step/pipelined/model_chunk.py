@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from moe_jax.models.dispatchers.ragged import Overflow
 from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.losses import Parts, parts_of
-from moe_jax.step.pipelined.buffer_reuse import Room, find_rooms
+from moe_jax.step.losses import ObjectiveParts, parts_of
+from moe_jax.step.pipelined.buffer_reuse import BufferSlot, find_rooms
 from moe_jax.step.pipelined.build import Orders
 from moe_jax.step.scheduled.executor import Key, Tasks
 from moe_jax.step.scheduled.grad_buckets import Reduction
-from moe_jax.step.scheduled.grad_reduce import Sums
+from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
-from moe_jax.step.scheduled.scan_residuals import Given, Turn
+from moe_jax.step.scheduled.scan_residuals import Given, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class _Saved(NamedTuple):
@@ -36,11 +36,11 @@ class _Saved(NamedTuple):
     x_bND: jax.Array  # behind the highest block
 
 
-class Forward(NamedTuple):
+class ForwardResult(NamedTuple):
     """What comes out of a forward pass."""
 
     x_bND: jax.Array  # the residual stream behind the chunk
-    parts: Parts | None  # of the objective; None without experts
+    parts: ObjectiveParts | None  # of the objective; None without experts
     kept: list[jax.Array]  # for the backward pass
 
 
@@ -59,24 +59,24 @@ class InputGradient(NamedTuple):
     held: list[jax.Array]  # and for buffers of its own
 
 
-class Chunk:
+class ModelChunk:
     """A chunk whose passes have these orders. Made inside `shard_map`; `given` are shapes.
 
     `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
     gradients leave them arrays in `rooms` of others that nobody reads any more, and beside these `held_shapes`.
     """
 
-    def __init__(self, facts: Facts, orders: Orders, x_bND: jax.ShapeDtypeStruct, given: Given):
+    def __init__(self, facts: StepDims, orders: Orders, x_bND: jax.ShapeDtypeStruct, given: Given):
         self.facts, self._orders = facts, orders
         self._microbatches = range(facts.microbatches)
         self._num_blocks = len(facts.shape.kinds)
         self._moe = [block for block, kind in enumerate(facts.shape.kinds) if kind == "moe"]
-        self._turn = Turn(self._run_forward, x_bND, given)
+        self._turn = ScanBody(self._run_forward, x_bND, given)
         self.saved_shapes = self._turn.stacked_shapes
-        self.rooms: list[Room] = []
+        self.rooms: list[BufferSlot] = []
         self.held_shapes: list[jax.ShapeDtypeStruct] = []
         if orders.weight:
-            self._turn_back = Turn(self._run_input_gradient, (x_bND, self.saved_shapes), given)
+            self._turn_back = ScanBody(self._run_input_gradient, (x_bND, self.saved_shapes), given)
             # what is kept of the forward pass anyway, behind the gradient in the turn's carry
             self._kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
             waiting = {i: shape for i, shape in enumerate(self._turn_back.stacked_shapes) if self._kept[i] is None}
@@ -86,9 +86,9 @@ class Chunk:
             self._held = [i for i in waiting if i not in rooms]
             self.held_shapes = [waiting[i] for i in self._held]
 
-    def forward(self, x_bND: jax.Array, given: Given) -> Forward:
+    def forward(self, x_bND: jax.Array, given: Given) -> ForwardResult:
         """The forward pass."""
-        return Forward(*self._turn(x_bND, given))
+        return ForwardResult(*self._turn(x_bND, given))
 
     def output(self, given: Given, kept: Sequence[jax.Array]) -> jax.Array:
         """The residual stream behind the chunk, from what was kept."""
@@ -107,7 +107,7 @@ class Chunk:
         dx_bND: jax.Array,
         behind_given: Given,
         kept: Sequence[jax.Array],
-    ) -> tuple[Forward, Backward | InputGradient]:
+    ) -> tuple[ForwardResult, Backward | InputGradient]:
         """The forward pass of one microbatch beside the backward pass of another, without its weight gradients if these
         are apart.
         """
@@ -121,7 +121,7 @@ class Chunk:
         for side, action in self._orders.together:
             run([action], *sides[side])
         x_bND, parts, saved = self._end_forward(*sides["F"])
-        forward = Forward(x_bND, parts, self._turn.stacked_of(saved))
+        forward = ForwardResult(x_bND, parts, self._turn.stacked_of(saved))
         if not self._orders.weight:
             return forward, Backward(self._joined(behind.dx), self._gradients(behind))
         return forward, self._left(self._joined(behind.dx), self._turn_back.stacked_of(_waiting(behind)))
@@ -144,7 +144,7 @@ class Chunk:
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _run_forward(self, x_bND: jax.Array, given: Given) -> tuple[jax.Array, Parts | None, _Saved]:
+    def _run_forward(self, x_bND: jax.Array, given: Given) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
         tasks = self._start_forward(x_bND, given)
         sums = self._sums(tasks)
         run(self._orders.forward, tasks, sums)
@@ -169,7 +169,7 @@ class Chunk:
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
         return tasks
 
-    def _end_forward(self, tasks: Tasks, sums: Sums) -> tuple[jax.Array, Parts | None, _Saved]:
+    def _end_forward(self, tasks: Tasks, sums: GradientReducer) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
         for r in self._microbatches:
             tasks.settle(r, self._num_blocks)
         self._widths = tasks.widths
@@ -204,9 +204,9 @@ class Chunk:
     def _tasks(self, given: Given) -> Tasks:
         return Tasks(self.facts, None, given)
 
-    def _sums(self, tasks: Tasks) -> Sums:
+    def _sums(self, tasks: Tasks) -> GradientReducer:
         nothing = Reduction(vectors=(), cuts=(), chunks=())
-        return Sums((nothing,) * (self._num_blocks + 2), tasks, None)
+        return GradientReducer((nothing,) * (self._num_blocks + 2), tasks, None)
 
 
 def _waiting(tasks: Tasks) -> Tree:

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.pipelined.build import Plan
+from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.slot_ops import get, put
 
 
-def weights_of(params: Tree, plan: Plan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
+def weights_of(params: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
     """Of each block of a model chunk."""
     weights = {}
     for block, held in enumerate(plan.structures[structure]):
@@ -19,7 +19,7 @@ def weights_of(params: Tree, plan: Plan, structure: int, chunk: jax.Array) -> di
     return weights
 
 
-def no_sums(params: Tree, plan: Plan) -> Tree:
+def no_sums(params: Tree, plan: PipelinedPlan) -> Tree:
     """Sums of gradients, like the parameters, of nothing. Each row of blocks has arrays of its own, [chunks, …]."""
 
     def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
@@ -32,7 +32,7 @@ def no_sums(params: Tree, plan: Plan) -> Tree:
     return zeros | {"segments": apart}
 
 
-def added(sums: Tree, plan: Plan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
+def added(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
     """With gradients of a model chunk's blocks."""
     segments = {segment: dict(places) for segment, places in sums["segments"].items()}
     place = 0 if plan.table.chunks == 1 else chunk
@@ -57,7 +57,7 @@ def like_parameters(sums: Tree) -> Tree:
     return sums | {"segments": jax.tree.map(stacked, sums["segments"], is_leaf=lambda tree: isinstance(tree, list))}
 
 
-def _row(plan: Plan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:
+def _row(plan: PipelinedPlan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:
     held = plan.structures[structure][block]
     if plan.table.chunks == 1:
         return held.row

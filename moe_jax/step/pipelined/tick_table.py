@@ -7,12 +7,12 @@ import numpy as np
 
 from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_from
 from moe_jax.schedule.pipelines.memory import Slots
-from moe_jax.schedule.pipelines.table import DIRECTIONS, Table, Task, Work
+from moe_jax.schedule.pipelines.table import DIRECTIONS, ChunkPass, Table, TableTask
 
 PASS_SCOPE = "pass_"  # around a pass in the program, in front of its name
 
 
-class Pass(NamedTuple):
+class TickPass(NamedTuple):
     """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts.
 
     Arrays of numpy when a table is made, of jax inside a step, and single numbers when a tick is filled in.
@@ -32,9 +32,9 @@ class Pass(NamedTuple):
 class Row(NamedTuple):
     """What happens in a tick: passes, and arrivals."""
 
-    forward: Pass
-    backward: Pass
-    weight: Pass
+    forward: TickPass
+    backward: TickPass
+    weight: TickPass
     activation_to: Any  # the slot for what the stage before computes in this tick, received at its end
     activation_part: Any  # [ticks, stages, 2]: whether this stage sends what it computes in this tick, and receives
     gradient_to: Any  # for what the stage behind computed in the tick before, or in this one
@@ -51,14 +51,14 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int],
     """
     nothing_x, nothing_dx = slots.activations.num_slots, slots.gradients.num_slots
     shape = (len(table.ticks), table.stages)
-    passes = {direction: Pass(*(np.zeros(shape, np.int32) for _ in Pass._fields)) for direction in DIRECTIONS}
+    passes = {direction: TickPass(*(np.zeros(shape, np.int32) for _ in TickPass._fields)) for direction in DIRECTIONS}
     activation_to, gradient_to = np.full(shape, nothing_x, np.int32), np.full(shape, nothing_dx, np.int32)
-    tick_of: Mapping[Task, int] = {task: tick for tick, task in table.tasks()}
+    tick_of: Mapping[TableTask, int] = {task: tick for tick, task in table.tasks()}
     for task, tick in tick_of.items():
         direction, stage, work = task
         key, chunks = (stage, work), table.chunks
         received = {"F": slots.activations.slot.get(key, nothing_x), "B": slots.gradients.slot.get(key, nothing_dx)}
-        values = Pass(
+        values = TickPass(
             runs=1,
             microbatch=work.microbatch,
             chunk=work.chunk,
@@ -90,5 +90,5 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int],
     )
 
 
-def _is_lowest(stage: int, work: Work) -> bool:
+def _is_lowest(stage: int, work: ChunkPass) -> bool:
     return stage == 0 and work.chunk == 0

@@ -24,30 +24,30 @@ from moe_jax.parallel.zero import no_cuts
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.step_shape import step_shape
-from moe_jax.plan.task_times import Stage
+from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.turns import Looped, Turns, make_looped
+from moe_jax.schedule.turns import ScannedSchedule, Turns, make_looped
 from moe_jax.step.optimizer import state_cuts
 from moe_jax.step.scheduled.grad_buckets import Reduction
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ScheduledPlan:
     """A schedule and how the gradients of its owners are summed."""
 
     schedule: Schedule
     reductions: tuple[Reduction, ...]  # of each owner: embed, the blocks, head
     cuts: Cuts  # of gradients: what the reductions leave of them is cut over devices
-    looped: Looped | None  # the same tasks, where turns of blocks run in loops
+    looped: ScannedSchedule | None  # the same tasks, where turns of blocks run in loops
 
-    def without_reductions(self) -> "Plan":
+    def without_reductions(self) -> "ScheduledPlan":
         """The same with gradients left as they are on each device."""
         actions = tuple(action for action in self.schedule.actions if not is_reduction(action))
         nothing = dataclasses.replace(self.reductions[0], vectors=(), chunks=())
-        return Plan(
+        return ScheduledPlan(
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
             no_cuts(self.cuts),
@@ -55,7 +55,7 @@ class Plan:
         )
 
 
-def make_plan(config: Config, mesh: Mesh) -> Plan:
+def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
     settings = config.schedule
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
@@ -69,7 +69,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return Plan(schedule, reductions, state_cuts(config, mesh), looped)
+    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), looped)
 
 
 def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:
@@ -93,7 +93,7 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
     )
 
 
-def measured_times(config: Config) -> Mapping[str, Stage]:
+def measured_times(config: Config) -> Mapping[str, TaskStage]:
     """Times that a file gives, the same on all processes: collectives in another order would wait for each other."""
     path = config.schedule.task_times
     if path is None:

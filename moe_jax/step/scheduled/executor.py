@@ -27,16 +27,16 @@ from moe_jax.models.transformer import (
     rejoin,
 )
 from moe_jax.parallel.all_to_all import ragged
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.own_tokens import OwnTokens
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
-from moe_jax.step.scheduled.issue_order import Ties
+from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import RareRows
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.split_vjp import SplitPullback, differentiate, floats_of, with_floats
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate, floats_of, with_floats
+from moe_jax.step.scheduled.step_dims import StepDims
 
 Key = tuple[str, int, int]  # op, block, microbatch or piece
 Piece = ExpertRows | ragged.Lanes  # rows on their way, or where experts of a ragged exchange see them
@@ -51,7 +51,7 @@ class Tasks:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: StepDims,
         ends: Params | None,
         given: Given,
         tokens: OwnTokens | None = None,
@@ -77,12 +77,12 @@ class Tasks:
         self.dflow: Flow = {}
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
-        self.waiting: dict[Key, SplitPullback] = {}
+        self.waiting: dict[Key, SplitBackward] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
         self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
-        self.ties = Ties(facts.compute.platform)
+        self.ties = IssueOrder(facts.compute.platform)
         self.awaits_rows = False  # whether a backward task does nothing before its rows have arrived
 
     # forward
@@ -244,7 +244,7 @@ class Tasks:
                 pieces = [self._arrived_rows(self.dflow, p) for p in facts.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 if self.awaits_rows:
-                    cotangents = [after(cotangents[0], drows, facts.compute.platform)]
+                    cotangents = [depend_on(cotangents[0], drows, facts.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
             self.ties.computed(self.dx[r])
@@ -349,9 +349,9 @@ class Tasks:
     ) -> list[jax.Array]:
         """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task.
 
-        `instead`: see `SplitPullback`.
+        `instead`: see `SplitBackward`.
         """
-        pulled = SplitPullback(self.pullbacks.pop((op, block, part)), cotangents, instead)
+        pulled = SplitBackward(self.pullbacks.pop((op, block, part)), cotangents, instead)
         inputs = pulled.inputs()
         if self.facts.shape.split_weight_grad:
             self.waiting[op, block, part] = pulled

@@ -6,13 +6,13 @@ import jax
 
 from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class ExpertWeights:
     """`blocks` are parameters by block number; `stored` gives a block's experts where they lie (None: in a loop)."""
 
-    def __init__(self, facts: Facts, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
+    def __init__(self, facts: StepDims, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
         self._compute, self._blocks = facts.compute, blocks
         # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
         self._stored = None if facts.compute.platform == "gpu" else stored

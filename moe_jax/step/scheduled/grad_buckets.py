@@ -15,24 +15,24 @@ from jaxtyping import Array, Num
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.trees import Tree
-from moe_jax.parallel.zero import Cut
-from moe_jax.schedule.grad_buckets import Chunk, cut
+from moe_jax.parallel.zero import ShardSpec
+from moe_jax.schedule.grad_buckets import Bucket, cut
 
 _SMALL = 2**20  # elements: smaller gradients travel together
 _ITEM_BYTES = 4
 
 
-class Over(NamedTuple):
+class ReduceGroup(NamedTuple):
     """Mesh axes of a sum: those whose ranks get a part each, and the others, whose ranks get the same."""
 
     scattered: tuple[Axis, ...]
     others: tuple[Axis, ...]
 
 
-class Vector(NamedTuple):
+class GradientBucket(NamedTuple):
     """Gradients that are flattened into one vector, or one for each rank's part, and summed over the same axes."""
 
-    over: Over
+    over: ReduceGroup
     ranks: int  # P; 1 if nothing is scattered
     leaves: tuple[int, ...]  # of the owner's tree
 
@@ -41,9 +41,9 @@ class Vector(NamedTuple):
 class Reduction:
     """How an owner's gradients are summed: its vectors, and chunks of them in order of issue."""
 
-    vectors: tuple[Vector, ...]
-    cuts: tuple[Cut, ...]  # of each leaf
-    chunks: tuple[Chunk, ...]  # of n
+    vectors: tuple[GradientBucket, ...]
+    cuts: tuple[ShardSpec, ...]  # of each leaf
+    chunks: tuple[Bucket, ...]  # of n
 
     @classmethod
     def of(
@@ -56,23 +56,23 @@ class Reduction:
         """
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
         cut_of = tuple(jax.tree.leaves(cuts))
-        groups: dict[Over, list[int]] = {}
+        groups: dict[ReduceGroup, list[int]] = {}
         for number, (spec, own) in enumerate(zip(jax.tree.leaves(specs), cut_of, strict=True)):
             axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)
             if axes:
-                over = Over(own.axes, tuple(axis for axis in axes if axis not in own.axes))
+                over = ReduceGroup(own.axes, tuple(axis for axis in axes if axis not in own.axes))
                 groups.setdefault(over, []).append(number)
-        vectors: list[Vector] = []
+        vectors: list[GradientBucket] = []
         for over, numbers in groups.items():
             ranks = math.prod(mesh_shape[axis] for axis in over.scattered)
             small = tuple(number for number in numbers if sizes[number] < _SMALL)
-            vectors += [Vector(over, ranks, small)] if small else []
-            vectors += [Vector(over, ranks, (number,)) for number in numbers if number not in small]
+            vectors += [GradientBucket(over, ranks, small)] if small else []
+            vectors += [GradientBucket(over, ranks, (number,)) for number in numbers if number not in small]
         totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
         item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
         return cls(tuple(vectors), cut_of, cut(totals, bucket_cap_mb, item_bytes))
 
-    def over(self, chunk: int) -> Over:
+    def over(self, chunk: int) -> ReduceGroup:
         """The mesh axes that a chunk is summed over."""
         return self.vectors[self.chunks[chunk].group].over
 
@@ -80,7 +80,7 @@ class Reduction:
         """What leaves a device for each chunk: its share goes around once to be scattered, and otherwise comes back."""
         return [self._sent(self.vectors[group], stop - start, mesh_shape) for group, start, stop in self.chunks]
 
-    def _sent(self, vector: Vector, size: int, mesh_shape: Mapping[str, int]) -> float:
+    def _sent(self, vector: GradientBucket, size: int, mesh_shape: Mapping[str, int]) -> float:
         others = math.prod(mesh_shape[axis] for axis in vector.over.others)
         return ((vector.ranks - 1) + 2 * (others - 1) / others) * size * _ITEM_BYTES
 

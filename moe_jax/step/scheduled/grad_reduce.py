@@ -13,21 +13,21 @@ import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats, balance_shares
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, Way, scatter_of
+from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, scatter_of
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_buckets import Over, Reduction
+from moe_jax.step.scheduled.grad_buckets import ReduceGroup, Reduction
 
 
 class Started(NamedTuple):
     """A sum that was started."""
 
-    way: Way
+    way: ReduceImpl
     under_way: tuple[Any, ...]
 
 
-class Sums:
+class GradientReducer:
     """Runs the sums over devices of a step, or of a turn of a loop, and collects what comes out.
 
     `earlier` gives gradients of an owner that are to be added before.
@@ -56,7 +56,7 @@ class Sums:
         chunk = reduction.take(self.vectors[owner], action.part)
         self.under_way.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
 
-    def _chunk(self, x: jax.Array, over: Over) -> Started:
+    def _chunk(self, x: jax.Array, over: ReduceGroup) -> Started:
         if not over.scattered:
             return self._started(self.way, x, over.others)
         scattered = self._started(self.scatter, x, over.scattered)
@@ -135,7 +135,7 @@ class Sums:
         chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _started(self, way: Way, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
+    def _started(self, way: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
         """A sum in the order of the schedule."""
         if self.tasks.facts.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,

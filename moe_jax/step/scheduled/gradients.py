@@ -13,22 +13,24 @@ import jax.numpy as jnp
 from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
-from moe_jax.parallel.ordering import after_all
-from moe_jax.parallel.own_tokens import own_tokens
+from moe_jax.parallel.ordering import depend_on_all
+from moe_jax.parallel.own_tokens import local_tokens
 from moe_jax.parallel.trees import Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
-from moe_jax.step.losses import Parts, parts_of
+from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.plain import accumulate
-from moe_jax.step.scheduled.build import Plan, owned, places, turns_of
+from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, turns_of
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_reduce import Sums
-from moe_jax.step.scheduled.layer_loop import Loops, Stacked, run
+from moe_jax.step.scheduled.grad_reduce import GradientReducer
+from moe_jax.step.scheduled.layer_loop import LayerScan, Stacked, run
 from moe_jax.step.scheduled.scan_residuals import Given
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
-def scheduled_gradients(params: Params, inputs: StepInputs, context: StepContext, plan: Plan) -> tuple[Grads, Parts]:
+def scheduled_gradients(
+    params: Params, inputs: StepInputs, context: StepContext, plan: ScheduledPlan
+) -> tuple[Grads, ObjectiveParts]:
     """The same as `plain.gradients`, to round-off.
 
     Parts of a batch run one after another. The schedule of the last one sums the gradients of all parts over devices;
@@ -37,8 +39,8 @@ def scheduled_gradients(params: Params, inputs: StepInputs, context: StepContext
     count, platform = context.config.train.grad_accumulation, context.compute.platform
 
     def of_part(
-        plan: Plan, token_bN1: jax.Array, number: jax.Array | int, earlier: Grads | None = None
-    ) -> tuple[Grads, Parts]:
+        plan: ScheduledPlan, token_bN1: jax.Array, number: jax.Array | int, earlier: Grads | None = None
+    ) -> tuple[Grads, ObjectiveParts]:
         return _gradients_of_part(params, inputs.part(token_bN1, number, count), context, plan, earlier)
 
     part_AbN1 = inputs.in_parts(count)
@@ -49,22 +51,22 @@ def scheduled_gradients(params: Params, inputs: StepInputs, context: StepContext
     earlier, parts_before = accumulate(partial(of_part, plan.without_reductions()), part_AbN1[:-1])
     last_bN1 = part_AbN1[-1]
     if platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
-        last_bN1 = after_all(last_bN1, jax.tree.leaves(earlier), platform)
+        last_bN1 = depend_on_all(last_bN1, jax.tree.leaves(earlier), platform)
     grads, parts = of_part(plan, last_bN1, count - 1, earlier)
     return grads, jax.tree.map(jnp.add, parts_before, parts)
 
 
 def _gradients_of_part(
-    params: Params, inputs: StepInputs, context: StepContext, plan: Plan, earlier: Grads | None
-) -> tuple[Grads, Parts]:
+    params: Params, inputs: StepInputs, context: StepContext, plan: ScheduledPlan, earlier: Grads | None
+) -> tuple[Grads, ObjectiveParts]:
     """Gradients of one part of a batch, summed as the plan's schedule does, and this device's parts of the objective.
 
     `earlier` are gradients of this device that are added before the sums. Of an array that `plan.cuts` cut, a device
     gets the sum of its own part.
     """
     model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
-    tokens = own_tokens(inputs.token_BN1)
-    facts = Facts(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    tokens = local_tokens(inputs.token_BN1)
+    facts = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
@@ -72,7 +74,9 @@ def _gradients_of_part(
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
     tasks = Tasks(facts, params, Given(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
-    sums = Sums(plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice))
+    sums = GradientReducer(
+        plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
+    )
     if looped is None:
         run(issued, tasks, sums)
         return _gathered(sums.total, model, {}), _parts(sums, context)
@@ -84,7 +88,7 @@ def _gradients_of_part(
         router_inputs,
         slot_ME,
     )
-    loops = Loops(looped, segments(model)[number], sums, stacked)
+    loops = LayerScan(looped, segments(model)[number], sums, stacked)
     run(looped.bottom, tasks, sums)
     loops.up()
     run(looped.top, tasks, sums)
@@ -122,6 +126,6 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
     return {"embedding": total(0), "segments": trees, **total(model.num_layers + 1)}
 
 
-def _parts(sums: Sums, context: StepContext) -> Parts:
+def _parts(sums: GradientReducer, context: StepContext) -> ObjectiveParts:
     stats, tokens = sums.stats(), context.global_tokens
     return parts_of(sums.tasks.cross_entropy, stats, sums.count_ME, tokens, context.config.model.moe)

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.ordering import after
+from moe_jax.parallel.ordering import depend_on
 
 
-class Ties:
+class IssueOrder:
     """Ties each task to the one before it on its stream."""
 
     def __init__(self, platform: str):
@@ -55,4 +55,4 @@ class Ties:
         self._issued = self._issued if end_n is None else end_n
 
     def _behind(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        return x if earlier is None or not x.size else after(x, earlier, self._platform)
+        return x if earlier is None or not x.size else depend_on(x, earlier, self._platform)

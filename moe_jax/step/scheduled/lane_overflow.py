@@ -10,7 +10,7 @@ from moe_jax.models.dispatchers.ragged import Overflow, Rest
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
-from moe_jax.step.scheduled.step_dims import Facts
+from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class Held(NamedTuple):
@@ -24,7 +24,7 @@ class Held(NamedTuple):
 class RareRows:
     """What lies between the tasks that such rows pass through, by block and piece."""
 
-    def __init__(self, facts: Facts, weights: ExpertWeights):
+    def __init__(self, facts: StepDims, weights: ExpertWeights):
         self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
         self.overflows: dict[tuple[int, int], Overflow] = {}
         self._sources: dict[int, RowSource] = {}  # of each piece under way

@@ -15,14 +15,14 @@ from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
-from moe_jax.schedule.turns import Looped
+from moe_jax.schedule.turns import ScannedSchedule
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_reduce import Sums
-from moe_jax.step.scheduled.layer_loop_grads import Layout, TurnGradients
-from moe_jax.step.scheduled.scan_residuals import Given, Turn
+from moe_jax.step.scheduled.grad_reduce import GradientReducer
+from moe_jax.step.scheduled.layer_loop_grads import StackLayout, TurnGradients
+from moe_jax.step.scheduled.scan_residuals import Given, ScanBody
 
 
-def run(actions: Iterable[Action], tasks: Tasks, sums: Sums) -> None:
+def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
     """Issue tasks in order."""
     runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "G": sums.run}
     for action in actions:
@@ -40,14 +40,14 @@ class Stacked(NamedTuple):
     slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
 
 
-class Loops:
+class LayerScan:
     """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
 
-    def __init__(self, looped: Looped, segment: Segment, sums: Sums, stacked: Stacked):
+    def __init__(self, looped: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
         self.looped, self.turns = looped, looped.turns
         self.sums, self.tasks = sums, sums.tasks
         self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
-        self.layout = Layout(self.turns, len(segment.kinds))
+        self.layout = StackLayout(self.turns, len(segment.kinds))
         self.microbatches = range(self.tasks.facts.microbatches)
         self.gradients: TurnGradients
         self.moe = [b for b in self._blocks if self.tasks.facts.shape.kinds[b] == "moe"]
@@ -81,7 +81,7 @@ class Loops:
 
         x = [self.tasks.x[r] for r in self.microbatches]
         given = jax.eval_shape(lambda: self._given(0))
-        self.turn = Turn(turn, jax.eval_shape(lambda: x), given)
+        self.turn = ScanBody(turn, jax.eval_shape(lambda: x), given)
 
         def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
             x, results, kept = self.turn(x, self._given(number))
@@ -121,7 +121,7 @@ class Loops:
             given = self._given(number)
             tasks = Tasks(self.tasks.facts, None, Given(given.blocks))
             self._restore(tasks, number, given)
-            sums = Sums(self.sums.reductions, tasks, self._earlier(number))
+            sums = GradientReducer(self.sums.reductions, tasks, self._earlier(number))
             if share_ME is not None:
                 tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
@@ -153,7 +153,7 @@ class Loops:
 
         def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state
-            sums = Sums(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
+            sums = GradientReducer(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
             self._take(sums, number)
             run(self.looped.sums, sums.tasks, sums)
             self._put_totals(sums, number)
@@ -163,12 +163,12 @@ class Loops:
         self.gradients.state, ends = jax.lax.scan(step, self.gradients.state, numbers, reverse=True)
         self.tasks.ties.out_of_loop(ends)
 
-    def _take(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
+    def _take(self, sums: GradientReducer, turn: int | jax.Array, shift: int = 0) -> None:
         """Hand gradients of a turn to the sums."""
         for block in self._blocks:
             sums.from_turns[block + shift + 1] = self.gradients.take(turn, block)
 
-    def _put_totals(self, sums: Sums, turn: int | jax.Array, shift: int = 0) -> None:
+    def _put_totals(self, sums: GradientReducer, turn: int | jax.Array, shift: int = 0) -> None:
         for block in self._blocks:
             owner = block + shift + 1
             self.gradients.put_sum(turn, block, sums.total(owner), sums.from_turns[owner])

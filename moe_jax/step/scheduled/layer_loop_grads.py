@@ -15,7 +15,7 @@ from moe_jax.schedule.turns import Turns
 Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of the leaf in the tree of a block
 
 
-class Layout(NamedTuple):
+class StackLayout(NamedTuple):
     """Where the blocks of turns lie in a segment's stacked arrays. Blocks are counted from turn 0."""
 
     turns: Turns
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 class TurnGradients:
     """`cuts` are those of the looped segment's parameters, by place in its period."""
 
-    def __init__(self, layout: Layout, cuts: Tree, params: Tree, waiting_turns: int):
+    def __init__(self, layout: StackLayout, cuts: Tree, params: Tree, waiting_turns: int):
         """Zeros for gradients of `params`, which are whole. What is cut waits in `waiting_turns` turns at once."""
         self.layout, self._keeps_all = layout, waiting_turns > 1
         self._cuts = {place: jax.tree.leaves(tree) for place, tree in cuts.items()}

@@ -22,7 +22,7 @@ class Given(NamedTuple):
     slots: Mapping[int, jax.Array] = MappingProxyType({})  # where a block's experts lie, if not in their order
 
 
-class Turn:
+class ScanBody:
     """`function(carry, given)` → carry, results, saved: one turn of a scan, traced once.
 
     The carry may leave in another form than it came.

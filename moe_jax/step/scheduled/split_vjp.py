@@ -95,7 +95,7 @@ def _least(
     return outputs[:num_results], Partial(pull, [values[var] for var in cut]), outputs[num_results:]
 
 
-class SplitPullback:
+class SplitBackward:
     """One call of a pullback in two parts: inside one trace, or in two with `held` and `holding`."""
 
     def __init__(
@@ -133,7 +133,7 @@ class SplitPullback:
         """What `weights` reads; to be called behind `inputs`."""
         return [self._values[var] for var in self._read]
 
-    def holding(self, values: Sequence[jax.Array]) -> "SplitPullback":
+    def holding(self, values: Sequence[jax.Array]) -> "SplitBackward":
         """The same in another trace, which has these values of `held`."""
         other = copy.copy(self)
         other._values = dict(zip(self._read, values, strict=True))

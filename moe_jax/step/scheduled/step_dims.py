@@ -20,16 +20,16 @@ from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
 from moe_jax.schedule.actions import NO_BLOCK, Action
-from moe_jax.schedule.shape import Shape
+from moe_jax.schedule.shape import StepShape
 
 
 @dataclass(frozen=True)
-class Facts:
+class StepDims:
     """What does not change during a step."""
 
     config: Config
     compute: ComputeConfig
-    shape: Shape
+    shape: StepShape
     global_tokens: int
     tokens: int  # of this device
     first_block: int | None = None  # of the model, where the shape's blocks are those of a pipeline stage

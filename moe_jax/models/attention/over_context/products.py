@@ -31,7 +31,7 @@ class Square(NamedTuple):
     scale: float
 
 
-class Sums(NamedTuple):
+class SoftmaxSums(NamedTuple):
     """What a softmax is made of, over the keys so far."""
 
     peak_BGJn: jax.Array  # the largest logit
@@ -39,7 +39,7 @@ class Sums(NamedTuple):
     value_BnGJV: jax.Array  # values weighted with them
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What became of queries, for their backward pass."""
 
     dout_BnGJV: jax.Array  # gradients of the values that they saw
@@ -55,14 +55,14 @@ class Gradients(NamedTuple):
     value_BnGV: jax.Array
 
 
-def no_sums(query_BnGJK: jax.Array, width: int, sink_H: Float[Array, " H"] | None) -> Sums:
+def no_sums(query_BnGJK: jax.Array, width: int, sink_H: Float[Array, " H"] | None) -> SoftmaxSums:
     """Of no key, for values of this width; a sink is a logit without a value."""
     batch, own, groups, queries, _ = query_BnGJK.shape
     shape = (batch, groups, queries, own)
     value = jnp.zeros((batch, own, groups, queries, width), jnp.float32)
     if sink_H is None:
-        return Sums(jnp.full(shape, _UNSEEN, jnp.float32), jnp.zeros(shape, jnp.float32), value)
-    return Sums(jnp.broadcast_to(of_groups(sink_H, groups), shape), jnp.ones(shape, jnp.float32), value)
+        return SoftmaxSums(jnp.full(shape, _UNSEEN, jnp.float32), jnp.zeros(shape, jnp.float32), value)
+    return SoftmaxSums(jnp.broadcast_to(of_groups(sink_H, groups), shape), jnp.ones(shape, jnp.float32), value)
 
 
 def of_groups(sink_H: Float[Array, " H"], groups: int) -> Float[Array, "G J 1"]:
@@ -70,10 +70,10 @@ def of_groups(sink_H: Float[Array, " H"], groups: int) -> Float[Array, "G J 1"]:
     return sink_H.astype(jnp.float32).reshape(groups, -1, 1)
 
 
-def absorbed(sums: Sums, square: Square) -> Sums:
+def absorbed(sums: SoftmaxSums, square: Square) -> SoftmaxSums:
     """The sums with those of a square."""
 
-    def add(sums: Sums, pair_2: jax.Array) -> tuple[Sums, None]:
+    def add(sums: SoftmaxSums, pair_2: jax.Array) -> tuple[SoftmaxSums, None]:
         start_t, start_s = square.tile * pair_2
         query, key, value = _tiles(square, start_t, start_s)
         logit = _logits(square, query, key, start_t, start_s)
@@ -83,7 +83,7 @@ def absorbed(sums: Sums, square: Square) -> Sums:
         less_BGJt = jnp.exp(peak_BGJt - new_BGJt)  # of what was summed before
         value_BtGJV = jnp.moveaxis(less_BGJt, 3, 1)[..., None] * _tile(sums.value_BnGJV, start_t, square.tile, 1)
         value_BtGJV += _product("bgjts,bsgv->btgjv", share, value)
-        return Sums(
+        return SoftmaxSums(
             _put(sums.peak_BGJn, new_BGJt, start_t, 3),
             _put(sums.total_BGJn, less_BGJt * total_BGJt + share.sum(axis=-1), start_t, 3),
             _put(sums.value_BnGJV, value_BtGJV, start_t, 1),
@@ -97,7 +97,7 @@ def no_gradients(square: Square) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros(square.key_BnGK.shape, jnp.float32), jnp.zeros(square.value_BnGV.shape, jnp.float32)
 
 
-def with_gradients(grads: Gradients, square: Square, seen: Seen) -> Gradients:
+def with_gradients(grads: Gradients, square: Square, seen: VisibleKeys) -> Gradients:
     """With those of a square."""
 
     def add(grads: Gradients, pair_2: jax.Array) -> tuple[Gradients, None]:

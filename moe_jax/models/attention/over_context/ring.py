@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.models.attention.over_context.products import (
     Gradients,
-    Seen,
     Square,
+    VisibleKeys,
     absorbed,
     no_gradients,
     no_sums,
@@ -28,7 +28,7 @@ from moe_jax.models.attention.over_context.products import (
     with_gradients,
 )
 from moe_jax.models.attention.over_context.tiles import Hop, ring_of
-from moe_jax.parallel.context import context_ranks, own_positions, passed_on, positions_of
+from moe_jax.parallel.context import context_ranks, own_positions, positions_of, ring_permute
 from moe_jax.parallel.mesh import Axis
 
 _PAIRS_TO_HALVE = 4
@@ -91,7 +91,7 @@ def _backward(
     own_keys, pull_own = _pullback(make, weights, own_held)
     query, dout, out = (_by_group(x, own_keys[0]) for x in (query_BnHK, dout_BnHV, out_BnHV))
     mean_BnGJ = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    seen = Seen(dout, log_sum_BGJn, jnp.moveaxis(mean_BnGJ, 1, 3))
+    seen = VisibleKeys(dout, log_sum_BGJn, jnp.moveaxis(mean_BnGJ, 1, 3))
     tile, (first, *others) = ring_of(context_ranks(), own, window, TILE)
     # the other way around: XLA would merge hops that are those of the forward pass, and keep what they brought till now
     others.reverse()
@@ -185,7 +185,7 @@ def _by_group(x_BnHV: Float[Array, "B n H V"], key_BnGK: Float[Array, "B n G K"]
 
 
 def _passed_on(held: Pair, distance: int) -> Pair:
-    return passed_on(held[0], distance), passed_on(held[1], distance)
+    return ring_permute(held[0], distance), ring_permute(held[1], distance)
 
 
 def _sum(x: Pair, y: Pair) -> Pair:
