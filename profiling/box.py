@@ -27,7 +27,7 @@ import numpy as np
 
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import UserError
-from moe_jax.parallel.post import MessageTag, P2PTransport
+from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 
 _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
 _RANK = "BOX_RANK"

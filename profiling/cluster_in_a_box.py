@@ -19,13 +19,13 @@ from pathlib import Path
 
 import box
 import numpy as np
+from benchmark_harness import Harness, Step, profiled, seconds_per_step, tell, traced
 from box_picture import write_picture, write_timelines
 from box_summary import COMMUNICATION, COMPUTE, summary, table
 from count_argument import check_least
 from jax.experimental import multihost_utils
+from no_comm_variants import without_communication
 from results_file import RESULTS, write_result
-from stand import Stand, Step, profiled, seconds_per_step, tell, traced
-from stand_ins import without_communication
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     """All rounds, in one process of the box."""
     box.join()
     box.set_rate(_PROBE_RATE)
-    stand = Stand(configs["vanilla"])
+    stand = Harness(configs["vanilla"])
     with without_communication():
         alone = {f"{COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
     steps: dict[str, Step] = {name: stand.step_of(program) for name, program in alone.items()}

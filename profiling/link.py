@@ -11,9 +11,9 @@ from typing import Any
 import box
 import jax
 import numpy as np
+from benchmark_harness import Harness, Profile, seconds_per_step
 from jax.experimental import multihost_utils
 from predicted_cases import LinkTimes
-from stand import Profile, Stand, seconds_per_step
 
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
@@ -33,7 +33,7 @@ Wait = Callable[[], None]
 class Link:
     """Exchanges over the link of a stand's mesh."""
 
-    def __init__(self, stand: Stand):
+    def __init__(self, stand: Harness):
         self._axes = (Axis.DATA, Axis.EXPERT)
         self._on_mesh = functools.partial(jax.shard_map, mesh=stand.mesh, out_specs=REPLICATED, check_vma=False)
         self._start_times, self._finish_times = self._handling()

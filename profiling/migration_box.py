@@ -50,7 +50,7 @@ _COMMON = [
 _ALONE = 3  # times that one block's experts run by themselves in a round
 
 
-class Stand:
+class Harness:
     """One process's part of the training, and where experts lie."""
 
     def __init__(self, config: Config):
@@ -148,7 +148,7 @@ def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
 def measure(arguments: argparse.Namespace, config: Config) -> None:
     """All rounds, in one process of the box."""
     box.join()
-    stand = Stand(config)
+    stand = Harness(config)
     (group,) = stand.mover.groups
     alone, send = experts_alone(config), send_alone(stand.mesh, stand.mover.expert_bytes(group))
     box.set_data_rate(box.parse_rate(arguments.rate))

@@ -334,7 +334,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_sum_strangers",
-        "parallel/copies.py",
+        "parallel/replicated_experts.py",
         "jax.lax.psum(jnp.where(is_here, own, 0), axis)",
         "jax.lax.psum(own, axis)",
         "copies of an expert learn from another expert's gradient",
@@ -342,7 +342,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expert_from_the_wrong_side",
-        "parallel/migrate.py",
+        "parallel/expert_transfer.py",
         "new_up = jnp.where(up_gets, from_above, own_up)",
         "new_up = jnp.where(up_gets, from_below, own_up)",
         "an expert that changes ranks is replaced by another one",
@@ -350,7 +350,7 @@ MUTATIONS = (
     ),
     Mutation(
         "strangers_let_in",
-        "parallel/post.py",
+        "parallel/p2p_transport.py",
         "if given == secret and process in",
         "if process in",
         "anybody who calls takes a process's place, and its numbers",
@@ -374,7 +374,7 @@ MUTATIONS = (
     ),
     Mutation(
         "token_predicts_itself",
-        "parallel/own_tokens.py",
+        "parallel/sequence_shards.py",
         "own_part(token_BN1[:, :-1]), own_part(token_BN1[:, 1:])",
         "own_part(token_BN1[:, :-1]), own_part(token_BN1[:, :-1])",
         "the model learns to repeat its input",
@@ -515,11 +515,11 @@ MUTATIONS = (
     ),
     Mutation(
         "loops_without_sums",
-        "schedule/turns.py",
+        "schedule/scanned.py",
         "sums=tuple(of(sums, 0)) if at_end else (),",
         "sums=(),",
         "gradients of blocks in loops are never summed over devices",
-        ["tests/schedule/test_turns.py"],
+        ["tests/schedule/test_scanned.py"],
     ),
     Mutation(
         "backward_in_forward_order",

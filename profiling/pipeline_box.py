@@ -15,11 +15,11 @@ from typing import Any
 
 import box
 import numpy as np
+from benchmark_harness import Harness, seconds_per_step, tell, traced
 from box_picture import write_timelines
 from count_argument import check_least
 from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, of_ranks, of_stages, seconds_of_send
 from results_file import RESULTS, quartiles, rounded, write_result
-from stand import Stand, seconds_per_step, tell, traced
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     """All rounds, in one process of the box."""
     box.join()
     box.set_data_rate(box.parse_rate(arguments.rate))
-    stand = Stand(configs[BASE])
+    stand = Harness(configs[BASE])
     programs = {}
     for name, config in configs.items():
         programs[name] = stand.compiled(config)

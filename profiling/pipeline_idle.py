@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_harness import seconds_per_step
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from stand import seconds_per_step
 
 from moe_jax.config import Config
 from moe_jax.measure.trace import TracedOperation, joined

@@ -8,7 +8,7 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.clusters import Cluster, Device, Level
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.handling import Handling
+from moe_jax.plan.launch_overhead import Handling
 from moe_jax.plan.measured import Seconds, write_times
 from moe_jax.plan.task_times import Linear
 

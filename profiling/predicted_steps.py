@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import box
+from benchmark_harness import Harness, Profile, Step, profiled, seconds_per_step, tell
 from count_argument import check_least
 from link import Link, slowest
 from predicted_cases import MESHES, MODELS, WAYS, TaskTimes, config_of, predicted_step_s, ways_on
 from predicted_summary import summary, table, write_picture
 from results_file import RESULTS, write_result
-from stand import Profile, Stand, Step, profiled, seconds_per_step, tell
 
 from moe_jax.errors import CommandParser, ConfigError, run_command
 
@@ -52,7 +52,7 @@ def of_mesh(
 ) -> Iterator[dict[str, Any]]:
     """What was predicted and measured there."""
     path = folder / "times.json"
-    stand = Stand(config_of(model, mesh, *arguments.overrides))
+    stand = Harness(config_of(model, mesh, *arguments.overrides))
     profile = profiled(stand, stand.config, _PARTS)
     times = TaskTimes(profile.tasks, profile.rest_s)
     times.write(path)

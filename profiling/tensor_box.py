@@ -39,7 +39,7 @@ _COMMON = ["exchange.algorithm=flat", "exchange.reduction=all_reduce", "mesh.dat
 _SMALLER = ["model.num_layers=2", "train.batch_size=8"]
 
 
-class Stand:
+class Harness:
     """The step of one config on the first tensor ranks of both nodes, its state, and the losses that it had."""
 
     def __init__(self, config: Config):
@@ -69,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """All rounds, in one process of the box."""
     box.join(devices=max(TENSOR_RANKS))
     stands = {
-        (tensor, form): Stand(
+        (tensor, form): Harness(
             load_config(
                 arguments.config, [*_COMMON, *_SMALLER, f"mesh.tensor={tensor}", f"exchange.tensor_form={form}"]
             )

@@ -25,9 +25,9 @@ from typing import Any
 
 import box
 import numpy as np
+from benchmark_harness import Harness, seconds_per_step, tell
 from count_argument import check_least
 from results_file import RESULTS, quartiles, rounded, write_result
-from stand import Stand, seconds_per_step, tell
 from tuned_picture import write_picture
 from tuned_replay import SAMPLES, WITHIN, regrets
 
@@ -59,7 +59,7 @@ _RUN = "TUNED_BOX_RUN"  # the folder of the run, for the processes of the box
 def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: int) -> list[list[float]]:
     """Seconds of a step of each size in each round, the median of `iterations` as the tuner takes it."""
     box.set_data_rate(rate)
-    stand = Stand(next(iter(configs.values())))
+    stand = Harness(next(iter(configs.values())))
     steps = []
     for number, config in enumerate(configs.values()):
         steps.append(stand.step_of(stand.compiled(config)))

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs
 import box
 import exchange_summary
 from box_summary import summary, table
+from no_comm_variants import collectives_of, communication, without_communication
 from pipeline_idle import bubble_of
-from stand_ins import collectives_of, communication, without_communication
 
 from moe_jax import config
 

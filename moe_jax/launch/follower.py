@@ -12,8 +12,8 @@ from moe_jax.distributed.address import join_address, split_address
 from moe_jax.errors import EXIT_TRY_AGAIN
 from moe_jax.launch.channel import BEAT_S, SILENCE_S, Channel, LostError, Message, RefusedError, join
 from moe_jax.launch.events import SIGNALLED, TOLD, Events, put_stop_signals, signal_within
+from moe_jax.launch.log import log
 from moe_jax.launch.rendezvous import card
-from moe_jax.launch.say import log
 from moe_jax.launch.start import TOKEN, Launch, LaunchError, WorkerShare, start, worker_environ
 from moe_jax.launch.worker import Worker
 

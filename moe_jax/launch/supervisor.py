@@ -16,9 +16,9 @@ from typing import NamedTuple
 from moe_jax.distributed.address import join_address
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_TRY_AGAIN
 from moe_jax.launch.events import Events, put_stop_signals, signal_within
+from moe_jax.launch.log import log
 from moe_jax.launch.places import Places
 from moe_jax.launch.rendezvous import Rendezvous
-from moe_jax.launch.say import log
 from moe_jax.launch.start import TRAINING, Launch, WorkerShare, start, worker_environ
 from moe_jax.launch.watch import FINAL, Watch, Watched
 

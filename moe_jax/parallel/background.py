@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from moe_jax.parallel.host_call import call
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.post import MessageTag, P2PTransport
+from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.link_order import Priority
 

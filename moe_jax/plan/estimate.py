@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import Fabric
+from moe_jax.plan.collective_costs import Fabric
 from moe_jax.plan.gradients import parts_of
 from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.plan.fabric import DeviceGroup, Fabric, group_over
+from moe_jax.plan.collective_costs import DeviceGroup, Fabric, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_buckets import cut
 

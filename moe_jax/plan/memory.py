@@ -2,8 +2,8 @@
 
 The state (float32 parameters and AdamW's two moments) is there all the time and is exact; a step writes the new one
 over the old one. What else is needed differs between the moments of a step, and the one that needs most counts:
-- head: all that blocks keep for their backward pass (`plan/kept.py`), logits and their gradient, the head's cast and
-  gradient;
+- head: all that blocks store for their backward pass (`plan/activation_memory.py`), logits and their gradient, the
+  head's cast and gradient;
 - backward: the same, all gradients but the embedding's, which comes last, and what one block works on;
 - update: all gradients (`plan/gradient_memory.py`).
 
@@ -17,14 +17,14 @@ from collections.abc import Mapping
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
-from moe_jax.plan.kept import DeviceSizes, Mode, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
-from moe_jax.plan.working import head_bytes, in_blocks, period_of, working_bytes
+from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
 
 
 def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = None) -> StepMemory:

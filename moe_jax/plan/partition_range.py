@@ -10,7 +10,7 @@ from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, two_streams
-from moe_jax.schedule.play import simulate_streams
+from moe_jax.schedule.simulation import simulate_streams
 
 
 class OpRange(NamedTuple):

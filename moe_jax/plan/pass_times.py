@@ -13,8 +13,8 @@ from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
 from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside
-from moe_jax.schedule.play import simulate_streams
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.simulation import simulate_streams
 
 _PERIODS = 3  # of equal blocks that are simulated; each further one takes what the last one added
 

@@ -14,7 +14,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.fabric import DeviceGroup
+from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import held_by
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.pass_times import ChunkTimes, PassTime, PassTimes

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
+from moe_jax.plan.activation_memory import held_bytes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import held_by, own_parameters
-from moe_jax.plan.kept import held_bytes, kept_bytes, mode_of, sizes_of
 from moe_jax.plan.stage_parameters import on_stage
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
-from moe_jax.plan.working import head_bytes, working_bytes
+from moe_jax.plan.workspace_memory import head_bytes, working_bytes
 from moe_jax.schedule.pipelines.outline import outline_of
 
 

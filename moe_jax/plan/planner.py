@@ -15,7 +15,7 @@ from moe_jax.config.validate import check_ranges
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.misfits import nothing, too_large
+from moe_jax.plan.infeasible import nothing, too_large
 from moe_jax.plan.search import Candidate, PlanSearch, best_of, step_s
 
 _REFINED = 4  # meshes

@@ -7,8 +7,8 @@ from itertools import chain
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.play import in_list_order, simulate_streams
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.simulation import in_list_order, simulate_streams
 
 
 @dataclass(frozen=True)

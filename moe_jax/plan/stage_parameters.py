@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
-from moe_jax.plan.fabric import DeviceGroup
+from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by, parts_of
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 

@@ -11,10 +11,10 @@ from functools import cached_property, partial
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.collective_costs import Collective, DeviceGroup, ExchangeChoice, Fabric
 from moe_jax.plan.costs import order_times
-from moe_jax.plan.fabric import Collective, DeviceGroup, ExchangeChoice, Fabric
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
-from moe_jax.plan.handling import handled
+from moe_jax.plan.launch_overhead import handled
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device

@@ -17,8 +17,8 @@ from jax.stages import Compiled, Lowered
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import expert_group, moe_blocks
+from moe_jax.parallel.expert_transfer import TransferRounds, encode, migrate
 from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.migrate import TransferRounds, encode, migrate
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.moves import Move, Trip, trips_of
 from moe_jax.step.compile_cache import compiled

@@ -18,7 +18,7 @@ from moe_jax.measure.in_turn import Call, InTurn, time_in_turn
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
-from moe_jax.plan.kept import sizes_of
+from moe_jax.plan.activation_memory import sizes_of
 from moe_jax.run.matmul_timing_cache import read_times, write_times
 from moe_jax.telemetry.run_log import human_seconds
 

@@ -26,9 +26,9 @@ from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
-from moe_jax.parallel.own_tokens import local_tokens
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.ranks import of_all_devices
+from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from moe_jax.parallel.trees import Params
 from moe_jax.run.setup import Run

@@ -26,7 +26,7 @@ from moe_jax.config import Config
 from moe_jax.distributed.processes import allgather, allgather_rows, from_process
 from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_text
-from moe_jax.parallel.pieces import by_device, checksum_words
+from moe_jax.parallel.p2p_copy import by_device, checksum_words
 from moe_jax.run.setup import Run, about
 from moe_jax.step.context import State
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics

@@ -7,11 +7,11 @@ from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, fill_gaps
-from moe_jax.schedule.play import interleave, simulate_streams
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
+from moe_jax.schedule.simulation import interleave, simulate_streams
 from moe_jax.schedule.weight_grad import greedy
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.play import simulate_streams
 from moe_jax.schedule.shape import StepShape
+from moe_jax.schedule.simulation import simulate_streams
 
 
 class Bucket(NamedTuple):

@@ -27,7 +27,7 @@ from moe_jax.models.transformer import forward
 from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.own_tokens import local_tokens
+from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.checkpoint.replicas.layout import ReplicaLayout, ShardedArray, givers, layout_of, lost_owners, replaced
 from moe_jax.checkpoint.replicas.plan import index_of
-from moe_jax.parallel.pieces import p2p_copy_shards
+from moe_jax.parallel.p2p_copy import p2p_copy_shards
 
 FOUR_NODES = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3])  # the process of each device, the node of each process
 TWO_HOSTS = ([0, 0, 1, 1, 2, 2, 3, 3], [7, 7, 9, 9])

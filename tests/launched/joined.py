@@ -14,8 +14,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from moe_jax.distributed.processes import add_arguments, initialize, options_from
-from moe_jax.parallel import post
-from moe_jax.parallel.post import P2PTransport
+from moe_jax.parallel import p2p_transport as post
+from moe_jax.parallel.p2p_transport import P2PTransport
 
 parser = argparse.ArgumentParser()
 add_arguments(parser)

@@ -15,7 +15,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.models import grouped_kernel
 from moe_jax.models.grouped_matmul import group_of_tiles
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
-from moe_jax.plan.kept import TILES
+from moe_jax.plan.activation_memory import TILES
 
 # Widths of several blocks of the kernel, as 48 and 32 are cut by 16 and 32.
 ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16

@@ -12,9 +12,10 @@ import pytest
 from moe_jax.config import MeshConfig
 from moe_jax.errors import ConfigError, MeshError
 from moe_jax.models.transformer import exchange_of
-from moe_jax.parallel import background, post
+from moe_jax.parallel import background
+from moe_jax.parallel import p2p_transport as post
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh
-from moe_jax.parallel.post import MessageTag, P2PTransport
+from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.schedule.link_order import Priority
 from tests.parallel.per_device import on_mesh

@@ -9,8 +9,8 @@ from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
 from moe_jax.plan.cluster import ClusterProfile, write_profile
 from moe_jax.plan.clusters import PRESETS, cluster_of, find_cluster
+from moe_jax.plan.collective_costs import DeviceGroup, Fabric
 from moe_jax.plan.curves import curve
-from moe_jax.plan.fabric import DeviceGroup, Fabric
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PRESETS if kind != "cpu"])

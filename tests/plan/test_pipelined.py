@@ -14,8 +14,8 @@ from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
 from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.collective_costs import DeviceGroup, group_over
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.fabric import DeviceGroup, group_over
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.pass_orders import orders_of

@@ -9,8 +9,8 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, thre
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.pipelines.tick import SIDES, coscheduled_tick, needs_inside, side_of
-from moe_jax.schedule.play import Span, simulate_streams
 from moe_jax.schedule.shape import WEIGHT_GRADS, StepShape
+from moe_jax.schedule.simulation import Span, simulate_streams
 from tests.schedule.steps import MIXED, POLICIES, random_costs
 
 EXCHANGES = ("dispatch", "combine")

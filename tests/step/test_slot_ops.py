@@ -14,7 +14,7 @@ import pytest
 from moe_jax.models.parameters import block_params, param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
-from moe_jax.parallel.own_tokens import local_tokens
+from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.executor import Tasks

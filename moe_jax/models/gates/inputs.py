@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key, UInt32
 
 from moe_jax.config import MoEConfig
 from moe_jax.parallel.mesh import BATCH_AXES
-from moe_jax.parallel.own_tokens import local_shard
+from moe_jax.parallel.sequence_shards import local_shard
 
 
 class RouterInputs(NamedTuple):

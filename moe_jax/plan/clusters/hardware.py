@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_jax.plan.curves import Curve
-from moe_jax.plan.handling import FREE, Handling
+from moe_jax.plan.launch_overhead import FREE, Handling
 from moe_jax.plan.task_times import Linear
 
 Platform = Literal["tpu", "gpu", "cpu"]

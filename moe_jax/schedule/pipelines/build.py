@@ -3,7 +3,7 @@
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.pipelines import ORDERS
-from moe_jax.schedule.pipelines.lay_out import assign_ticks
+from moe_jax.schedule.pipelines.assign_ticks import assign_ticks
 from moe_jax.schedule.pipelines.table import Table
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, task_graph
-from moe_jax.schedule.play import interleave, simulate_streams
 from moe_jax.schedule.shape import StepShape
+from moe_jax.schedule.simulation import interleave, simulate_streams
 
 SIDES = ("F", "B")  # forward tasks and the sum of the routers' counts; backward tasks and weight gradients
 _Rank = Callable[[Action], float]

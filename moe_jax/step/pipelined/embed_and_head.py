@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.transformer import ComputeConfig, embed
-from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.parallel.ordering import barrier_after
-from moe_jax.parallel.own_tokens import OwnTokens, local_tokens
 from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
+from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts

@@ -28,8 +28,8 @@ from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import check
+from moe_jax.schedule.scanned import ScannedSchedule, Turns, make_looped
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.turns import ScannedSchedule, Turns, make_looped
 from moe_jax.step.optimizer import state_cuts
 from moe_jax.step.scheduled.grad_buckets import Reduction
 

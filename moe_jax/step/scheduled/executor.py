@@ -28,7 +28,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.own_tokens import OwnTokens
+from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights

@@ -14,7 +14,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.ordering import depend_on_all
-from moe_jax.parallel.own_tokens import local_tokens
+from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.trees import Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs

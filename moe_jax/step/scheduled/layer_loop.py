@@ -15,7 +15,7 @@ from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
-from moe_jax.schedule.turns import ScannedSchedule
+from moe_jax.schedule.scanned import ScannedSchedule
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop_grads import StackLayout, TurnGradients

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
-from moe_jax.schedule.turns import Turns
+from moe_jax.schedule.scanned import Turns
 
 Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of the leaf in the tree of a block
 

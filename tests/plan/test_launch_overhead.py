@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.plan.handling import FREE, Handling, handled
+from moe_jax.plan.launch_overhead import FREE, Handling, handled
 from moe_jax.plan.simulate import simulate
 from moe_jax.plan.task_times import Linear
 from moe_jax.schedule.actions import Action, Stream, two_streams

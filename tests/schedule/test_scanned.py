@@ -5,9 +5,9 @@ import pytest
 from moe_jax.schedule.actions import Action, Stream, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
+from moe_jax.schedule.scanned import ScannedSchedule, Turns, make_looped
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import GRAD_REDUCES, WEIGHT_GRADS
-from moe_jax.schedule.turns import ScannedSchedule, Turns, make_looped
 from tests.schedule.steps import POLICIES, random_costs
 
 DEEP = {

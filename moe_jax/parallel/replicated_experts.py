@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from moe_jax.parallel.expert_transfer import Leaves, put, taken
 from moe_jax.parallel.mesh import Axes
-from moe_jax.parallel.migrate import Leaves, put, taken
 from moe_jax.parallel.ordering import depend_on_all
 
 

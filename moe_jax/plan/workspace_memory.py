@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from moe_jax.config import Config, ModelConfig
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, kept_bytes
 from moe_jax.plan.compilers import Compiler
-from moe_jax.plan.kept import DeviceSizes, Mode, kept_bytes
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
 

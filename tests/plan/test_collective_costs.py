@@ -7,8 +7,8 @@ import pytest
 
 from moe_jax.config import Config, ExchangeConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.collective_costs import DeviceGroup, Fabric
 from moe_jax.plan.curves import Curve, curve
-from moe_jax.plan.fabric import DeviceGroup, Fabric
 from moe_jax.plan.step_times import Step
 
 H100 = find_cluster("h100x64")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
-from stand_ins import collectives_of, communication, without_communication
+from no_comm_variants import collectives_of, communication, without_communication
 
 from moe_jax.config import Config
 from moe_jax.measure.trace import TracedOperation, joined, read_trace, seconds_by_op
@@ -30,7 +30,7 @@ _CLOCKED = 9  # steps that their times are the median of
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
 
 
-class Stand:
+class Harness:
     """Everything of one process that stays on its device: one state for all variants, one batch."""
 
     def __init__(self, config: Config):
@@ -99,7 +99,7 @@ class Profile(NamedTuple):
     step_s: float
 
 
-def profiled(stand: Stand, config: Config, parts: Sequence[int]) -> Profile:
+def profiled(stand: Harness, config: Config, parts: Sequence[int]) -> Profile:
     """Time a step cut into so many parts. Traces say how it divides, the clock how long it takes."""
     steps, runs = {}, {}
     for count in parts:
