@@ -38,8 +38,8 @@ DISPATCHERS: dict[str, TokenDispatcher] = {
 }
 # of gates that fill slots themselves, by what they decide
 GATE_DISPATCHERS: dict[str, TokenDispatcher] = {
-    "picked": capacity.DISPATCHER._replace(permute=expert_choice.permute, unpermute=expert_choice.unpermute),
-    "mixed": capacity.DISPATCHER._replace(permute=soft.permute, unpermute=soft.unpermute),
+    "expert_choice": capacity.DISPATCHER._replace(permute=expert_choice.permute, unpermute=expert_choice.unpermute),
+    "soft": capacity.DISPATCHER._replace(permute=soft.permute, unpermute=soft.unpermute),
 }
 
 
