@@ -22,7 +22,7 @@ from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
-from moe_jax.schedule.link_order import Priority, finished_s
+from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 
 
@@ -61,7 +61,7 @@ class PipelinedStep:
         if beside is None or not self.step.fabric.share_links(self._neighbours, self.step.experts):
             return send_s
         wanted_s = {Priority.EXPERT: beside.exchange, Priority.PIPELINE: send_s}
-        return finished_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
+        return finish_times_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:

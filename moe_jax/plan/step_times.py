@@ -34,7 +34,7 @@ from moe_jax.plan.work import (
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_buckets import exchanges_first
-from moe_jax.schedule.link_order import Priority, finished_s
+from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
 
@@ -260,7 +260,7 @@ class Step:
 
         def waited_s(hops_s: float, products_s: float) -> float:
             wanted_s = {Priority.EXPERT: before_s, Priority.CONTEXT: hops_s}
-            return min(max(finished_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
+            return min(max(finish_times_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
 
         return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
 
