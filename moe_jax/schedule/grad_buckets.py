@@ -20,7 +20,7 @@ class Bucket(NamedTuple):
     stop: int
 
 
-def cut(
+def split_into_buckets(
     group_sizes: Sequence[int], bucket_cap_mb: float | None, item_bytes: int | Sequence[int] = 4
 ) -> tuple[Bucket, ...]:
     """Split groups of gradients into buckets of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit).

@@ -27,9 +27,9 @@ def coscheduled_tick(
     never slower than one side after the other. Raises ScheduleError.
     """
     issued = [action for action in make_schedule(policy, shape, seconds, stream_of).actions if not is_reduction(action)]
-    apart = [action for side in SIDES for action in issued if side_of(action) == side]
-    needs = needs_inside(apart, shape)
-    rest_s = _rest(apart, needs, seconds, stream_of)
+    sequential = [action for side in SIDES for action in issued if side_of(action) == side]
+    needs = needs_inside(sequential, shape)
+    rest_s = _rest(sequential, needs, seconds, stream_of)
     # Which of two ready tasks goes first matters a lot, and no rule is best for all task times: try several.
     first: tuple[_Rank, ...] = (
         lambda action: -rest_s[action],
@@ -37,7 +37,7 @@ def coscheduled_tick(
         lambda action: SIDES.index(side_of(action)),
         lambda action: -SIDES.index(side_of(action)),
     )
-    orders = [*(_merge(apart, needs, seconds, stream_of, rank) for rank in first), apart]
+    orders = [*(_merge(sequential, needs, seconds, stream_of, rank) for rank in first), sequential]
     fastest = min(
         orders,
         key=lambda order: max(span.end_s for span in simulate_streams(order, needs, seconds, stream_of).values()),
@@ -67,24 +67,26 @@ def _lanes(actions: Iterable[Action], stream_of: StreamOf) -> list[deque[Action]
     return list(lanes.values())
 
 
-def _rest(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> dict[Action, float]:
+def _rest(sequential: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> dict[Action, float]:
     """A lower bound of the seconds from each task's start to the end of its side: its longest path of followers."""
     followers: dict[Action, list[Action]] = defaultdict(list)
-    for action in apart:
+    for action in sequential:
         for need in needs[action]:
             followers[need].append(action)
-    for lane in _lanes(apart, stream_of):
+    for lane in _lanes(sequential, stream_of):
         for before, after in pairwise(lane):
             followers[before].append(after)
     rest_s: dict[Action, float] = {}
-    for action in reversed(apart):
+    for action in reversed(sequential):
         rest_s[action] = seconds(action) + max((rest_s[follower] for follower in followers[action]), default=0.0)
     return rest_s
 
 
-def _merge(apart: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf, first: _Rank) -> list[Action]:
+def _merge(
+    sequential: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf, first: _Rank
+) -> list[Action]:
     """List scheduling: the task that can start earliest is next, ties go by rank. Communication is issued early."""
-    lanes = _lanes(apart, stream_of)
+    lanes = _lanes(sequential, stream_of)
     end_s: dict[Action, float] = {}
     free_s: dict[object, float] = defaultdict(float)
 
