@@ -158,9 +158,8 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
-    keys = key * (
-        1 if sizes.ring else sizes.keys / sizes.length
-    )  # including those of other context ranks if they are gathered
+    # if keys are gathered, including those of other context ranks
+    keys = key * (1 if sizes.ring else sizes.keys / sizes.length)
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
     squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are recomputed
     padded = 0.0
@@ -193,15 +192,14 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
-    total += (
-        item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
-    )  # received and returned rows, and their destinations
+    # received and returned rows, and their destinations
+    total += item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
     of_hidden = {"all": activation_values, "least": matrices}.get(mode, 0)
     total += of_hidden * rows.computed * moe.intermediate_size / sizes.tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if moe.shared_gate and mode == "all":
-        total += item * model.hidden_size * sizes.tokens  # the input of the gate
+        total += item * model.hidden_size * sizes.tokens  # the output of shared experts, before its gate
     if rows.ragged:
         total += stream + (rows.computed * model.hidden_size if mode == "all" else 0)  # rows to send again; a mask
     return total

@@ -1,7 +1,7 @@
 """The cluster profile: measurements of a machine by `python -m moe_jax.measure`, as a JSON file of plain numbers.
 
 {"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...},
-"memory_bytes": 63719178240}
+ "memory_bytes": 63719178240}
 """
 
 import dataclasses

@@ -34,11 +34,8 @@ class DeviceGroup(NamedTuple):
         return self.ranks * self.stride if self.rows == 1 else self.rows * self.row_stride
 
 
-_OF_STAGE = (
-    "context",
-    "expert",
-    "tensor",
-)  # axes inside a pipeline stage, as in parallel/mesh.py: the last has the nearest neighbours
+# Axes inside a pipeline stage, as in parallel/mesh.py: ranks of the last one are the nearest neighbours.
+_OF_STAGE = ("context", "expert", "tensor")
 
 
 def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> DeviceGroup:

@@ -12,9 +12,7 @@ class Compiler(NamedTuple):
     pair_bytes: float  # per (query, key) pair in a block's backward pass, beyond two numbers of the compute dtype
     logit_gradients: bool  # have a buffer of their own, in the compute dtype; else they overwrite the logits
     recasts_head: bool  # the head is cast twice, and its input in float32, unless activations fill the memory
-    transposed_heads: (
-        bool  # queries, keys and values of all blocks are copied to another layout before the backward loop
-    )
+    transposed_heads: bool  # queries, keys and values of all blocks are copied to another layout before backward
     flat_copies: int  # of the head's gradient if a schedule sums it as a flat vector
     overflow_copies: int  # of the buffer for rows beyond a ragged exchange's lanes, per microbatch
     scheduled_gradients: bool  # a block's gradients and casts of its weights have buffers besides those of all blocks

@@ -275,9 +275,8 @@ class Step:
         if not settings.cuts_batch or not self.collectives.share_links(ring, self.experts):
             return 0.0
         own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
-        return (
-            2 * (parts - 1) * self.exchange_seconds(own / parts)
-        )  # exchanges of all microbatches but the one in attention
+        # exchanges of all microbatches but the one in attention
+        return 2 * (parts - 1) * self.exchange_seconds(own / parts)
 
     def _task(
         self,
