@@ -24,9 +24,9 @@ def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> Mi
     is lost. Exchanges send buffers of a fixed size anyway.
     """
     step = Step(config, cluster)
-    send_s = step.fabric.send(expert_bytes, step.experts)
+    send_s = step.collectives.send(expert_bytes, step.experts)
     sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / _MOVED
-    sum_s = step.fabric.ring(sent_bytes, step.experts, "all_reduce")
+    sum_s = step.collectives.ring(sent_bytes, step.experts, "all_reduce")
     if config.model.moe.capacity_factor is not None:
         return MigrationCosts(send_s, 0.0, sum_s)
     experts = step.compute()["expert"]

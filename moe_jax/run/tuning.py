@@ -141,11 +141,11 @@ class _Decider:
 
     @property
     def under_way(self) -> dict[str, Any] | None:
-        return self._tuner.under_way
+        return self._tuner.search_state
 
     def go_on(self, under_way: Mapping[str, Any]) -> int:
         """What to use where a search was interrupted."""
-        self._tuner.go_on(under_way)
+        self._tuner.resume(under_way)
         self._log.tell(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
         return self._tuner.in_use
 
