@@ -84,7 +84,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         ends_with_its_peers(),
     ):
         if restored:
-            _say(_going_on(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
+            _say(_going_on(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
