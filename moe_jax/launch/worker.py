@@ -55,7 +55,7 @@ class Worker:
                 os.killpg(self._process.pid, number)
 
     def overdue(self, start_timeout_s: float, progress_timeout_s: float) -> str | None:
-        """Say how it hangs: it is stopped, or has not begun a new step in time. None if not, or if it reports nothing."""
+        """Say how it hangs: it is stopped, or has begun no new step in time. None if not, or if it reports nothing."""
         now = time.monotonic()
         if now - self._stopped_at > progress_timeout_s:
             return f"stopped for {progress_timeout_s:g} s"
