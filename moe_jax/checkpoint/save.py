@@ -158,7 +158,7 @@ class Checkpoints:
         return sorted({*self._manager.all_steps()} - self._deleted) if self._manager else []
 
     def _check_for_deleted(self, step: int) -> None:
-        """Report checkpoints that somebody has deleted, and make the folder again if it is gone."""
+        """Report checkpoints that were deleted during the run, and make their folder again if it is gone."""
         if self._manager is None:
             return
         folder = checkpoints_dir(self._run)
@@ -236,9 +236,7 @@ def _silent_orbax() -> Iterator[None]:
     levels, hook = [logger.level for logger in loggers], sys.unraisablehook
 
     def unraisable(error: Any) -> None:
-        if "Event loop is closed" not in str(
-            error.exc_value
-        ):  # the error of writes that end after the first failed one
+        if "Event loop is closed" not in str(error.exc_value):  # raised by writes that end after the first failed one
             hook(error)
 
     for logger in loggers:

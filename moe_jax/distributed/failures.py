@@ -87,7 +87,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
 
 
 def _exit_with_all() -> NoReturn:
-    """Exit with code 0, once all other processes have come to this point.
+    """Exit with code 0, once all other processes have reached this point.
 
     It skips the shutdown of Python and XLA, which would take seconds on a busy machine.
     """

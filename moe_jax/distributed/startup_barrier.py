@@ -65,7 +65,7 @@ def wait_for_all(barrier: StartupBarrier) -> None:
 
 
 class _Timeout:
-    """A timeout of so many seconds, with one message about what is waited for, unless that comes soon."""
+    """A timeout in seconds, with one message about what is waited for, unless that arrives soon."""
 
     def __init__(self, seconds: float) -> None:
         self._began, self._seconds, self._has_reported = time.monotonic(), seconds, False

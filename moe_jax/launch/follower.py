@@ -138,7 +138,7 @@ class _Membership:
                     worker = self._workers.pop(message["rank"])
                     threading.Thread(target=worker.finish, args=[bool(message["print_errors"])]).start()  # it may wait
         except (KeyError, TypeError, ValueError) as error:
-            raise LostError(f"host 0 says what it should not: {error!r}") from None
+            raise LostError(f"host 0 has sent an invalid message: {error!r}") from None
 
     def _has_ended(self, rank: int, code: int) -> None:
         self._running.remove(rank)

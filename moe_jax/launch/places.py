@@ -44,7 +44,7 @@ class Places:
             self.hosts = set(hosts)
 
     def refill(self) -> None:
-        """Forget all blame, and use all places of the present hosts again."""
+        """Clear the record of failures, and use all places of the present hosts again."""
         self._blamed.clear()
         self._left_out.clear()
 

@@ -49,8 +49,8 @@ def supervise(launch: Launch) -> int:
 def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, str], events: Events) -> int:
     """Run generations, and return the launcher's exit code.
 
-    After failures, a generation is retried at most `retries` times, counted again when one gets further than all before
-    it. If the same process failed each time, the next generation runs without that process, if enough are left.
+    A failed generation is retried at most `retries` times; the count restarts when a generation gets further than all
+    before it. If all retries failed, each time because of the same process, the run continues without that process.
     """
     places = Places(launch.hosts * launch.processes, launch.min_processes, launch.processes)
     tries, furthest = 0, -1
@@ -163,7 +163,7 @@ def _run_generation(
         code, rank = watch.failed.code, watch.failed.rank
         where = f" on host {places.host(used[rank])}" if launch.hosts > 1 else ""
         message = "" if everywhere else f"rank {rank}{where} {watch.failure}"
-        if watch.stopped_by:  # after the failure
+        if watch.stopped_by:  # a signal arrived after the failure
             return _Ended(128 + watch.stopped_by, f"{message}; stopped by {signal.Signals(watch.stopped_by).name}")
         no_mesh = any(worker.has_no_mesh for worker in workers)
         return _Ended(code if code > 0 else 128 - code, message, used[rank], code in FINAL, reached, no_mesh)

@@ -30,7 +30,7 @@ def is_due(load_E: Sequence[float], expert_S: Sequence[int], ranks: int, thresho
 
 
 class Prices(NamedTuple):
-    """What moves and imbalance cost."""
+    """Predicted costs of moves and of imbalance, in seconds unless said otherwise."""
 
     swap_s: float  # for one swap, in which both ranks send an expert; a copy takes half as long
     even_s: float  # per step, for one block's experts if ranks have equal loads; 0 if padding makes all ranks equal
