@@ -144,9 +144,8 @@ def initialize(
     if cpu_devices is not None:
         _simulate(cpu_devices, num_processes, cluster, in_background, quick_compile)
     if options.coordinator is not None:
-        bind = os.environ.get(
-            "JAX_COORDINATOR_BIND_ADDRESS", options.coordinator
-        )  # by default, jax would listen on every interface
+        # by default, jax would listen on every interface
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", options.coordinator)
         _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
         _join_cluster(options.join_timeout_s)
