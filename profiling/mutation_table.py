@@ -1102,8 +1102,8 @@ MUTATIONS = (
     Mutation(
         "failure_is_success",
         "launch/supervisor.py",
-        "return _Ended(code if code > 0 else 128 - code, told",
-        "return _Ended(0, told",
+        "return _Ended(code if code > 0 else 128 - code, message",
+        "return _Ended(0, message",
         "a job that has failed is told as done",
         ["tests/launch/test_launch.py", "-k", "failure"],
     ),
@@ -1126,7 +1126,7 @@ MUTATIONS = (
     Mutation(
         "any_token",
         "launch/channel.py",
-        'if _is(answer.get("proof"), _proof(token, "join", own, asked, card)):',
+        'if _matches(answer.get("proof"), _proof(token, "join", own, challenge, card)):',
         'if answer.get("proof"):',
         "a stranger can join a run, and end it",
         ["tests/launch/test_rendezvous.py", "-k", "refused"],

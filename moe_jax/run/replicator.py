@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from moe_jax.checkpoint.arrays import leaves_of
-from moe_jax.checkpoint.checksums import agreed
+from moe_jax.checkpoint.arrays import array_records
+from moe_jax.checkpoint.checksums import agreed_digests
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.replicas.files import SlotFiles
-from moe_jax.checkpoint.replicas.layout import Kept
+from moe_jax.checkpoint.replicas.layout import StoredPiece
 from moe_jax.checkpoint.replicas.plan import SafetyPlan
 from moe_jax.checkpoint.restored import Restored
 from moe_jax.distributed.processes import allgather, from_process, is_main_process
@@ -66,7 +66,7 @@ class Safety:
         try:
             yield
         except RollBack:
-            self._files.forget()
+            self._files.invalidate()
             raise
         except DivergedError:
             self._remove()
@@ -95,7 +95,7 @@ class Safety:
         assert self._plan is not None
         digests = self._compiled()
         began = time.perf_counter()
-        leaves = leaves_of(state, agreed(digests(state), step, state))
+        leaves = array_records(state, agreed_digests(digests(state), step, state))
         host["tuner"] = from_process(0, host["tuner"]) if self._run.choices else None
         record = Record(step=step, leaves=leaves, **host, **self._about)
         problem = self._write(state)
@@ -107,7 +107,7 @@ class Safety:
         if any(allgather(problem is not None)):
             self._tell_failure(step, problem)
             return
-        self._files.turn()
+        self._files.swap()
         took_s, self._failed = time.perf_counter() - began, False
         if step == self._run.first_step:
             self._log.tell(f"safety copies of step {step} took {human_seconds(took_s)}")
@@ -147,7 +147,7 @@ class Safety:
         numbers, program = self._programs[group]
         return dict(zip(numbers, program.result()([arrays[number] for number in numbers]), strict=True))
 
-    def _pieces(self, kept: Iterable[Kept], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+    def _pieces(self, kept: Iterable[StoredPiece], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
         """Of these arrays, by their names, as they lie on the devices of this process."""
         devices = list(self._run.trainer.mesh.devices.flat)
         shards = {n: {shard.device: shard.data for shard in x.addressable_shards} for n, x in arrays.items()}
