@@ -176,14 +176,14 @@ def num_bytes(shape: str) -> float:
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
-    shape, rest = _cut(text, " ")
+    shape, rest = _split_at(text, " ")
     opcode, _, rest = rest.strip().partition("(")
-    operands, attributes = _cut(rest, ")")
+    operands, attributes = _split_at(rest, ")")
     names = (operands,) if opcode in ("constant", "parameter") else tuple(_NAME.findall(operands))
     return Instruction(name, opcode, shape, names, attributes, is_root)
 
 
-def _cut(text: str, end: str) -> tuple[str, str]:
+def _split_at(text: str, end: str) -> tuple[str, str]:
     """Text before and behind the first `end` outside brackets."""
     depth = 0
     for found in re.finditer(r"[(){}\[\]" + end + "]", text):

@@ -56,7 +56,7 @@ def _compile(operation: BenchmarkOperation, mesh: Mesh, dtype: jnp.dtype) -> Com
     return jax.jit(mapped, donate_argnums=1).lower(repeats, x, *weights).compile()
 
 
-class Stand:
+class DeviceOperands:
     """What lies on the devices while programs run: one operand of each shape, handed from run to run."""
 
     def __init__(self, dtype: jnp.dtype):
@@ -97,23 +97,23 @@ def _on_all(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def times_of(
-    programs: Sequence[BenchmarkProgram], dtype: jnp.dtype, rounds: int, round_s: float, tell: Callable[[str], None]
+    programs: Sequence[BenchmarkProgram], dtype: jnp.dtype, rounds: int, round_s: float, report: Callable[[str], None]
 ) -> Times:
     """Each round runs every program for about `round_s` seconds, or once, back and forth through the list.
 
     So what changes on the machine meanwhile changes all alike. Where processes differ the slowest counts.
     """
-    stand = Stand(dtype)
+    operands = DeviceOperands(dtype)
     for program in programs:
-        stand.seconds(program, 1)
-    single = _of_slowest([[stand.seconds(program, 1)] for program in programs])
+        operands.seconds(program, 1)
+    single = _of_slowest([[operands.seconds(program, 1)] for program in programs])
     repeats = [min(MOST_REPEATS, max(1, round(round_s / seconds))) for (seconds,) in single]
     times: Times = [[] for _ in programs]
-    for turn in range(rounds):
+    for number in range(rounds):
         order = range(len(programs))
-        for i in order if turn % 2 else reversed(order):
-            times[i].append(stand.seconds(programs[i], repeats[i]))
-        tell(f"round {turn + 1} of {rounds}")
+        for i in order if number % 2 else reversed(order):
+            times[i].append(operands.seconds(programs[i], repeats[i]))
+        report(f"round {number + 1} of {rounds}")
     return _of_slowest(times)
 
 
@@ -136,7 +136,7 @@ def curves_of(operations: Sequence[BenchmarkOperation], times: Times) -> tuple[C
 
 
 def memory_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """What jax may use of the memory of each device, the smallest counts; None where devices do not tell, as CPUs."""
+    """What jax may use of the memory of each device, the smallest counts; None where devices do not report, as CPUs."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit is not None]
     return min(known) if len(known) == len(limits) else None

@@ -139,11 +139,11 @@ def collectives(group: CommGroup, num_bytes: int, machine: Machine, dtype: jnp.d
         "permute": lambda x: permuted(x, axis, to_next),
     }
     for name, collective in whole.items():
-        yield make(name, shape=(elements,), run=_in_turn(collective))
-    yield make("all_gather", shape=(part,), run=_in_turn(lambda x: jax.lax.all_gather(x, axis, tiled=True)))
+        yield make(name, shape=(elements,), run=_with_operand_shape(collective))
+    yield make("all_gather", shape=(part,), run=_with_operand_shape(lambda x: jax.lax.all_gather(x, axis, tiled=True)))
 
 
-def _in_turn(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _with_operand_shape(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """The operand again, tied to the result by one number: results of other shapes cannot be the next operand."""
 
     def run(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ A start queues its collective on its links, inside nodes and between them, where
 makes compute wait for it. A collective without start and done occupies compute, too. What compute waits for is exposed,
 the rest of communication hidden.
 
-A pipelined step is a loop over ticks, in which passes are loops of one turn or none. It is seen from the stage that is
+A pipelined step is a loop over ticks, in which passes are loops of one iteration or none. It is seen from the stage that is
 busy longest; every tick is as long as that of the stage which needs most for it.
 """
 
@@ -24,7 +24,7 @@ from moe_jax.measure.costs import (
 from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.targets import Target
 
-Passes = Mapping[str, Sequence[Sequence[int]]]  # turns of each pass, by its scope, in every tick, of every stage
+Passes = Mapping[str, Sequence[Sequence[int]]]  # iterations of each pass, by its scope, in every tick, of every stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class ComputeInstruction:
     end_s: float
     products: int  # matrix products
     op_name: str = ""
-    turn: int = 0  # of the innermost loop around it, which has `turns`
-    turns: int = 1
+    iteration: int = 0  # of the innermost loop around it, which has `iterations`
+    iterations: int = 1
 
     @property
     def seconds(self) -> float:
@@ -57,8 +57,8 @@ class Collective:
     exposed_s: float = 0.0
     inside_s: float = 0.0  # compute between its start and its done
     inside_products: int = 0
-    turn: int = 0  # as above
-    turns: int = 1
+    iteration: int = 0  # as above
+    iterations: int = 1
 
     @property
     def kind(self) -> str:
@@ -76,7 +76,7 @@ class Replay:
     compute: tuple[ComputeInstruction, ...]
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
-    unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
+    unknown_loops: tuple[str, ...]  # walked once, as nothing tells their iterations
     idle_s: float = 0.0  # behind other stages
     stage: int = 0  # the one that it is seen from
 
@@ -106,8 +106,8 @@ class _Replay:
     link_free_s: dict[Link, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
     done_products: int = 0
     done_compute_s: float = 0.0
-    turn: int = 0
-    turns: int = 1
+    iteration: int = 0
+    iterations: int = 1
     compute: list[ComputeInstruction] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
@@ -156,21 +156,21 @@ def _loop(walk: _Replay, line: Instruction) -> None:
         _ticks(walk, body)
         return
     if name := _pass_of(walk, line):
-        if walk.passes[name][walk.turn][walk.stage]:
+        if walk.passes[name][walk.iteration][walk.stage]:
             _run(walk, body)
         return
-    turns = walk.program.trip_count(line)
-    if turns is None:
+    iterations = walk.program.trip_count(line)
+    if iterations is None:
         walk.unknown_loops.append(line.name)
     if collective_of(line, walk.program) is None:
-        _compute(walk, line, _alone_s(walk, body) * (turns or 1), turns or 1)
+        _compute(walk, line, _alone_s(walk, body) * (iterations or 1), iterations or 1)
         return
-    outer = walk.turn, walk.turns
-    walk.turns = turns or 1
-    for turn in range(walk.turns):
-        walk.turn = turn
+    outer = walk.iteration, walk.iterations
+    walk.iterations = iterations or 1
+    for iteration in range(walk.iterations):
+        walk.iteration = iteration
         _run(walk, body)
-    walk.turn, walk.turns = outer
+    walk.iteration, walk.iterations = outer
 
 
 def _pass_of(walk: _Replay, line: Instruction) -> str | None:
@@ -183,29 +183,31 @@ def _pass_of(walk: _Replay, line: Instruction) -> str | None:
 
 def _ticks(walk: _Replay, body: Sequence[Instruction]) -> None:
     """As the busiest stage sees them."""
-    table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]  # turns by tick, stage
+    table = [
+        list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)
+    ]  # iterations by tick, stage
     seconds: dict[tuple[int, ...], float] = {}
     for tick, stages in enumerate(table):
-        for stage, turns in enumerate(stages):
-            if turns not in seconds:
-                seconds[turns] = _alone_s(walk, body, tick, stage)
-    busy_s = [sum(seconds[turns] for turns in own) for own in zip(*table, strict=True)]
+        for stage, iterations in enumerate(stages):
+            if iterations not in seconds:
+                seconds[iterations] = _alone_s(walk, body, tick, stage)
+    busy_s = [sum(seconds[iterations] for iterations in own) for own in zip(*table, strict=True)]
     walk.stage = busy_s.index(max(busy_s))
-    outer = walk.turn, walk.turns
-    walk.turns = len(table)
-    for walk.turn, stages in enumerate(table):
-        ends_s = walk.now_s + max(seconds[turns] for turns in stages)
+    outer = walk.iteration, walk.iterations
+    walk.iterations = len(table)
+    for walk.iteration, stages in enumerate(table):
+        ends_s = walk.now_s + max(seconds[iterations] for iterations in stages)
         _run(walk, body)
         waits_s = max(ends_s - walk.now_s, 0.0)
         walk.now_s += waits_s
         walk.idle_s += waits_s
-    walk.turn, walk.turns = outer
+    walk.iteration, walk.iterations = outer
 
 
-def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -> None:
+def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int = 1) -> None:
     if seconds == 0.0:
         return
-    products = matrix_products(line, walk.program) * turns
+    products = matrix_products(line, walk.program) * iterations
     end_s = walk.now_s + seconds
     walk.compute.append(
         ComputeInstruction(
@@ -214,8 +216,8 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -
             start_s=walk.now_s,
             end_s=end_s,
             products=products,
-            turn=walk.turn,
-            turns=walk.turns,
+            iteration=walk.iteration,
+            iterations=walk.iterations,
         )
     )
     walk.now_s = end_s
@@ -236,8 +238,8 @@ def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> N
         start_s=start_s,
         end_s=start_s + max(seconds.values(), default=0.0),
         num_bytes=sent_bytes(collective, walk.program, walk.num_devices),
-        turn=walk.turn,
-        turns=walk.turns,
+        iteration=walk.iteration,
+        iterations=walk.iterations,
     )
     if is_async:
         walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
@@ -272,6 +274,6 @@ def _finish(walk: _Replay, line: Instruction) -> None:
 
 def _alone_s(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
     """Seconds of a computation by itself."""
-    inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, turn=tick, stage=stage)
+    inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, iteration=tick, stage=stage)
     _run(inner, lines)
     return inner.now_s

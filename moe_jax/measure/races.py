@@ -127,13 +127,13 @@ class _ProgramWalk:
         return self._found[name]
 
     def _own_races(self, body: _Body) -> Iterator[Race]:
-        talking = [(line, found) for line in body.lines if (found := self._collectives(line))]
-        for number, (first, earlier) in enumerate(talking[:-1]):
+        communicating = [(line, found) for line in body.lines if (found := self._collectives(line))]
+        for number, (first, earlier) in enumerate(communicating[:-1]):
             if first.is_control:
                 waiting = self._waiting(first, body)
-                for second, later in talking[number + 1 :]:
+                for second, later in communicating[number + 1 :]:
                     if second.name not in waiting:
-                        yield Race(first, second, _alike(earlier, later))
+                        yield Race(first, second, _same_kind(earlier, later))
 
     def _waiting(self, first: Instruction, body: _Body) -> set[str]:
         """Instructions that cannot start before `first` has ended."""
@@ -173,6 +173,6 @@ def _index(line: Instruction) -> int:
     return int(found[1])
 
 
-def _alike(earlier: Sequence[Instruction], later: Sequence[Instruction]) -> tuple[Instruction, Instruction]:
+def _same_kind(earlier: Sequence[Instruction], later: Sequence[Instruction]) -> tuple[Instruction, Instruction]:
     pairs = [(one, other) for one in earlier for other in later]
     return next((pair for pair in pairs if pair[0].opcode == pair[1].opcode), pairs[0])

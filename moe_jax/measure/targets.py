@@ -170,7 +170,7 @@ def target_devices(target: Target) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", int(target.layout))
         return jax.devices()
     if target.platform == "gpu":
-        _tell_of_hopper()
+        _assume_hopper()
     try:
         if target.platform == "tpu":
             chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}  # else it lists cores
@@ -189,7 +189,7 @@ def target_devices(target: Target) -> list[Any]:
         raise TargetError(f"--compile {target.name}: the compiler refuses it ({reason}): use another layout") from None
 
 
-def _tell_of_hopper() -> None:
+def _assume_hopper() -> None:
     """jax asks a GPU of this machine what cuDNN's attention can do; there is none, and the target is a Hopper."""
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

@@ -45,20 +45,22 @@ def action_of(op_name: str) -> Action | None:
     return None
 
 
-def name_turns(replay: Replay, schedule: Schedule) -> Replay:
-    """The same with the tasks of all turns of a loop named as the schedule names them.
+def name_iterations(replay: Replay, schedule: Schedule) -> Replay:
+    """The same with the tasks of all iterations of a loop named as the schedule names them.
 
-    Inside a loop over blocks, scopes have the names of its lowest turn, which comes first forward and last backward.
+    Inside a loop over blocks, scopes have the names of its lowest iteration, which comes first forward and last backward.
     """
-    inside = [task.op_name for task in replay.compute if task.turns > 1]
-    name_of = turn_names(schedule, filter(None, map(action_of, inside)))
+    inside = [task.op_name for task in replay.compute if task.iterations > 1]
+    name_of = iteration_names(schedule, filter(None, map(action_of, inside)))
 
     def rename(task: Task) -> Task:
         action = action_of(task.op_name)
-        named = name_of(action, task.turn, task.turns) if action and task.turns > 1 else None
+        named = name_of(action, task.iteration, task.iterations) if action and task.iterations > 1 else None
         if named is None:
             return task
-        return dataclasses.replace(task, op_name=task.op_name.replace(str(action), str(named), 1), turn=0, turns=1)
+        return dataclasses.replace(
+            task, op_name=task.op_name.replace(str(action), str(named), 1), iteration=0, iterations=1
+        )
 
     return dataclasses.replace(
         replay,
@@ -67,25 +69,27 @@ def name_turns(replay: Replay, schedule: Schedule) -> Replay:
     )
 
 
-def turn_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
-    """A function from an action inside loops over blocks, its turn and their number to the schedule's name for it.
+def iteration_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
+    """A function from an action inside loops over blocks, its iteration and their number to the schedule's name for it.
 
     It knows none for actions of other loops. `inside` are all actions in loops.
     """
     known = set(schedule.actions)
     size = len({action.block for action in inside if action.direction == "F" and action.block != NO_BLOCK})
 
-    def name_of(action: Action, turn: int, turns: int) -> Action | None:
+    def name_of(action: Action, iteration: int, iterations: int) -> Action | None:
         if action.block == NO_BLOCK:
             return None
-        named = action._replace(block=action.block + size * (turn if action.direction == "F" else turns - 1 - turn))
+        named = action._replace(
+            block=action.block + size * (iteration if action.direction == "F" else iterations - 1 - iteration)
+        )
         return named if named in known else None
 
     return name_of
 
 
 def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
-    """Hold a schedule against its program, whose turns have their names (`name_turns`)."""
+    """Hold a schedule against its program, whose iterations have their names (`name_iterations`)."""
     instructions: dict[Action, list[str]] = defaultdict(list)
     products = dict.fromkeys((a for a in schedule.actions if three_streams(a) == Stream.COMPUTE), 0)
     for task in replay.compute:
@@ -94,23 +98,23 @@ def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
             if action in products:
                 products[action] += task.products
     parts = _parts_of(program)
-    carries = []
+    actions_of = []
     for transfer in replay.collectives:
-        if transfer.turn:  # of a loop over something else than blocks, where one turn is enough
+        if transfer.iteration:  # of a loop over something else than blocks, where one iteration is enough
             continue
         own = action_of(transfer.op_name)
-        carries.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
-        for action in carries[-1]:
+        actions_of.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
+        for action in actions_of[-1]:
             instructions[action].append(transfer.instruction.name)
     planned = [action for action in schedule.actions if three_streams(action) != Stream.COMPUTE]
-    counts = {action: sum(action in actions for actions in carries) for action in planned}
+    counts = {action: sum(action in actions for actions in actions_of) for action in planned}
     return Match(
         num_tasks=len(schedule.actions),
         instructions={action: tuple(lines) for action, lines in instructions.items()},
         missing=tuple(action for action in planned if not counts[action]),
-        merged=tuple(tuple(actions) for actions in carries if len(actions) > 1),
+        merged=tuple(tuple(actions) for actions in actions_of if len(actions) > 1),
         split={action: count for action, count in counts.items() if count > 1},
-        moved=tuple(_moved(planned, [action for actions in carries for action in actions])),
+        moved=tuple(_moved(planned, [action for actions in actions_of for action in actions])),
         products=products,
     )
 
@@ -123,7 +127,7 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
         origin = source.get(line.operands[0]) if line.operands else None
         if origin and line.opcode.endswith(("-done", "-update")):
             source[line.name] = origin
-        elif origin and _is_cut(line, program):
+        elif origin and _takes_part(line, program):
             name, own = origin
             if (action := action_of(program.op_name(line))) and action != own:
                 parts[name].append(action)
@@ -132,7 +136,7 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
     return parts
 
 
-def _is_cut(line: Instruction, program: HloModule) -> bool:
+def _takes_part(line: Instruction, program: HloModule) -> bool:
     """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
     last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
     return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")

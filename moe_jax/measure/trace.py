@@ -12,7 +12,7 @@ from moe_jax.errors import UserError
 from moe_jax.files.untrusted import check_regular, parse_json
 from moe_jax.measure.costs import collective_of
 from moe_jax.measure.hlo import HloModule, Instruction, parse
-from moe_jax.measure.tasks import action_of, turn_names
+from moe_jax.measure.tasks import action_of, iteration_names
 from moe_jax.parallel.trace_names import ARRIVING, FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.schedule import Schedule
 
@@ -80,17 +80,17 @@ def of_one_device(
     """Those of the first device, without loops and calls themselves; loops over blocks have the schedule's names."""
     device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
     own = [operation for operation in operations if operation.device == device]
-    turns_of = dict(_turns(program, program.computations[program.entry], ()))
-    inside = (action_of(operation.task) for operation in own if turns_of.get(operation.name))
-    name_of = turn_names(schedule, filter(None, inside))
+    iterations_of = dict(_loop_iterations(program, program.computations[program.entry], ()))
+    inside = (action_of(operation.task) for operation in own if iterations_of.get(operation.name))
+    name_of = iteration_names(schedule, filter(None, inside))
     runs = {operation.name: operation.run + 1 for operation in sorted(own, key=lambda operation: operation.run)}
 
     def rename(operation: TracedOperation) -> TracedOperation:
-        turns, action = turns_of.get(operation.name), action_of(operation.task)
-        if not turns or action is None:
+        iterations, action = iterations_of.get(operation.name), action_of(operation.task)
+        if not iterations or action is None:
             return operation
-        turn = operation.run * math.prod(turns) // runs[operation.name] % turns[-1]
-        return operation._replace(task=str(name_of(action, turn, turns[-1]) or action))
+        iteration = operation.run * math.prod(iterations) // runs[operation.name] % iterations[-1]
+        return operation._replace(task=str(name_of(action, iteration, iterations[-1]) or action))
 
     lines = program.by_name
     return [rename(each) for each in own if not (each.name in lines and lines[each.name].is_control)]
@@ -170,15 +170,15 @@ def _task(line: Instruction, program: HloModule) -> str:
     return "B" if "transpose(" in stack else "F" if "jvp(" in stack else ""
 
 
-def _turns(
+def _loop_iterations(
     program: HloModule, lines: Iterable[Instruction], around: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of each instruction in them, however deep: the turns of the loops over several tasks around it, from outside."""
+    """Of each instruction in them, however deep: the iterations of the loops over several tasks around it, from outside."""
     for line in lines:
         yield line.name, around
         within = (*around, program.trip_count(line) or 1) if _is_loop_over_tasks(line, program) else around
         for name in line.called:
-            yield from _turns(program, program.computations[name], within)
+            yield from _loop_iterations(program, program.computations[name], within)
 
 
 def _is_loop_over_tasks(line: Instruction, program: HloModule) -> bool:

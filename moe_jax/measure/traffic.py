@@ -68,7 +68,7 @@ def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> li
 
 
 def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
-    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they turn."""
+    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they iteration."""
 
     def of(name: str) -> float:
         return sum(map(of_line, program.computations[name]))
@@ -78,8 +78,8 @@ def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
             return sent_bytes(line, program, num_devices)
         if line.opcode.endswith(("-done", "-update")):
             return 0.0
-        turns = (program.trip_count(line) or 1) if line.opcode == "while" else 1
-        return turns * sum(map(of, line.called))
+        iterations = (program.trip_count(line) or 1) if line.opcode == "while" else 1
+        return iterations * sum(map(of, line.called))
 
     return of(program.entry)
 

@@ -55,8 +55,8 @@ class StepProgram:
     def fingerprint(self) -> str:
         """The same for the same program, options and rates, whatever process, host or command made it."""
         rates = self.target and dataclasses.replace(self.target, name="")
-        made_of = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
-        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+        contents = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
+        return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def step_program(
@@ -90,9 +90,9 @@ def target_here(trainer: Trainer) -> Target | None:
     if not trainer.kind.facts.orders_tasks:
         return target
     if _has_profile({}):
-        _say(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")
+        _print(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")
     elif target is None:
-        _say(
+        _print(
             f"the rates of {devices[0].device_kind} are unknown: the step is compiled without estimated times of its "
             "instructions, which may expose more of its communication (docs/compiled.md)"
         )
@@ -122,7 +122,7 @@ def switch_off_pgle() -> None:
     if not jax.config.jax_enable_pgle:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_enable_pgle", False)
-    _say(
+    _print(
         "JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run: it is switched off "
         "(docs/compiled.md tells how to use a measured profile)"
     )
@@ -132,6 +132,6 @@ def _has_profile(options: Mapping[str, Value]) -> bool:
     return _PROFILE_FILE in options or _PROFILE_FILE in os.environ.get("XLA_FLAGS", "")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if is_main_process():
         print(text, flush=True)

@@ -25,7 +25,7 @@ from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
 
-_SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # to compile, in the environment
+_COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # to compile, in the environment
 
 
 def compiled(source: Lowered | StepProgram) -> Compiled:
@@ -35,12 +35,12 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
     """
     if PROGRAMS not in os.environ:
         return _checked(source.compile())
-    lowered, made_of = (
+    lowered, key = (
         (source.lowered, source.fingerprint)
         if isinstance(source, StepProgram)
         else (source, (source.as_text(), compiler_options(jax.default_backend())))
     )
-    path = _path(made_of, jax.process_index())
+    path = _path(key, jax.process_index())
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
@@ -67,28 +67,28 @@ def _checked(program: Compiled) -> Compiled:
     return program
 
 
-class Later:
+class BackgroundCompile:
     """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
 
     def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered | StepProgram]):
         self._pool, self._lower, self._lock = pool, lower, threading.Lock()
-        self._begun: Future[Compiled] | None = None
+        self._started: Future[Compiled] | None = None
 
     def begin(self) -> Future[Compiled]:
         """Returns at once; called again, it does nothing more."""
         with self._lock:
-            self._begun = self._begun or self._pool.submit(lambda: compiled(self._lower()))
-        return self._begun
+            self._started = self._started or self._pool.submit(lambda: compiled(self._lower()))
+        return self._started
 
     def result(self, timeout: float | None = None) -> Compiled:
         """Waits for the compiler; raises what stopped it."""
         return self.begin().result(timeout)
 
 
-Pending = Later | Future[Compiled]  # whose `result` waits for the program
+Pending = BackgroundCompile | Future[Compiled]  # whose `result` waits for the program
 
 
-def kept(name: str, measure: Callable[[], float]) -> float:
+def cached_number(name: str, measure: Callable[[], float]) -> float:
     """A number that takes time to measure, unless process 0 of the same run has measured it before."""
     if PROGRAMS not in os.environ:
         return measure()
@@ -101,12 +101,12 @@ def kept(name: str, measure: Callable[[], float]) -> float:
     return number
 
 
-def _path(*made_of: Any) -> Path:
+def _path(*key: Any) -> Path:
     """Of what follows from these things on these devices."""
     device = jax.local_devices()[0]
     here = [jax.__version__, jax.process_count(), jax.device_count(), device.device_kind]
-    here += [device.client.platform_version, *(os.environ.get(name) for name in _SAY_HOW)]
-    return _own_folder() / hashlib.sha256(repr((made_of, here)).encode()).hexdigest()
+    here += [device.client.platform_version, *(os.environ.get(name) for name in _COMPILE_ENVIRONMENT)]
+    return _own_folder() / hashlib.sha256(repr((key, here)).encode()).hexdigest()
 
 
 def _own_folder() -> Path:

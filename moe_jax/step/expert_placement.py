@@ -102,17 +102,17 @@ def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Expert
     """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
     dims, stages, axis = context.dims, context.stages, context.compute.expert_axis
     experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
-    held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
+    own = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
 
     def of_group(group: tuple[int, int] | None) -> Experts | None:
         if group is None:
             return None
-        first = jax.lax.axis_index(axis) * held
+        first = jax.lax.axis_index(axis) * own
         if slot_ME is None:
-            number_RL = jnp.broadcast_to(first + jnp.arange(held), (_rows_here(group, stages), held))
+            number_RL = jnp.broadcast_to(first + jnp.arange(own), (_rows_here(group, stages), own))
         else:
             number_RS = _counted_once(_own_rows(slot_ME, group, stages), experts)
-            number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, held, axis=1)
+            number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, own, axis=1)
         return Experts(number_RL, experts)
 
     leaves = jax.tree.leaves_with_path(dims, is_leaf=lambda leaf: isinstance(leaf, tuple))

@@ -48,7 +48,7 @@ def inject_faults(params: Params, step: jax.Array | None) -> Params:
     if step is None or not _faults:
         return params
 
-    def strike(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def inject(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         for fault in _faults:
             if jax.tree_util.keystr(path, simple=True, separator=".") == fault.parameter:
                 since = step + 1 - fault.step
@@ -56,10 +56,10 @@ def inject_faults(params: Params, step: jax.Array | None) -> Params:
                 leaf = jnp.where(here, jnp.nan, leaf)
         return leaf
 
-    return jax.tree.map_with_path(strike, params)
+    return jax.tree.map_with_path(inject, params)
 
 
-def struck_as_asked(state: dict[str, Any]) -> dict[str, Any]:
+def inject_requested_fault(state: dict[str, Any]) -> dict[str, Any]:
     """The state with NaN for a parameter on this process's first device, if FOLDER asks for it, which it does once."""
     if FOLDER not in os.environ:
         return state

@@ -39,7 +39,7 @@ CASES = {
 )
 def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
     """`least`: with what other platforms keep for the backward pass."""
-    monkeypatch.setattr(StepDims, "keeps_least", least)
+    monkeypatch.setattr(StepDims, "min_cut_remat", least)
     mesh, layers, schedule, moe = CASES[name]
     moe = {"moe_layer_freq": 1} | moe
     model = {"num_layers": layers} | moe.pop("model", {})

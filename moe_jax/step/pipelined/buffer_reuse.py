@@ -1,7 +1,7 @@
 """Room for what weight gradients wait for, in kept values that nobody reads any more.
 
 A value of the same shape takes the place of another; others lie along its longest axis, two numbers of 16 bits in one
-of 32. The host is never reshaped, only guests are: compilers choose how it lies in memory, and would copy all of it.
+of 32. The host is never reshaped, only values are: compilers choose how it lies in memory, and would copy all of it.
 """
 
 import math
@@ -45,26 +45,26 @@ class BufferSlot(NamedTuple):
         return tuple(corner)
 
 
-def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[int, BufferSlot]:
-    """A room for as many guests as fit, by their number; hosts are kept values by theirs.
+def assign_buffer_slots(values: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[int, BufferSlot]:
+    """A buffer_slot for as many values as fit, by their number; hosts are kept values by theirs.
 
-    Hosts of a guest's own shape first; then the largest guests in the host that has least left.
+    Hosts of a guest's own shape first; then the largest values in the host that has least left.
     """
     found: dict[int, BufferSlot] = {}
     empty = {place: host for place, host in hosts.items() if host.shape and math.prod(host.shape)}
-    for number, guest in guests.items():
+    for number, guest in values.items():
         alike = [place for place, host in empty.items() if (host.shape, host.dtype) == (guest.shape, guest.dtype)]
         if alike:
             found[number] = BufferSlot(alike[0], guest)
             del empty[alike[0]]
     left = {place: max(host.shape) for place, host in empty.items()}
-    others = (number for number in guests if number not in found)
-    for number in sorted(others, key=lambda number: _bytes(guests[number]), reverse=True):
-        needs = {place: _length_in(guests[number], host) for place, host in empty.items()}
+    others = (number for number in values if number not in found)
+    for number in sorted(others, key=lambda number: _bytes(values[number]), reverse=True):
+        needs = {place: _length_in(values[number], host) for place, host in empty.items()}
         fitting = {place: length for place, length in needs.items() if length and length <= left[place]}
         if fitting:
             place = min(fitting, key=left.__getitem__)
-            found[number] = BufferSlot(place, guests[number], max(empty[place].shape) - left[place])
+            found[number] = BufferSlot(place, values[number], max(empty[place].shape) - left[place])
             left[place] -= fitting[place]
     return found
 

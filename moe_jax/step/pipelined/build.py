@@ -45,26 +45,26 @@ class PipelinedPlan:
         return rows_of(self.table, self.slots, self.structure_of)
 
     @property
-    def turns(self) -> dict[str, NDArray[np.int32]]:
+    def pass_runs(self) -> dict[str, NDArray[np.int32]]:
         """[ticks, stages] of each pass, by its scope: 1 where it runs."""
-        return {PASS_SCOPE + name: runs for name, runs in self.turns_of(self.rows).items()}
+        return {PASS_SCOPE + name: runs for name, runs in self.runs_of(self.rows).items()}
 
-    def turns_of(self, row: Row) -> dict[str, Any]:
+    def runs_of(self, row: Row) -> dict[str, Any]:
         """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages.
 
         Passes over blocks are named with the structure of these.
         """
-        ahead, behind = row.forward, row.backward
-        both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if self.has_pairs else 0 * ahead.runs
-        of_blocks = {"forward": (ahead, ahead.runs - both), "backward": (behind, behind.runs - both)}
+        fwd, bwd = row.forward, row.backward
+        both = fwd.runs & bwd.runs & (fwd.structure == bwd.structure) if self.has_pairs else 0 * fwd.runs
+        of_blocks = {"forward": (fwd, fwd.runs - both), "backward": (bwd, bwd.runs - both)}
         if self.has_pairs:
-            of_blocks |= {"take": (behind, both), "together": (behind, both)}
+            of_blocks |= {"take": (bwd, both), "together": (bwd, both)}
         if self.table.split_weight_grad:
             of_blocks["weight"] = row.weight, row.weight.runs
         return {
-            "embed": ahead.runs & ahead.at_end,
-            "head": behind.runs & behind.at_loss,
-            "embed_back": behind.runs & behind.at_end,
+            "embed": fwd.runs & fwd.at_end,
+            "head": bwd.runs & bwd.at_loss,
+            "embed_back": bwd.runs & bwd.at_end,
             **{
                 f"{name}_{number}": runs & (work.structure == number)
                 for name, (work, runs) in of_blocks.items()
@@ -88,7 +88,7 @@ class PipelinedPlan:
     def moe_rows(self, structure: int) -> NDArray[np.int32]:
         """[stages, chunks, m]: which of the model's blocks with experts are a chunk's; 0 where it is another one's."""
         kinds = self.stages.model.block_kinds
-        count = sum(held.kind == "moe" for held in self.structures[structure])
+        count = sum(member.kind == "moe" for member in self.structures[structure])
         rows = np.zeros((self.table.stages, self.table.chunks, count), np.int32)
         for stage in range(self.table.stages):
             for chunk in range(self.table.chunks):
@@ -115,7 +115,7 @@ def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
     platform = ComputeConfig.of(config, mesh).platform
     orders = tuple(
         orders_of(
-            [held.kind for held in structure],
+            [member.kind for member in structure],
             config,
             sizes,
             platform,

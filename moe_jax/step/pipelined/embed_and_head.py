@@ -11,7 +11,7 @@ from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
@@ -26,34 +26,34 @@ def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compu
     return pullback(dx_bND)[0]
 
 
-def share_of_loss(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
+def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
     """This device's share of the cross-entropy."""
-    tasks = _tasks(facts, params, x_bND, tokens)
-    for r in range(facts.microbatches):
+    tasks = _tasks(dims, params, x_bND, tokens)
+    for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
     return tasks.cross_entropy
 
 
-def through_head(
-    facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
+def head_gradients(
+    dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
 ) -> tuple[jax.Array, jax.Array, Tree]:
     """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
 
     Forward and backward part by part: one part's logits are there at a time.
     """
-    tasks = _tasks(facts, params, x_bND, tokens)
-    for part in range(facts.shape.backward.microbatches):
+    tasks = _tasks(dims, params, x_bND, tokens)
+    for part in range(dims.shape.backward.microbatches):
         back = Action("B", "head", NO_BLOCK, part)
-        for r in facts.microbatches_of(back):
+        for r in dims.microbatches_of(back):
             tasks.forward(Action("F", "head", NO_BLOCK, r))
         tasks.backward(back)
-        if facts.shape.split_weight_grad:
+        if dims.shape.split_weight_grad:
             tasks.weights(back._replace(direction="W"))
-    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(facts.microbatches)])
+    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(dims.microbatches)])
     return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
 
 
-def _tasks(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
-    tasks = Tasks(facts, params, Given({}), tokens)
-    tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
+def _tasks(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
+    tasks = Tasks(dims, params, BlockConsts({}), tokens)
+    tasks.x = dict(enumerate(jnp.split(x_bND, dims.microbatches)))
     return tasks

@@ -11,7 +11,7 @@ from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.executor import PipelineStage, State
-from moe_jax.step.pipelined.stage_params import like_parameters
+from moe_jax.step.pipelined.stage_params import stack_gradients
 from moe_jax.step.pipelined.tick_table import Row
 
 
@@ -24,7 +24,7 @@ def pipelined_gradients(
     """
     own = PipelineStage(params, inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
-    grads = sync_gradients(like_parameters(state.grads), context.specs, context.cuts, context.compute.platform)
+    grads = sync_gradients(stack_gradients(state.grads), context.specs, context.cuts, context.compute.platform)
     return grads, sum_over_stages(state.parts)
 
 

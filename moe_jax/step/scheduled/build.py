@@ -64,7 +64,7 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     times = order_times(config, mesh.shape, platform, sent, measured_times(config))
     looped = None
-    if turns := turns_of(config)[1]:
+    if turns := scanned_blocks(config)[1]:
         schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
@@ -102,7 +102,7 @@ def measured_times(config: Config) -> Mapping[str, TaskStage]:
     return read_alike(lambda: read_times(path, kinds), f"schedule.task_times={path}").compute
 
 
-def turns_of(config: Config) -> tuple[int, Turns | None]:
+def scanned_blocks(config: Config) -> tuple[int, Turns | None]:
     """The segment with most periods, and its blocks in turns, if they are worth a loop."""
     runs = segments(config.model)
     number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)

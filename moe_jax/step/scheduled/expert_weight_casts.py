@@ -12,17 +12,17 @@ from moe_jax.step.scheduled.step_dims import StepDims
 class ExpertWeights:
     """`blocks` are parameters by block number; `stored` gives a block's experts where they lie (None: in a loop)."""
 
-    def __init__(self, facts: StepDims, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
-        self._compute, self._blocks = facts.compute, blocks
+    def __init__(self, dims: StepDims, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
+        self._compute, self._blocks = dims.compute, blocks
         # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
-        self._stored = None if facts.compute.platform == "gpu" else stored
+        self._stored = None if dims.compute.platform == "gpu" else stored
         self._casts: dict[tuple[str, int], Tree] = {}  # by direction and block
 
     def forward(self, block: int, x: jax.Array) -> Tree:
         """For products with `x` in forward tasks."""
         return self._experts(block) if self._stored is None else self._cast("F", block, x)
 
-    def instead(self, block: int, x: jax.Array) -> Sequence[tuple[jax.Array, jax.Array]]:
+    def replacements(self, block: int, x: jax.Array) -> Sequence[tuple[jax.Array, jax.Array]]:
         """Pairs of what forward products kept, and what backward products with `x` are to take in its place.
 
         One cast for both would be kept from the forward to the backward pass, for all blocks at once.

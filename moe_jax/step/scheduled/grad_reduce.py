@@ -20,11 +20,11 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_buckets import ReduceGroup, Reduction
 
 
-class Started(NamedTuple):
+class StartedSum(NamedTuple):
     """A sum that was started."""
 
-    way: ReduceImpl
-    under_way: tuple[Any, ...]
+    impl: ReduceImpl
+    in_flight: tuple[Any, ...]
 
 
 class GradientReducer:
@@ -35,14 +35,14 @@ class GradientReducer:
 
     def __init__(self, reductions: tuple[Reduction, ...], tasks: Tasks, earlier: Callable[[int], Tree] | None):
         self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
-        self.model = tasks.facts.config.model
-        self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
-        self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
+        self.model = tasks.dims.config.model
+        self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
+        self.loop_stats: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        name = tasks.facts.config.exchange.reduction
-        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.compute.platform)
-        self.under_way: dict[int, list[Started]] = {}
-        self.counts: Started | None = None  # of all routers, under way
+        name = tasks.dims.config.exchange.reduction
+        self.impl, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.dims.compute.platform)
+        self.in_flight: dict[int, list[StartedSum]] = {}
+        self.counts: StartedSum | None = None  # of all routers, under impl
 
     def run(self, action: Action) -> None:
         """Run a G task."""
@@ -54,27 +54,27 @@ class GradientReducer:
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
         chunk = reduction.take(self.vectors[owner], action.part)
-        self.under_way.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
+        self.in_flight.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
 
-    def _chunk(self, x: jax.Array, over: ReduceGroup) -> Started:
+    def _chunk(self, x: jax.Array, over: ReduceGroup) -> StartedSum:
         if not over.scattered:
-            return self._started(self.way, x, over.others)
+            return self._started(self.impl, x, over.others)
         scattered = self._started(self.scatter, x, over.scattered)
         if not over.others:
             return scattered
-        return self._started(self.way, self.scatter.finish(scattered.under_way), over.others)
+        return self._started(self.impl, self.scatter.finish(scattered.in_flight), over.others)
 
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        impl = self.impl if self.impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
         count_n = stats.count_E.ravel()
-        if self.tasks.facts.compute.platform == "tpu":
+        if self.tasks.dims.compute.platform == "tpu":
             # a small sum is synchronous there: in order, it would be the end of what hides the exchange before
-            self.counts = Started(way, way.start(count_n, TOKEN_AXES))
+            self.counts = StartedSum(impl, impl.start(count_n, TOKEN_AXES))
         else:
-            self.counts = self._started(way, count_n, TOKEN_AXES)
-        moe = [block for block, kind in enumerate(self.tasks.facts.shape.kinds) if kind == "moe"]
+            self.counts = self._started(impl, count_n, TOKEN_AXES)
+        moe = [block for block, kind in enumerate(self.tasks.dims.shape.kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
 
     @functools.cached_property
@@ -99,14 +99,14 @@ class GradientReducer:
             block: jax.tree.map(lambda *parts: jnp.expand_dims(sum(parts), 0), *parts)
             for block, parts in of_block.items()
         }
-        rows |= self.stats_of_turns
+        rows |= self.loop_stats
         in_order = [rows[block] for block in sorted(rows)]
         return jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *in_order) if in_order else None
 
     def own(self, owner: int) -> Tree:
         """An owner's gradients of this device."""
-        if owner in self.from_turns:
-            return self.from_turns[owner]
+        if owner in self.loop_gradients:
+            return self.loop_gradients[owner]
         own = self._of_this_part(owner)
         if self.earlier is None:
             return own
@@ -132,25 +132,25 @@ class GradientReducer:
 
     def total(self, owner: int) -> Tree:
         """An owner's gradients, summed over devices as far as reductions were run; own parts of what is cut."""
-        chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
+        chunks = [self._arrived(chunk) for chunk in self.in_flight.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _started(self, way: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
+    def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
         """A sum in the order of the schedule."""
-        if self.tasks.facts.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
+        if self.tasks.dims.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
             # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
-            return Started(way, way.start(x, axes))
-        under_way = way.start(self.tasks.ties.in_order(x, way.only_starts), axes)
-        self.tasks.ties.issued(under_way[-1], way.only_starts)
-        return Started(way, under_way)
+            return StartedSum(impl, impl.start(x, axes))
+        in_flight = impl.start(self.tasks.issue_order.after_comm(x, impl.only_starts), axes)
+        self.tasks.issue_order.record_comm(in_flight[-1], impl.only_starts)
+        return StartedSum(impl, in_flight)
 
-    def _arrived(self, started: Started) -> jax.Array:
+    def _arrived(self, started: StartedSum) -> jax.Array:
         """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
-        *others, last = started.under_way
-        if self.tasks.facts.compute.platform == "cpu":
-            last = self.tasks.ties.in_turn(last)
-        return started.way.finish((*others, last))
+        *others, last = started.in_flight
+        if self.tasks.dims.compute.platform == "cpu":
+            last = self.tasks.issue_order.after_compute(last)
+        return started.impl.finish((*others, last))
 
 
 def _is_missing(leaf: Any) -> bool:

@@ -20,11 +20,11 @@ from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.plain import accumulate
-from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, turns_of
+from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, scanned_blocks
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import LayerScan, Stacked, run
-from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
@@ -66,21 +66,21 @@ def _gradients_of_part(
     """
     model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
     tokens = local_tokens(inputs.token_BN1)
-    facts = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    dims = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
     issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    tasks = Tasks(facts, params, Given(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
+    tasks = Tasks(dims, params, BlockConsts(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
     )
     if looped is None:
         run(issued, tasks, sums)
         return _gathered(sums.total, model, {}), _parts(sums, context)
-    number, _ = turns_of(context.config)
+    number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
         plan.cuts["segments"][number],
@@ -90,9 +90,9 @@ def _gradients_of_part(
     )
     loops = LayerScan(looped, segments(model)[number], sums, stacked)
     run(looped.bottom, tasks, sums)
-    loops.up()
+    loops.forward()
     run(looped.top, tasks, sums)
-    loops.down()
+    loops.backward()
     run(looped.end, tasks, sums)
     loops.reduce()
     run(looped.rest, tasks, sums)

@@ -45,9 +45,9 @@ def evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
         values.update(zip(eqn.outvars, outputs, strict=True))
 
 
-def needed_for(wanted: Iterable[Any], eqns: Sequence[JaxprEqn], given: Iterable[Var] = ()) -> list[JaxprEqn]:
-    """The operations, in order, that `wanted` is made by from `given` and a program's inputs."""
-    known = set(given)
+def needed_for(wanted: Iterable[Any], eqns: Sequence[JaxprEqn], known_vars: Iterable[Var] = ()) -> list[JaxprEqn]:
+    """The operations, in order, that `wanted` is made by from `known_vars` and a program's inputs."""
+    known = set(known_vars)
     missing = set(variables(wanted)) - known
     needed = []
     for eqn in reversed(eqns):

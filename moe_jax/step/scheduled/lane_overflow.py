@@ -13,7 +13,7 @@ from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
-class Held(NamedTuple):
+class OverflowResiduals(NamedTuple):
     """Of one block and piece."""
 
     overflow: Overflow
@@ -21,11 +21,11 @@ class Held(NamedTuple):
     d_rest_R: jax.Array
 
 
-class RareRows:
+class LaneOverflow:
     """What lies between the tasks that such rows pass through, by block and piece."""
 
-    def __init__(self, facts: StepDims, weights: ExpertWeights):
-        self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
+    def __init__(self, dims: StepDims, weights: ExpertWeights):
+        self._dims, self._weights, self._moe = dims, weights, dims.config.model.moe
         self.overflows: dict[tuple[int, int], Overflow] = {}
         self._sources: dict[int, RowSource] = {}  # of each piece under way
         self._rest: dict[tuple[int, int], Rest] = {}  # for the backward pass
@@ -39,7 +39,7 @@ class RareRows:
         """What the experts make of these rows."""
         overflow = self.overflows[block, p] = Overflow.of(self._sources.pop(p), lanes, filled_L)
         rest = Rest(lanes.rest_R, lanes.main_LbD.shape[1])
-        if block == self._facts.last_moe:  # its backward pass comes next
+        if block == self._dims.last_moe:  # its backward pass comes next
             self._rest[block, p] = rest
         return overflow.forward(self._weights.stored(block), rest, self._moe)
 
@@ -47,17 +47,17 @@ class RareRows:
         """How many rows each rank sent to each expert."""
         return self.overflows[block, p].count_PE
 
-    def send_again(self, block: int, p: int, in_order: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+    def send_again(self, block: int, p: int, after_comm: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
         """Have the rows at their experts' rank once more; returns them if that took an exchange.
 
-        `in_order` ties it to the exchange before.
+        `after_comm` issue_order it to the exchange before.
         """
         if (block, p) in self._rest:
             return None
-        overflow, compute = self.overflows[block, p], self._facts.compute
-        widths = self._facts.ragged_exchange.widths
+        overflow, compute = self.overflows[block, p], self._dims.compute
+        widths = self._dims.ragged_exchange.widths
         rows = ragged.rest_lanes(
-            in_order(overflow.sent()), overflow.count_PE, widths, compute.expert_axis, compute.platform
+            after_comm(overflow.sent()), overflow.count_PE, widths, compute.expert_axis, compute.platform
         )
         self._rest[block, p] = Rest(rows, widths.main)
         return rows if rows.size else None
@@ -68,13 +68,16 @@ class RareRows:
         weights, rest = self._weights.stored(block), self._rest[block, p]
         return self.overflows[block, p].backward(weights, rest, d_rest_R, self._moe)
 
-    def held(self) -> dict[tuple[int, int], Held]:
+    def residuals(self) -> dict[tuple[int, int], OverflowResiduals]:
         """What `add_weights` reads of all pieces that have been backward, without what is no array."""
-        return {key: Held(self.overflows[key], self._rest[key].rows_R, d_rest) for key, d_rest in self._d_rest.items()}
+        return {
+            key: OverflowResiduals(self.overflows[key], self._rest[key].rows_R, d_rest)
+            for key, d_rest in self._d_rest.items()
+        }
 
-    def hold(self, held: dict[tuple[int, int], Held], other: "RareRows") -> None:
+    def restore(self, residuals: dict[tuple[int, int], OverflowResiduals], other: "LaneOverflow") -> None:
         """Go on in another trace with what `other` held."""
-        for key, (overflow, rows_R, d_rest_R) in held.items():
+        for key, (overflow, rows_R, d_rest_R) in residuals.items():
             self.overflows[key], self._d_rest[key] = overflow, d_rest_R
             self._rest[key] = other._rest[key]._replace(rows_R=rows_R)
 

@@ -41,20 +41,20 @@ def cut_residuals(
     """
     jaxpr = program.jaxpr
     outputs, residuals = jaxpr.outvars[: -num_residuals or None], jaxpr.outvars[len(jaxpr.outvars) - num_residuals :]
-    kept = smallest_cut(jaxpr.eqns, variables(residuals), variables(outputs))
-    again = needed_for(residuals, jaxpr.eqns, kept)
+    saved = smallest_cut(jaxpr.eqns, variables(residuals), variables(outputs))
+    again = needed_for(residuals, jaxpr.eqns, saved)
     read = {var for eqn in again for var in variables(eqn.invars)}
 
     def remake(values: Sequence[jax.Array], dependency: jax.Array) -> list[jax.Array]:
-        known = dict(zip(kept, values, strict=True))
+        known = dict(zip(saved, values, strict=True))
         made = dict(known)
-        for var in filter(read.__contains__, kept):
+        for var in filter(read.__contains__, saved):
             # else XLA would merge the second computation with the first, and keep what that made
             made[var] = jax.lax.optimization_barrier((known[var], dependency))[0]
         evaluate(again, made)
         return [value_of(made | known, var) for var in residuals]
 
-    return kept, remake
+    return saved, remake
 
 
 def smallest_cut(eqns: Sequence[JaxprEqn], wanted: Sequence[Var], written: Sequence[Var]) -> list[Var]:
@@ -74,8 +74,8 @@ def smallest_cut(eqns: Sequence[JaxprEqn], wanted: Sequence[Var], written: Seque
         parts = _parts(var, makers)
         edges += [(source, front[var], unlimited)] if parts is None else []
         edges += [(back[part], front[var], unlimited) for part in dict.fromkeys(parts or ())]
-    behind = _side_of_sink(edges, source, sink)
-    return [var for var in values if back[var] in behind and front[var] not in behind]
+    sink_side = _nodes_of_sink(edges, source, sink)
+    return [var for var in values if back[var] in sink_side and front[var] not in sink_side]
 
 
 def cost(var: Var, makers: Makers, written: Sequence[Var]) -> int:
@@ -85,7 +85,7 @@ def cost(var: Var, makers: Makers, written: Sequence[Var]) -> int:
     return math.ceil(factor * value.size * value.dtype.itemsize / _UNIT)
 
 
-def _side_of_sink(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> set[int]:
+def _nodes_of_sink(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> set[int]:
     """The nodes from which more could still flow to the sink when as much flows as can."""
     from scipy.sparse import coo_array  # a tenth of a second, which most runs do not need
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow

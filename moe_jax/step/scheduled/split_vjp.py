@@ -41,12 +41,12 @@ def with_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
 
 
 def differentiate(
-    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, least: bool = False
+    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, min_cut: bool = False
 ) -> tuple[Tree, Pullback]:
     """`function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the weights
     and of the inputs' float leaves. Leaves that are no floats pass through without a gradient.
 
-    `least`: the pullback keeps as little as it can, see `residual_cut`.
+    `min_cut`: the pullback keeps as little as it can, see `residual_cut`.
     """
     traced: list[tuple[PyTreeDef, list[bool]]] = []
 
@@ -55,7 +55,7 @@ def differentiate(
         traced.append((structure, [is_float(leaf) for leaf in leaves]))
         return floats_of(leaves), [leaf for leaf in leaves if not is_float(leaf)]
 
-    pull: Any = _least if least else partial(jax.vjp, has_aux=True)
+    pull: Any = _min_cut_vjp if min_cut else partial(jax.vjp, has_aux=True)
     floats, pullback, others = pull(on_floats, weights, floats_of(inputs))
     structure, kinds = traced[-1]
     of_kind = {True: iter(floats), False: iter(others)}
@@ -70,7 +70,7 @@ class _Forward(NamedTuple):
     structure: PyTreeDef  # of the pullback whose leaves residuals are
 
 
-def _least(
+def _min_cut_vjp(
     function: Callable[[Tree, list[jax.Array]], Any], weights: Tree, floats: list[jax.Array]
 ) -> tuple[list[jax.Array], Pullback, list[jax.Array]]:
     """`jax.vjp` with `has_aux`, whose pullback keeps less."""
@@ -89,8 +89,8 @@ def _least(
     evaluate(program.jaxpr.eqns, values)
     outputs = [value_of(values, var) for var in program.jaxpr.outvars[: len(program.jaxpr.outvars) - num_residuals]]
 
-    def pull(kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-        return jax.tree.unflatten(structure, remake(kept, cotangents[0]))(cotangents)
+    def pull(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(structure, remake(residuals, cotangents[0]))(cotangents)
 
     return outputs[:num_results], Partial(pull, [values[var] for var in cut]), outputs[num_results:]
 
@@ -102,13 +102,13 @@ class SplitBackward:
         self,
         pullback: Pullback,
         cotangents: Sequence[jax.Array],
-        instead: Iterable[tuple[jax.Array, jax.Array]] = (),
+        replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
     ):
-        """`instead`: values that the pullback keeps, and what takes their place."""
+        """`replacements`: values that the pullback keeps, and what takes their place."""
         traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
         traced = inlined(traced)
         jaxpr = traced.jaxpr
-        new_of = {id(kept): new for kept, new in instead}
+        new_of = {id(old): new for old, new in replacements}
         assert new_of.keys() <= set(map(id, traced.consts)), "the pullback does not keep what is to be replaced"
         consts = [new_of.get(id(value), value) for value in traced.consts]
         self._values = values_of(ClosedJaxpr(jaxpr, consts), cotangents)
@@ -129,11 +129,11 @@ class SplitBackward:
         evaluate(self._first, self._values)
         return jax.tree.unflatten(self._structures[1], [value_of(self._values, var) for var in self._input_vars])
 
-    def held(self) -> list[jax.Array]:
+    def residuals(self) -> list[jax.Array]:
         """What `weights` reads; to be called behind `inputs`."""
         return [self._values[var] for var in self._read]
 
-    def holding(self, values: Sequence[jax.Array]) -> "SplitBackward":
+    def with_residuals(self, values: Sequence[jax.Array]) -> "SplitBackward":
         """The same in another trace, which has these values of `held`."""
         other = copy.copy(self)
         other._values = dict(zip(self._read, values, strict=True))

@@ -61,7 +61,7 @@ class StepDims:
         return EXCHANGE_FACTS.of(self.compute.exchange).ragged
 
     @property
-    def keeps_least(self) -> bool:
+    def min_cut_remat(self) -> bool:
         """Whether tasks keep less for their backward pass than differentiation does (see `residual_cut`).
 
         XLA:CPU and XLA:GPU fuse no pass into a product, so they would write again what is made again.

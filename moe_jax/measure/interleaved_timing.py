@@ -13,14 +13,16 @@ _MOST_REPEATS = 100
 _LONGEST_REASON = 160
 
 
-class InTurn(NamedTuple):
+class InterleavedTimes(NamedTuple):
     """What calls took, and which of them do not work here."""
 
     seconds: dict[str, float]  # of one call, the median over the rounds
     failed: dict[str, str]  # the reason, in a line
 
 
-def time_in_turn(made: Mapping[str, Callable[[], Call]], rounds: int = 7, round_s: float = 0.02) -> InTurn:
+def time_interleaved(
+    made: Mapping[str, Callable[[], Call]], rounds: int = 7, round_s: float = 0.02
+) -> InterleavedTimes:
     """Make each call, which may compile, and run those that work back and forth, each round for about `round_s`.
 
     So what changes on the machine meanwhile changes all alike.
@@ -36,10 +38,10 @@ def time_in_turn(made: Mapping[str, Callable[[], Call]], rounds: int = 7, round_
         except Exception as error:  # a compiler's, or of memory: of many types
             failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST_REASON]
     times: dict[str, list[float]] = {name: [] for name in repeats}
-    for turn in range(rounds):
-        for name in times if turn % 2 else reversed(times):
+    for number in range(rounds):
+        for name in times if number % 2 else reversed(times):
             times[name].append(_seconds(calls[name], repeats[name]))
-    return InTurn({name: Quartiles.of(seconds).median for name, seconds in times.items()}, failed)
+    return InterleavedTimes({name: Quartiles.of(seconds).median for name, seconds in times.items()}, failed)
 
 
 def _seconds(call: Call, repeats: int) -> float:
