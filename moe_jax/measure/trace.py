@@ -173,7 +173,9 @@ def _task(line: Instruction, program: HloModule) -> str:
 def _loop_iterations(
     program: HloModule, lines: Iterable[Instruction], around: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of each instruction in them, however deep: the iterations of the loops over several tasks around it, from outside."""
+    """Of each instruction in them, however deep: the iterations of the loops over several tasks around it,
+    from outside.
+    """
     for line in lines:
         yield line.name, around
         within = (*around, program.trip_count(line) or 1) if _is_loop_over_tasks(line, program) else around

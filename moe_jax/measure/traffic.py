@@ -68,7 +68,9 @@ def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> li
 
 
 def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
-    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they iteration."""
+    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as
+    they iteration.
+    """
 
     def of(name: str) -> float:
         return sum(map(of_line, program.computations[name]))

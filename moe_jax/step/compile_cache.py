@@ -1,7 +1,7 @@
-"""Compiled programs, and numbers, that outlive their process: started again by a supervisor, it loads what it had.
+"""A disk cache of compiled programs and measured numbers, for processes that a supervisor restarts.
 
-jax's own persistent cache does not do it on CPUs, where each process looks for another key, and only process 0 writes.
-jax unpickles what it loads, and runs it, so the folder must be one that nobody else can write to.
+jax's own persistent cache does not work for this on CPUs: each process looks for a different key, and only process 0
+writes. jax unpickles and runs what it loads, so the folder must not be writable by others.
 """
 
 import hashlib
@@ -25,13 +25,14 @@ from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
 
-_COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # to compile, in the environment
+_COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the result of a compilation
 
 
 def compiled(source: Lowered | StepProgram) -> Compiled:
-    """Compile, unless this process of the same run has done so before.
+    """Compile a program, or load it if the same process of this run has compiled it before.
 
-    Raises ConfigError for a folder of others, and RaceError for a program that devices of this CPU would mix up.
+    Raises ConfigError if others can write to the cache folder, and RaceError if CPU devices could mix up the program's
+    collectives.
     """
     if PROGRAMS not in os.environ:
         return _checked(source.compile())
@@ -44,21 +45,23 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
-        except Exception:  # a damaged file ends in any way
+        except Exception:  # a damaged file can raise anything
             path.unlink(missing_ok=True)
     _stop_jaxs_cache()
     program = _checked(source.compile())
-    # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
+    # programs that call back into Python (background sends) cannot be stored, nor can any on a full disk
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
 
 
 def _stop_jaxs_cache() -> None:
-    """For this process. XLA:CPU writes a program that came from that cache without its functions: nobody can run it."""
+    """Disable jax's cache in this process. XLA:CPU serializes a program that came from that cache without its
+    functions, so it could not be run again.
+    """
     if jax.default_backend() == "cpu" and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # it looks at the setting once
+        compilation_cache.reset_cache()  # jax reads the setting only once
 
 
 def _checked(program: Compiled) -> Compiled:
@@ -68,41 +71,41 @@ def _checked(program: Compiled) -> Compiled:
 
 
 class BackgroundCompile:
-    """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
+    """A program that is compiled in the background when `begin` is called, or when its result is first requested."""
 
     def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered | StepProgram]):
         self._pool, self._lower, self._lock = pool, lower, threading.Lock()
         self._started: Future[Compiled] | None = None
 
     def begin(self) -> Future[Compiled]:
-        """Returns at once; called again, it does nothing more."""
+        """Start the compilation and return at once; further calls return the same future."""
         with self._lock:
             self._started = self._started or self._pool.submit(lambda: compiled(self._lower()))
         return self._started
 
     def result(self, timeout: float | None = None) -> Compiled:
-        """Waits for the compiler; raises what stopped it."""
+        """Wait for the compiler and return the program; raise the compiler's exception if it failed."""
         return self.begin().result(timeout)
 
 
-Pending = BackgroundCompile | Future[Compiled]  # whose `result` waits for the program
+Pending = BackgroundCompile | Future[Compiled]  # `result` waits for the program
 
 
 def cached_number(name: str, measure: Callable[[], float]) -> float:
-    """A number that takes time to measure, unless process 0 of the same run has measured it before."""
+    """Return a number that takes time to measure, or the value that process 0 of this run measured before."""
     if PROGRAMS not in os.environ:
         return measure()
     path = _path(name)
-    with suppress(OSError, ValueError):  # there is none, or a damaged one
+    with suppress(OSError, ValueError):  # no file, or a damaged one
         return float(path.read_text())
     number = measure()
-    with suppress(OSError):  # no room
+    with suppress(OSError):  # the disk is full
         write_atomically(path, repr(number))
     return number
 
 
 def _path(*key: Any) -> Path:
-    """Of what follows from these things on these devices."""
+    """Return the cache file for these keys on these devices, with this version of jax."""
     device = jax.local_devices()[0]
     here = [jax.__version__, jax.process_count(), jax.device_count(), device.device_kind]
     here += [device.client.platform_version, *(os.environ.get(name) for name in _COMPILE_ENVIRONMENT)]

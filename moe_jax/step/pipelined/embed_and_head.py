@@ -1,6 +1,6 @@
-"""What lies below the lowest and above the highest block: embedding, last norm and head.
+"""The model before the lowest and after the highest block: embedding, last norm and head.
 
-b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
+b sequences of one microbatch on this device, N local tokens of each, D model width.
 """
 
 import jax
@@ -16,18 +16,18 @@ from moe_jax.step.scheduled.step_dims import StepDims
 
 
 def embedded(params: Tree, tokens: OwnTokens, compute: ComputeConfig) -> jax.Array:
-    """The residual stream below the lowest block."""
+    """Return the residual stream before the lowest block."""
     return embed(params["embedding"], tokens.input_Bn, compute)
 
 
 def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compute: ComputeConfig) -> jax.Array:
-    """Of the embedding as such."""
+    """Return the gradient of the embedding from its use as the input layer."""
     _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, compute), params["embedding"])
     return pullback(dx_bND)[0]
 
 
 def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
-    """This device's share of the cross-entropy."""
+    """Return this device's share of the cross-entropy."""
     tasks = _tasks(dims, params, x_bND, tokens)
     for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
@@ -37,9 +37,10 @@ def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTok
 def head_gradients(
     dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
 ) -> tuple[jax.Array, jax.Array, Tree]:
-    """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
+    """Return this device's share of the cross-entropy, and its gradients with respect to the residual stream and the
+    head's parameters.
 
-    Forward and backward part by part: one part's logits are there at a time.
+    Forward and backward alternate part by part, so only one part's logits are in memory at a time.
     """
     tasks = _tasks(dims, params, x_bND, tokens)
     for part in range(dims.shape.backward.microbatches):

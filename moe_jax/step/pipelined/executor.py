@@ -1,10 +1,10 @@
-"""What a stage does in a tick: per-device code inside `shard_map`.
+"""Run a stage's passes in a tick: per-device code inside `shard_map`.
 
-A pass runs as a loop of one turn or none. Unlike branches of a condition, runs of a loop change buffers and sums of
-gradients in place. Stages differ in what they run, and members of a collective's group never do: they are all of one
-stage.
+A pass is a while-loop with trip count 0 or 1. Unlike branches of a conditional, iterations of a loop update buffers and
+sums of gradients in place. Stages run different passes, but all members of a collective's group belong to one stage, so
+they always run the same ones.
 
-M microbatches of b sequences on this device, N tokens of each that are its own, D model width.
+M microbatches of b sequences on this device, N local tokens of each, D model width.
 """
 
 import functools
@@ -32,27 +32,27 @@ from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class State(NamedTuple):
-    """What a stage has between ticks."""
+    """The values of a stage between ticks."""
 
     x_bND: jax.Array  # to be sent to the next stage
-    dx_bND: jax.Array  # to be sent to the one before
-    posted: jax.Array  # in the background: the ticket of what the stage bwd sends
+    dx_bND: jax.Array  # to be sent to the previous stage
+    posted: jax.Array  # in the background: a handle of the next stage's transfer
     activations: jax.Array  # received: [slots, b, N, D]
     gradients: jax.Array
-    saved: list[jax.Array]  # buffers of what forward passes keep
-    weight: list[jax.Array]  # and of what backward passes leave to weight gradients
-    taken: list[jax.Array]  # on CPUs: of `saved`, for a pass that also writes there
+    saved: list[jax.Array]  # buffers of residuals of forward passes
+    weight: list[jax.Array]  # buffers of what weight gradients need from backward passes
+    taken: list[jax.Array]  # on CPUs: a copy of `saved`, for a pass that also writes there
     grads: Grads  # sums of them, float32, see `zero_gradients`
     parts: ObjectiveParts
 
 
 class PipelineStage:
-    """The passes of this device's stage. `params` are its own blocks', and what all stages have."""
+    """The passes of this device's stage. `params` are those of its blocks, and those that all stages have."""
 
     def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan):
         config, compute = context.config, context.compute
         self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
-        self.slot_ME = inputs.slot_ME  # where experts of all blocks lie; None: in their order
+        self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
         self.tokens = OwnTokens(*map(by_microbatch, local_tokens(inputs.token_BN1)))
         router_inputs = inputs.router_inputs(context)
@@ -69,15 +69,13 @@ class PipelineStage:
                 functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
             )
             self.chunks.append(ModelChunk(dims, orders, self._x_bND, consts))
-        residuals, buffered = (
-            [chunk.saved_shapes for chunk in self.chunks],
-            [chunk.buffered_shapes for chunk in self.chunks],
-        )
+        residuals = [chunk.saved_shapes for chunk in self.chunks]
+        buffered = [chunk.buffered_shapes for chunk in self.chunks]
         self.saved, self.taken = Buffers(residuals, plan.slots.saved.num_slots), Buffers(residuals, 1)
         self.weight = Buffers(buffered, plan.slots.weight.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
-        """Before the first tick of a step with or without a backward pass."""
+        """Return the state before the first tick of a step, with or without a backward pass."""
         model, slots = self._model, self.plan.slots
         zeros, nothing = jnp.zeros(self._x_bND.shape, self._x_bND.dtype), jnp.float32(0)
         num_moe = model.block_kinds.count("moe")
@@ -86,7 +84,7 @@ class PipelineStage:
             x_bND=zeros,
             dx_bND=zeros,
             posted=nothing_posted(),
-            # one slot more, see `rows_of`
+            # one extra slot, see `rows_of`
             activations=jnp.zeros((slots.activations.num_slots + 1, *zeros.shape), zeros.dtype),
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
             saved=self.saved.empty() if backward else [],
@@ -97,10 +95,11 @@ class PipelineStage:
         )
 
     def tick(self, state: State, row: Row) -> State:
-        """Run what the table says; what stages send arrives beside passes that do not wait for it.
+        """Run the passes of a tick, and exchange activations and gradients with the neighbouring stages.
 
-        Gradients of the tick before travel beside the forward pass, activations of this one beside the backward pass,
-        or both beside weight gradients at the end. In the background gradients leave as soon as they are there.
+        Transfers overlap with passes that do not need them. Gradients of the previous tick are sent during the forward
+        pass, and activations of this tick during the backward pass; or both at the end, during the weight gradients. In
+        the background, gradients are sent as soon as they are computed.
         """
         if self._overlaps_weight_gradients:
             return self._tick_overlapping_weight_gradients(state, row)
@@ -129,7 +128,7 @@ class PipelineStage:
             state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
         if self._in_background:
             overlapped = min(jax.tree.leaves(state.grads), key=jnp.size)
-            # this stage waits only once what others wait for has left
+            # send what other stages wait for before waiting
             state = _received(state, row, activation(barrier_after(overlapped, state.posted)))
         return state
 
@@ -155,7 +154,9 @@ class PipelineStage:
         return self._of_structures(run, "together", self._together, state, bwd, fwd)
 
     def forward_tick(self, state: State, row: Row) -> State:
-        """The same of a step without a backward pass: nothing is residuals, and the loss comes with the forward pass."""
+        """Run a tick of a step without a backward pass: no residuals are saved, and the loss is computed with the
+        forward pass.
+        """
         fwd = row.forward
         run = functools.partial(_run, self.plan.runs_of(row))
         state = run("embed", self._embed, state, fwd)
@@ -167,7 +168,9 @@ class PipelineStage:
     def _once_arrived(
         self, runs: dict[str, jax.Array], passes: tuple[str, ...], x_bND: jax.Array
     ) -> dict[str, jax.Array]:
-        """Turns of these passes, known when x is there: XLA:TPU lets x travel beside the shortest pass it finds."""
+        """Return the run flags of these passes, made to depend on x: otherwise XLA:TPU overlaps the transfer of x with
+        the shortest pass.
+        """
         names = [name for name in runs if name.startswith(passes)] if self.compute.platform == "tpu" else []
         return {name: barrier_after(runs[name], x_bND) for name in names}
 
@@ -217,7 +220,7 @@ class PipelineStage:
 
     def _add_forward_loss(self, state: State, work: TickPass) -> State:
         loss = share_of_loss(self._top.dims, self.params, state.x_bND, self._tokens(work))
-        # which was sent; unchanged it would be the compiler's to hoist, see `run_if`
+        # x was sent already; if it stayed unchanged, the compiler could hoist this, see `run_if`
         return self._add_loss(state._replace(x_bND=jnp.zeros_like(state.x_bND)), loss)
 
     def _head(self, state: State, work: TickPass) -> State:
@@ -260,34 +263,37 @@ class PipelineStage:
         grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.compute)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
-    # what they read and write
+    # inputs and outputs of passes
 
     @functools.cached_property
     def rows(self) -> Row:
-        """What all stages do in each tick, as this program wants it."""
+        """The passes of all stages in each tick, with the gradient timing that this program uses."""
         return rows_of(self.plan.table, self.plan.slots, self.plan.structure_of, self._overlaps_weight_gradients)
 
     @property
     def _copies_saved(self) -> bool:
-        """Whether what a pair of passes reads is taken out in a loop of its own, as XLA:CPU drops what orders reads.
+        """Whether the residuals that a pair of passes reads are copied in a separate loop first, because XLA:CPU drops
+        ordering of reads.
 
-        A pass that reads and writes the same buffers would copy them all.
+        A pass that reads and writes the same buffers would copy all of them.
         """
         return self.plan.has_pairs and self.compute.platform == "cpu"
 
     @property
     def _overlaps_weight_gradients(self) -> bool:
-        """Whether ticks end with weight gradients, beside which all that they send travels."""
+        """Whether ticks end with weight gradients that overlap all of a tick's transfers."""
         return self.plan.has_pairs and self.plan.table.split_weight_grad and not self._in_background
 
     @property
     def _in_background(self) -> bool:
-        """Collective-permutes of CPUs wait for all devices, and so for the stage that computes longest."""
+        """Whether transfers run in the background. CPU collective-permutes wait for all devices, so for the slowest
+        stage.
+        """
         return EXCHANGE_FACTS.of(self.compute.exchange).in_background
 
     @property
     def _top_structure(self) -> int:
-        """Of the structure of the model's highest blocks."""
+        """The structure of the model's highest blocks."""
         return self.plan.structure_of(self.plan.table.stages - 1, self.plan.table.chunks - 1)
 
     @property
@@ -353,10 +359,11 @@ def _run(runs: dict[str, jax.Array], name: str, body: Callable[..., State], stat
 
 
 def run_if(condition: jax.Array, body: Callable[..., State], state: State, *works: TickPass) -> State:
-    """`body(state, *works)` where the condition holds, in a loop of one turn or none.
+    """Return `body(state, *works)` if the condition holds, else `state`, using a loop with trip count 0 or 1.
 
-    What no turn of a loop changes, compilers compute before it, even if there is none: a whole pass, in all ticks. So
-    passes look for their inputs in slots that depend on the turn. It is 0, which compilers do not know.
+    XLA hoists loop-invariant code out of a loop even if its trip count is 0: a whole pass would run in every tick. So
+    passes read their inputs from slots whose index depends on the iteration number, which is 0 but unknown to the
+    compiler.
     """
 
     def one_turn(turn: jax.Array, state: State) -> State:

@@ -1,9 +1,11 @@
-"""The blocks of one model chunk, forward and backward: tasks in the order of a schedule, like those of a whole step.
+"""Run the blocks of one model chunk, forward and backward: tasks in the order of a schedule, like those of a whole
+step.
 
-What the forward pass keeps is taken apart into arrays, which may lie in buffers for many ticks, and put together again.
+The residuals of the forward pass are flattened into arrays, which can stay in buffers for many ticks, and restored
+later.
 
-b sequences of one microbatch on this device, N tokens of each, D model width, m blocks with experts in the chunk,
-E experts.
+b sequences of one microbatch on this device, N tokens of each, D model width, m blocks with experts in the chunk, E
+experts.
 """
 
 from collections.abc import Sequence
@@ -28,42 +30,43 @@ from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """What the backward pass needs from the forward pass."""
 
     pullbacks: dict[Key, Pullback]
     overflows: dict[tuple[int, int], Overflow]
-    share_mE: jax.Array | None  # of all pairs of a block that chose each expert; None without experts
-    x_bND: jax.Array  # bwd the highest block
+    share_mE: jax.Array | None  # each expert's share of a block's (token, choice) pairs; None without experts
+    x_bND: jax.Array  # after the highest block
 
 
 class ForwardResult(NamedTuple):
-    """What comes out of a forward pass."""
+    """The results of a forward pass."""
 
-    x_bND: jax.Array  # the residual stream bwd the chunk
+    x_bND: jax.Array  # the residual stream after the chunk
     parts: ObjectiveParts | None  # of the objective; None without experts
     residuals: list[jax.Array]  # for the backward pass
 
 
 class Backward(NamedTuple):
-    """What comes out of a backward pass."""
+    """The results of a backward pass."""
 
     dx_bND: jax.Array  # gradient of the chunk's input
     grads: list[Tree]  # of each block's parameters
 
 
 class InputGradient(NamedTuple):
-    """What comes out of a backward pass without weight gradients."""
+    """The results of a backward pass without weight gradients."""
 
     dx_bND: jax.Array
-    reused: list[jax.Array]  # what weight gradients wait for: for the buffer_slots among what is residuals
-    buffered: list[jax.Array]  # and for buffers of its own
+    reused: list[jax.Array]  # for weight gradients: values for `buffer_slots` of the residuals
+    buffered: list[jax.Array]  # for weight gradients: values for separate buffers
 
 
 class ModelChunk:
-    """A chunk whose passes have these orders. Made inside `shard_map`; `consts` are shapes.
+    """The passes of a model chunk, in these task orders. Constructed inside `shard_map`; `consts` are shapes.
 
-    `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
-    gradients leave them arrays in `buffer_slots` of others that nobody reads any more, and beside these `buffered_shapes`.
+    `saved_shapes` are the shapes of the forward pass's residuals. If weight gradients are separate, the backward pass
+    stores what they need in `buffer_slots` of residuals that are no longer read, and the rest in buffers of
+    `buffered_shapes`.
     """
 
     def __init__(self, dims: StepDims, orders: Orders, x_bND: jax.ShapeDtypeStruct, consts: BlockConsts):
@@ -77,7 +80,7 @@ class ModelChunk:
         self.buffered_shapes: list[jax.ShapeDtypeStruct] = []
         if orders.weight:
             self._backward_body = ScanBody(self._run_input_gradient, (x_bND, self.saved_shapes), consts)
-            # what is residuals of the forward pass anyway, bwd the gradient in the turn's carry
+            # needed values that are residuals already: leaves of the carry after its first, the gradient
             self._residual_of = [None if leaf is None else leaf - 1 for leaf in self._backward_body.stacked_inputs]
             waiting = {
                 i: shape for i, shape in enumerate(self._backward_body.stacked_shapes) if self._residual_of[i] is None
@@ -89,15 +92,15 @@ class ModelChunk:
             self.buffered_shapes = [waiting[i] for i in self._buffered]
 
     def forward(self, x_bND: jax.Array, consts: BlockConsts) -> ForwardResult:
-        """The forward pass."""
+        """Run the forward pass."""
         return ForwardResult(*self._forward_body(x_bND, consts))
 
     def output(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> jax.Array:
-        """The residual stream bwd the chunk, from what was residuals."""
+        """Return the residual stream after the chunk, from the residuals."""
         return self._forward_body.rebuild(consts, residuals).x_bND
 
     def backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Backward:
-        """The backward pass."""
+        """Run the backward pass."""
         tasks = self._start_backward(dx_bND, consts, residuals)
         run(self._orders.backward, tasks, self._sums(tasks))
         return Backward(self._joined(tasks.dx), self._gradients(tasks))
@@ -110,8 +113,9 @@ class ModelChunk:
         backward_consts: BlockConsts,
         residuals: Sequence[jax.Array],
     ) -> tuple[ForwardResult, Backward | InputGradient]:
-        """The forward pass of one microbatch beside the backward pass of another, without its weight gradients if these
-        are apart.
+        """Run the forward pass of one microbatch concurrently with the backward pass of another.
+
+        The backward pass has no weight gradients if these are separate.
         """
         fwd, bwd = (
             self._start_forward(x_bND, forward_consts),
@@ -129,7 +133,9 @@ class ModelChunk:
         return forward, self._left(self._joined(bwd.dx), self._backward_body.stacked_of(_waiting(bwd)))
 
     def input_gradient(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> InputGradient:
-        """The gradient of the chunk's input, and what `weight_gradients` needs beside what is left as it was."""
+        """Return the gradient of the chunk's input, and what `weight_gradients` needs besides the unchanged
+        residuals.
+        """
         dx_bND, _, stacked = self._backward_body((dx_bND, list(residuals)), consts)
         return self._left(dx_bND, stacked)
 
@@ -140,7 +146,7 @@ class ModelChunk:
         reused: Sequence[jax.Array],
         buffered: Sequence[jax.Array],
     ) -> list[Tree]:
-        """Gradients of each block's parameters."""
+        """Return the gradients of each block's parameters."""
         stacked = {i: residuals[place] for i, place in enumerate(self._residual_of) if place is not None}
         stacked |= dict(zip([*self._reused, *self._buffered], [*reused, *buffered], strict=True))
         waiting, rare = self._backward_body.rebuild(consts, [stacked[i] for i in range(len(stacked))])
@@ -216,5 +222,5 @@ class ModelChunk:
 
 
 def _waiting(tasks: Tasks) -> Tree:
-    """What weight gradients wait for."""
+    """Return what the weight gradients need."""
     return {key: pullback.residuals() for key, pullback in tasks.waiting.items()}, tasks.lane_overflow.residuals()

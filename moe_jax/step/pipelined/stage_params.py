@@ -1,4 +1,4 @@
-"""Parameters and gradients of a model chunk's blocks, in the stacked arrays of a stage."""
+"""Read parameters and add gradients of a model chunk's blocks, in the stacked arrays of a stage."""
 
 import functools
 
@@ -11,7 +11,7 @@ from moe_jax.step.pipelined.build import PipelinedPlan
 
 
 def weights_of(params: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
-    """Of each block of a model chunk."""
+    """Return the parameters of each block of a model chunk."""
     weights = {}
     for block, member in enumerate(plan.structures[structure]):
         take = functools.partial(get, place=_row(plan, structure, block, chunk))
@@ -20,7 +20,7 @@ def weights_of(params: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Arr
 
 
 def zero_gradients(params: Tree, plan: PipelinedPlan) -> Tree:
-    """Sums of gradients, like the parameters, of nothing. Each row of blocks has arrays of its own, [chunks, …]."""
+    """Return zeros for sums of gradients, like the parameters. Each row of blocks has separate arrays [chunks, …]."""
 
     def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
         shape = (plan.table.chunks, *leaf.shape[1:])
@@ -33,7 +33,7 @@ def zero_gradients(params: Tree, plan: PipelinedPlan) -> Tree:
 
 
 def add_gradients(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
-    """With gradients of a model chunk's blocks."""
+    """Return the sums with the gradients of a model chunk's blocks added."""
     segments = {segment: dict(places) for segment, places in sums["segments"].items()}
     place = 0 if plan.table.chunks == 1 else chunk
 
@@ -49,7 +49,7 @@ def add_gradients(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Ar
 
 
 def stack_gradients(sums: Tree) -> Tree:
-    """The sums, stacked."""
+    """Return the sums stacked like the parameters."""
 
     def stacked(rows: list[jax.Array]) -> jax.Array:
         return jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])  # chunk by chunk

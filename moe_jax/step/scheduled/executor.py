@@ -1,6 +1,7 @@
-"""What each action of a schedule does: per-device code inside `shard_map`, one method per direction and op.
+"""Run the actions of a schedule: per-device code inside `shard_map`, one method for each direction and op.
 
-B sequences of this device, N tokens of each, M blocks with experts, E experts. Microbatches and pieces: see `dims`.
+B sequences of this device, N tokens of each, M blocks with experts, E experts. `StepDims` defines microbatches (index
+r) and pieces (index p).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,14 +40,15 @@ from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate, float
 from moe_jax.step.scheduled.step_dims import StepDims
 
 Key = tuple[str, int, int]  # op, block, microbatch or piece
-Piece = ExpertRows | ragged.Lanes  # rows on their way, or where experts of a ragged exchange see them
+Piece = ExpertRows | ragged.Lanes  # rows in transit, or the lanes of a ragged exchange's experts
 Flow = dict[int, Piece | Arrival]  # by piece
 
 
 class Tasks:
-    """Runs forward and backward tasks and keeps what lies between them.
+    """Runs forward and backward tasks and stores the values passed between them.
 
-    `ends` holds embedding, norm and head. A turn of a loop over blocks has neither ends nor tokens.
+    `ends` holds the embedding, the norm and the head. In a scan iteration over blocks, both `ends` and `tokens` are
+    None.
     """
 
     def __init__(
@@ -65,30 +67,29 @@ class Tasks:
         if tokens is not None:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
-        self.router_inputs = consts.router_inputs and consts.router_inputs.parts(
-            dims.microbatches
-        )  # what gates look at, below the blocks
-        self.slots = consts.slots  # where the experts of each block lie, if not in their order
+        # what gates read besides features, before block 0
+        self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
+        self.slots = consts.slots  # placement of each block's experts, if not in order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
-        self.metadata: dict[int, DispatchMetadata] = {}  # what brings its tokens back, as long as it is not settled
-        self.flow: Flow = {}  # each piece: sent, received, returned
-        self.dx: dict[int, jax.Array] = {}  # cotangents of the three above
+        self.metadata: dict[int, DispatchMetadata] = {}  # to unpermute its rows after combine
+        self.flow: Flow = {}  # by piece: its rows before dispatch, at the experts, or after combine
+        self.dx: dict[int, jax.Array] = {}  # dx, dmetadata, dflow: cotangents of x, metadata, flow
         self.dmetadata: dict[int, list[jax.Array]] = {}
         self.dflow: Flow = {}
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitBackward] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
-        self.share: Callable[[int], jax.Array]  # of all pairs of a block that chose each expert
+        self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
         self.issue_order = IssueOrder(dims.compute.platform)
-        self.awaits_rows = False  # whether a backward task does nothing before its rows have arrived
+        self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
     # forward
 
     def forward(self, action: Action) -> None:
-        """Run an F task."""
+        """Run an F (forward) task."""
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         if action.op in runs:
             runs[action.op](action)
@@ -101,7 +102,7 @@ class Tasks:
             self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
 
     def add_combine_to_residual(self, r: int, consumer: int) -> None:
-        """Join what the experts of the block below returned with the residual stream of microbatch r."""
+        """Add the combined expert outputs of the previous block to the residual stream of microbatch r."""
         if self.metadata.get(r) is None:
             self.x[r] = self.issue_order.after_compute(self.x[r])
             return
@@ -139,7 +140,7 @@ class Tasks:
             self.flow.update(zip(pieces, split, strict=True))
 
     def _capacity(self, block: int, r: int) -> CapacityState:
-        """What earlier microbatches leave of the experts' slots."""
+        """Return the capacity that earlier microbatches have left in the experts' slots."""
         nothing = jnp.zeros(self.dims.config.model.moe.num_experts, jnp.int32)
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
         if r and self.dims.compute.platform == "gpu":
@@ -161,7 +162,7 @@ class Tasks:
             self.issue_order.record_compute(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
-        """Experts on their lanes, and on the rows that do not fit there."""
+        """Apply the experts to their lanes, and to the rows that overflowed them."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
         filled_L = ragged.filled(lanes.count_PE, self.dims.compute.expert_axis)
         function = self._remat(partial(lane_experts, filled_L=filled_L, moe=self.dims.config.model.moe))
@@ -186,7 +187,7 @@ class Tasks:
     # backward
 
     def backward(self, action: Action) -> None:
-        """Run a B task."""
+        """Run a B (backward) task."""
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs |= {"expert": self._experts_back}
         if action.op in runs:
@@ -201,7 +202,9 @@ class Tasks:
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))
 
     def add_combine_to_residual_back(self, r: int, consumer: int) -> None:
-        """Backward of `add_combine_to_residual`: cotangents of the residual stream, of the returned rows and of their weights."""
+        """Backward of `add_combine_to_residual`: cotangents of the residual stream, the returned rows and their
+        weights.
+        """
         pullback = self.pullbacks.pop(("residual", consumer, r), None)
         if pullback is None:
             return
@@ -227,9 +230,9 @@ class Tasks:
             self._add_overflow_gradients(block)
 
     def _add_overflow_gradients(self, block: int) -> None:
-        """Let the rows that found no room in their lanes count in the experts' gradients, once all others do.
+        """Add the weight gradients of rows that overflowed their lanes, after those of all pieces.
 
-        Before, they would be in the way of adding up the pieces in one operation.
+        If they were added earlier, XLA could not add up the pieces in one operation.
         """
         under_way = self.pullbacks.keys() | self.waiting.keys()
         if not any(("expert", block, p) in under_way for p in range(self.dims.num_pieces)):
@@ -251,11 +254,13 @@ class Tasks:
             self.add_combine_to_residual_back(r, block)
 
     def _no_cotangents(self, r: int) -> list[jax.Array]:
-        """Cotangents of the source of a microbatch's rows, if the exchange is ragged."""
+        """Return zero cotangents for the source of a microbatch's rows, if the exchange is ragged."""
         return [jnp.zeros_like(self.dx[r]).reshape(-1, self.dx[r].shape[-1])] if self.dims.ragged else []
 
     def _router_cotangents(self, block: int) -> tuple[jax.Array, jax.Array]:
-        """Gradients of the auxiliary losses by a microbatch's summed probabilities [E] and squared logits."""
+        """Return the gradients of the auxiliary losses with respect to a microbatch's summed probabilities [E] and
+        squared logits.
+        """
         moe = self.dims.config.model.moe
         per_token = 1 / self.dims.global_tokens
         balance = moe.aux_loss_coeff * moe.num_experts * per_token
@@ -269,7 +274,7 @@ class Tasks:
             self._add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
-        """Run a W task."""
+        """Run a W (weight gradient) task."""
         parts = self.dims.pieces_of(action) if action.op == "expert" else self.dims.microbatches_of(action)
         for part in parts:
             gradient = self.waiting.pop((action.op, action.block, part)).weights(self.issue_order.after_compute)
@@ -281,7 +286,7 @@ class Tasks:
     # collectives
 
     def _exchange(self, flow: Flow, action: Action) -> None:
-        """Exchange the rows of an action's pieces, or backward their cotangents."""
+        """Exchange the rows of an action's pieces, or their cotangents in the backward pass."""
         if self.dims.ragged:
             for p in self.dims.pieces_of(action):
                 flow[p] = self._exchanged_ragged(_sent(flow, p), action, p)
@@ -298,7 +303,10 @@ class Tasks:
         flow.update(zip(pieces, in_flight.pieces(), strict=True))
 
     def _exchanged_ragged(self, piece: Piece, action: Action, p: int) -> Piece:
-        """Sizes, then rows; each microbatch for itself. Cotangents travel by the pullback, which knows the sizes."""
+        """Exchange the sizes, then the rows, of one microbatch.
+
+        Cotangents are exchanged by the pullback, which has the sizes.
+        """
         key, exchange = (action.op, action.block, p), self.dims.ragged_exchange
         if action.direction == "B":
             again = (
@@ -324,7 +332,7 @@ class Tasks:
         return self._differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
 
     def _arrived(self, flow: Flow, p: int) -> Piece:
-        """A piece that compute goes on with, now."""
+        """Return a piece for the next compute task, ordered after the previous one."""
         piece = flow.pop(p)
         if isinstance(piece, Arrival):
             return piece.finish(self.issue_order.after_compute)
@@ -332,7 +340,7 @@ class Tasks:
         return with_floats(piece, [self.issue_order.after_compute(first), *others])
 
     def _arrived_rows(self, flow: Flow, p: int) -> jax.Array:
-        """The rows of a piece that is back at its tokens' device."""
+        """Return the rows of a piece that has returned to the device of its tokens."""
         return _rows(self._arrived(flow, p)).rows
 
     # pullbacks
@@ -353,7 +361,7 @@ class Tasks:
         cotangents: Sequence[jax.Array],
         replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
     ) -> list[jax.Array]:
-        """Gradients of a task's inputs; those of its weights are added up now, or wait for their W task.
+        """Return the gradients of a task's inputs; its weight gradients are added up now, or deferred to its W task.
 
         `replacements`: see `SplitBackward`.
         """
@@ -366,7 +374,7 @@ class Tasks:
         return inputs
 
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
-        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # of casts, as autodiff would
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # of weights' casts
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
@@ -376,14 +384,14 @@ def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, compute: ComputeCo
 
 
 def _sent(flow: Flow, p: int) -> Piece:
-    """A piece that is not in flight."""
+    """Return a piece that is not in flight."""
     piece = flow[p]
     assert not isinstance(piece, Arrival)
     return piece
 
 
 def _rows(piece: Piece) -> ExpertRows:
-    """A piece that is not in lanes."""
+    """Return a piece that is not in lanes."""
     assert isinstance(piece, ExpertRows)
     return piece
 

@@ -1,7 +1,7 @@
-"""Sums over devices of a step's gradients and counts, task by task.
+"""Sum a step's gradients and token counts over devices, task by task.
 
-Owners of gradients are counted: 0 is the embedding, b + 1 block b, the last one the norm and the head.
-M blocks with experts, E experts.
+Owners of gradients are numbered: 0 is the embedding, b + 1 is block b, the last one is the norm and the head. M blocks
+with experts, E experts.
 """
 
 import functools
@@ -21,31 +21,31 @@ from moe_jax.step.scheduled.grad_buckets import ReduceGroup, Reduction
 
 
 class StartedSum(NamedTuple):
-    """A sum that was started."""
+    """A sum over devices that has been started."""
 
     impl: ReduceImpl
     in_flight: tuple[Any, ...]
 
 
 class GradientReducer:
-    """Runs the sums over devices of a step, or of a turn of a loop, and collects what comes out.
+    """Runs the sums over devices of a step, or of a scan iteration, and collects the results.
 
-    `earlier` gives gradients of an owner that are to be added before.
+    `earlier` returns an owner's gradients of earlier accumulation steps, which are added before the sum.
     """
 
     def __init__(self, reductions: tuple[Reduction, ...], tasks: Tasks, earlier: Callable[[int], Tree] | None):
         self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
         self.model = tasks.dims.config.model
-        self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
-        self.loop_stats: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
+        self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks ran in another scan iteration
+        self.loop_stats: dict[int, RouterStats] = {}  # of all blocks of a scan, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
         name = tasks.dims.config.exchange.reduction
         self.impl, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.dims.compute.platform)
         self.in_flight: dict[int, list[StartedSum]] = {}
-        self.counts: StartedSum | None = None  # of all routers, under impl
+        self.counts: StartedSum | None = None  # token counts of all routers, in flight
 
     def run(self, action: Action) -> None:
-        """Run a G task."""
+        """Run a G (gradient sum) task."""
         if action.op == "counts":
             self._count()
             return
@@ -67,10 +67,10 @@ class GradientReducer:
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        impl = self.impl if self.impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        impl = self.impl if self.impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for large arrays
         count_n = stats.count_E.ravel()
         if self.tasks.dims.compute.platform == "tpu":
-            # a small sum is synchronous there: in order, it would be the end of what hides the exchange before
+            # a small sum is synchronous there: issued in order, it would end the overlap of the exchange before it
             self.counts = StartedSum(impl, impl.start(count_n, TOKEN_AXES))
         else:
             self.counts = self._started(impl, count_n, TOKEN_AXES)
@@ -79,19 +79,19 @@ class GradientReducer:
 
     @functools.cached_property
     def count_ME(self) -> jax.Array | None:
-        """Pairs of all devices that chose each expert; None without routers."""
+        """Number of (token, choice) pairs on all devices that chose each expert; None without routers."""
         if self.counts is None:
             return None
         return self._arrived(self.counts).reshape(-1, self.model.moe.num_experts)
 
     @functools.cached_property
     def share_ME(self) -> jax.Array:
-        """What the load-balance loss multiplies probabilities with."""
+        """The factor of each expert's probability in the load-balance loss."""
         assert self.count_ME is not None
         return balance_shares(self.count_ME, self.model.moe)
 
     def stats(self) -> RouterStats | None:
-        """Router statistics of all microbatches with a leading dimension M; None without routers."""
+        """Return the router statistics summed over microbatches, with a leading dimension M; None without routers."""
         of_block: dict[int, list[RouterStats]] = {}
         for (block, _), stats in self.tasks.stats.items():
             of_block.setdefault(block, []).append(stats)
@@ -104,7 +104,7 @@ class GradientReducer:
         return jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *in_order) if in_order else None
 
     def own(self, owner: int) -> Tree:
-        """An owner's gradients of this device."""
+        """Return an owner's gradients on this device."""
         if owner in self.loop_gradients:
             return self.loop_gradients[owner]
         own = self._of_this_part(owner)
@@ -124,29 +124,31 @@ class GradientReducer:
         block = grads["attend", owner - 1]
         if "moe" not in block:
             return block
-        # a reduction of this block may come before the gradients of experts that nobody shares
+        # a reduction of this block may run before the gradients of unreplicated experts exist
         experts = grads.get(("expert", owner - 1))
         if experts is None:
             experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
         return block | {"moe": block["moe"] | {"experts": experts}}
 
     def total(self, owner: int) -> Tree:
-        """An owner's gradients, summed over devices as far as reductions were run; own parts of what is cut."""
+        """Return an owner's gradients, summed over devices as far as its reductions have run; sharded ones are this
+        device's shard.
+        """
         chunks = [self._arrived(chunk) for chunk in self.in_flight.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
     def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
-        """A sum in the order of the schedule."""
+        """Start a sum in the order of the schedule."""
         if self.tasks.dims.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
-            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
-            # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
+            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. Issued in
+            # order, they would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
             return StartedSum(impl, impl.start(x, axes))
         in_flight = impl.start(self.tasks.issue_order.after_comm(x, impl.only_starts), axes)
         self.tasks.issue_order.record_comm(in_flight[-1], impl.only_starts)
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:
-        """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
+        """Return the result of a sum; on CPUs it is read after the tasks so far, so that they do not wait for it."""
         *others, last = started.in_flight
         if self.tasks.dims.compute.platform == "cpu":
             last = self.tasks.issue_order.after_compute(last)

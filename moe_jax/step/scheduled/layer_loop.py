@@ -1,7 +1,8 @@
-"""Loops over equal groups of blocks: `lax.scan` runs the turns of a schedule, forward and backward.
+"""Run equal groups of blocks in a loop: `lax.scan` runs a schedule's tasks in every iteration, forward and backward.
 
-A forward iteration hands the settled residual stream on and stacks what its pullbacks keep. A backward iteration makes its
-pullbacks again, runs its tasks, and sums the gradients of the iteration above.
+A forward iteration passes on the residual stream, with the last block's combine added, and stacks the residuals of its
+pullbacks. A backward iteration rebuilds its pullbacks, runs its tasks, and sums the gradients of the iteration above
+it.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,17 +32,21 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
 
 
 class Stacked(NamedTuple):
-    """What each iteration takes its share of. The first three are the looped segment's, by place in its period."""
+    """Arrays from which each scan iteration takes its share. The first three belong to the scanned segment, by place in
+    its period.
+    """
 
     params: Tree
-    cuts: Tree  # of its parameters
-    earlier: Tree | None  # gradients that are added to those of the turns
-    router_inputs: RouterInputs | None  # what gates look at besides features, below the blocks
-    slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
+    cuts: Tree  # how its parameters are sharded by ZeRO
+    earlier: Tree | None  # gradients that are added to those of the iterations
+    router_inputs: RouterInputs | None  # what gates read besides features, before block 0
+    slot_ME: jax.Array | None  # placement of all blocks' experts; None: experts in order
 
 
 class LayerScan:
-    """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
+    """The forward and backward scans of a step over a segment. `sums` and its tasks run everything outside
+    the scans.
+    """
 
     def __init__(self, looped: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
         self.looped, self.turns = looped, looped.turns
@@ -54,7 +59,7 @@ class LayerScan:
 
     @property
     def _blocks(self) -> range:
-        """Those of iteration 0, whose names all turns have inside a loop."""
+        """The blocks of iteration 0, whose numbers all iterations use inside the scan."""
         return range(self.turns.first, self.turns.first + self.turns.size)
 
     def _consts(self, iteration: int | jax.Array) -> BlockConsts:
@@ -63,7 +68,7 @@ class LayerScan:
         return BlockConsts(weights, self.router_inputs and self.router_inputs.above(iteration * self.turns.size), slots)
 
     def forward(self) -> None:
-        """Run the forward turns."""
+        """Run the forward scan."""
         for r in self.microbatches:
             self.tasks.add_combine_to_residual(r, self.turns.first)
 
@@ -100,7 +105,7 @@ class LayerScan:
         self._restore(self.tasks, highest, self._consts(highest), highest * self.turns.size)
 
     def _restore(self, tasks: Tasks, iteration: int | jax.Array, consts: BlockConsts, shift: int = 0) -> None:
-        """Give tasks what a forward iteration residuals; blocks' numbers grow by `shift`."""
+        """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
         residuals = [jax.lax.dynamic_index_in_dim(leaf, iteration, keepdims=False) for leaf in self.residuals]
         pullbacks, overflows = self.body.rebuild(consts, residuals)
         tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
@@ -108,13 +113,13 @@ class LayerScan:
         tasks.widths = self.tasks.widths
 
     def backward(self) -> None:
-        """Run the backward turns below the highest, whose backward pass has been run."""
+        """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
         highest = self.turns.count - 1
         self.gradients = LoopGradients(self.layout, self.cuts, self.params, self.turns.count if self.looped.sums else 1)
         for block in self._blocks:
             self.gradients.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
         late = any(map(is_reduction, self.looped.down))
-        share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
+        share_ME = self.sums.share_ME if self.moe else None  # computed outside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
             dx, self.gradients.state = carry
@@ -167,7 +172,7 @@ class LayerScan:
         self.tasks.issue_order.out_of_loop(ends)
 
     def _take(self, sums: GradientReducer, iteration: int | jax.Array, shift: int = 0) -> None:
-        """Hand gradients of a iteration to the sums."""
+        """Pass the gradients of an iteration to `sums`."""
         for block in self._blocks:
             sums.loop_gradients[block + shift + 1] = self.gradients.take(iteration, block)
 
@@ -182,7 +187,7 @@ class LayerScan:
         return lambda owner: self.layout.take(self.earlier, iteration, owner - 1)
 
     def _of_moe_block(self, of_all_M: jax.Array, iteration: int | jax.Array, block: int) -> jax.Array:
-        """What belongs to a block of a iteration."""
+        """Return the entry of a block in an iteration, from an array over all blocks with experts."""
         below = self.tasks.dims.shape.kinds[: self.turns.first].count("moe")
         place = below + iteration * len(self.moe) + self.moe.index(block)
         return jax.lax.dynamic_index_in_dim(of_all_M, place, keepdims=False)

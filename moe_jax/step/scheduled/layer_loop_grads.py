@@ -1,6 +1,6 @@
-"""Gradients of the turns of a loop over blocks, stacked like the parameters; every iteration changes them in place.
+"""Gradients of the blocks in a scan, stacked like the parameters; every iteration updates them in place.
 
-Only a part of what is cut over devices (ZeRO) has a place there: until it is summed, the whole of it waits apart.
+With ZeRO, the stack only has this device's shard: the whole gradient waits in a separate array until it is summed.
 """
 
 from typing import NamedTuple
@@ -12,36 +12,38 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
 from moe_jax.schedule.scanned import Turns
 
-Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of the leaf in the tree of a block
+Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then leaf number in the tree of a block
 
 
 class StackLayout(NamedTuple):
-    """Where the blocks of turns lie in a segment's stacked arrays. Blocks are counted from iteration 0."""
+    """The positions of scanned blocks in a segment's stacked arrays. Blocks are numbered as in iteration 0."""
 
     turns: Turns
-    period: int  # blocks of one
+    period: int  # blocks in a period
 
     @property
     def unroll(self) -> int:
-        """Periods of a iteration."""
+        """Periods in one iteration."""
         return self.turns.size // self.period
 
     def place(self, iteration: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
-        """Period of a block, and its place in it."""
+        """Return the period of a block, and its place in the period."""
         period, place = divmod(block - self.turns.first, self.period)
         return iteration * self.unroll + period, place
 
     def take(self, tree: Tree, iteration: int | jax.Array, block: int) -> Tree:
-        """The share of one block of a stacked tree."""
+        """Return the share of one block of a stacked tree."""
         period, place = self.place(iteration, block)
         return jax.tree.map(lambda leaf: _get(leaf, period), tree[place])
 
 
 class LoopGradients:
-    """`cuts` are those of the looped segment's parameters, by place in its period."""
+    """Stacked gradients. `cuts` are those of the scanned segment's parameters, by place in its period."""
 
     def __init__(self, layout: StackLayout, cuts: Tree, params: Tree, waiting_iterations: int):
-        """Zeros for gradients of `params`, which are whole. What is cut waits in `waiting_iterations` turns at once."""
+        """Allocate zeros for gradients of the unsharded `params`. Sharded gradients wait for their sum in
+        `waiting_iterations` iterations at a time.
+        """
         self.layout, self._keeps_all = layout, waiting_iterations > 1
         self._cuts = {place: jax.tree.leaves(tree) for place, tree in cuts.items()}
         self._structures = {place: jax.tree.structure(tree) for place, tree in params.items()}
@@ -58,7 +60,7 @@ class LoopGradients:
 
     @property
     def state(self) -> tuple[Leaves, Leaves]:
-        """All arrays, for a loop to carry."""
+        """All arrays, as the carry of a scan."""
         return self._sums, self._waiting
 
     @state.setter
@@ -66,14 +68,14 @@ class LoopGradients:
         self._sums, self._waiting = state
 
     def tree(self) -> Tree:
-        """Gradients laid out like the parameters."""
+        """Return the gradients in the layout of the parameters."""
         return {
             place: jax.tree.unflatten(structure, self._sums[place].values())
             for place, structure in self._structures.items()
         }
 
     def put(self, iteration: int | jax.Array, block: int, gradient: Tree) -> None:
-        """Set the gradient of one block, as this device has it."""
+        """Set this device's gradient of one block."""
         period, place = self.layout.place(iteration, block)
         waiting = self._waiting_index(iteration, block)
         for i, new in enumerate(jax.tree.leaves(gradient)):
@@ -83,7 +85,7 @@ class LoopGradients:
                 self._sums[place][i] = _set(self._sums[place][i], new, period)
 
     def take(self, iteration: int | jax.Array, block: int) -> Tree:
-        """The gradient that was put."""
+        """Return the gradient that `put` stored."""
         period, place = self.layout.place(iteration, block)
         waiting = self._waiting_index(iteration, block)
         leaves = [_get(leaf, period) for leaf in self._sums[place].values()]
@@ -92,7 +94,7 @@ class LoopGradients:
         return jax.tree.unflatten(self._structures[place], leaves)
 
     def put_sum(self, iteration: int | jax.Array, block: int, total: Tree, before: Tree = None) -> None:
-        """Set what it came to over devices; leaves that are those of `before` are in their place already."""
+        """Set the gradient after its sum over devices; leaves identical to those of `before` are already stored."""
         period, place = self.layout.place(iteration, block)
         known = set(map(id, jax.tree.leaves(before)))
         for i, new in enumerate(jax.tree.leaves(total)):

@@ -1,4 +1,4 @@
-"""What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
+"""Choose what a scan iteration over blocks saves for its backward pass: as little as possible."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -15,20 +15,20 @@ from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
 
 
 class BlockConsts(NamedTuple):
-    """What the tasks of some blocks are consts besides the residual stream."""
+    """The inputs of some blocks' tasks besides the residual stream: the constants of a scan body."""
 
     blocks: dict[int, Tree]  # weights, by the block's number
-    router_inputs: RouterInputs | None = None  # what gates look at besides features, below these blocks
-    slots: Mapping[int, jax.Array] = MappingProxyType({})  # where a block's experts lie, if not in their order
+    router_inputs: RouterInputs | None = None  # what gates read besides features, before these blocks
+    slots: Mapping[int, jax.Array] = MappingProxyType({})  # placement of a block's experts, if not in order
 
 
 class ScanBody:
-    """`function(carry, consts)` → carry, results, saved: one turn of a scan, traced once.
+    """A scan body `function(carry, consts)` → carry, results, saved; it is traced once.
 
-    The carry may leave in another form than it came.
+    The returned carry may have another structure than the input.
 
-    Of `saved`, a value that several leaves share is stacked once, and what follows from what is consts (weights, their
-    casts, masks, random numbers) not at all: `rebuild` computes it again.
+    A value that several leaves of `saved` share is stacked once. Values that only depend on `consts` (weights, their
+    casts, masks, random numbers) are not stacked: `rebuild` recomputes them.
     """
 
     def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, consts: Tree):
@@ -57,18 +57,18 @@ class ScanBody:
 
     @property
     def stacked_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what is to be stacked."""
+        """The shapes of the values to stack."""
         avals: list[Any] = [var.aval for var in self._stacked]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     @property
     def stacked_inputs(self) -> list[int | None]:
-        """Which leaf of the carry each value that is to be stacked is, if it is one."""
+        """For each value to stack, the number of the leaf of the input carry that it is identical to, or None."""
         place = {var: i for i, var in enumerate(self._traced.jaxpr.invars[: self._num_carry])}
         return [place.get(var) for var in self._stacked]
 
     def __call__(self, carry: Tree, consts: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
-        """Carry, results, and what is to be stacked."""
+        """Return the carry, the results, and the values to stack."""
         out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, consts)))
         results = out[self._num_carried : len(out) - len(self._saved)]
         return (
@@ -78,13 +78,13 @@ class ScanBody:
         )
 
     def stacked_of(self, saved: Tree) -> list[jax.Array]:
-        """What is to be stacked, from the `saved` of a function that computes the same in another order."""
+        """Return the values to stack, from the `saved` of a function that computes the same in another order."""
         leaves, traced = jax.tree.leaves(saved), list(self._saved)
         assert len(leaves) == len(traced), "another function"
         return [leaves[traced.index(var)] for var in self._stacked]
 
     def rebuild(self, consts: Tree, stacked: Sequence[jax.Array]) -> Tree:
-        """`saved` of a turn, from what it was consts and what was stacked."""
+        """Return `saved` of an iteration, from its `consts` and its stacked values."""
         unused = [None] * self._num_carry
         inputs = [*unused, *jax.tree.leaves(consts)]
         fixed = self._of_consts(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
@@ -94,7 +94,7 @@ class ScanBody:
 
 
 def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The sources and all that is computed from them; calls are looked into."""
+    """Return the sources and everything computed from them, including inside calls."""
     moving = set(sources)
     for eqn in eqns:
         from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]
