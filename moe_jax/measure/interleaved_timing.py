@@ -1,4 +1,4 @@
-"""Calls that do the same in different ways, timed on a device of this process, in turn."""
+"""Time several implementations of one operation on a device of this process, in interleaved rounds."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ _LONGEST_REASON = 160
 
 
 class InterleavedTimes(NamedTuple):
-    """What calls took, and which of them do not work here."""
+    """The measured times, and the implementations that do not work here."""
 
-    seconds: dict[str, float]  # of one call, the median over the rounds
-    failed: dict[str, str]  # the reason, in a line
+    seconds: dict[str, float]  # of one call: the median over rounds
+    failed: dict[str, str]  # the reason, in one line
 
 
 def time_interleaved(
     made: Mapping[str, Callable[[], Call]], rounds: int = 7, round_s: float = 0.02
 ) -> InterleavedTimes:
-    """Make each call, which may compile, and run those that work back and forth, each round for about `round_s`.
+    """Make each call, which may compile, and time the calls that work, each for about `round_s` seconds per round.
 
-    So what changes on the machine meanwhile changes all alike.
+    Rounds run through the calls in alternating order, so changes on the machine affect all calls alike.
     """
     calls: dict[str, Call] = {}
     repeats: dict[str, int] = {}
@@ -33,9 +33,9 @@ def time_interleaved(
     for name, make in made.items():
         try:
             calls[name] = make()
-            _seconds(calls[name], 1)  # warm, and with all that is made once
+            _seconds(calls[name], 1)  # warm up: compile, and create everything that is created once
             repeats[name] = min(_MOST_REPEATS, max(1, round(round_s / max(_seconds(calls[name], 1), 1e-9))))
-        except Exception as error:  # a compiler's, or of memory: of many types
+        except Exception as error:  # compilers and allocators raise many types
             failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST_REASON]
     times: dict[str, list[float]] = {name: [] for name in repeats}
     for number in range(rounds):
@@ -45,9 +45,9 @@ def time_interleaved(
 
 
 def _seconds(call: Call, repeats: int) -> float:
-    """Of one call, of so many that follow one another."""
+    """Return the time of one call, averaged over `repeats` consecutive calls."""
     result, start = None, time.perf_counter()
     for _ in range(repeats):
-        result = call()  # the one before gives its memory back
+        result = call()  # frees the previous result
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / repeats

@@ -1,11 +1,11 @@
-"""What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and the links.
+"""Estimate what overlaps in a compiled program: replay its scheduled instructions on one compute stream and the links.
 
 A start queues its collective on its links, inside nodes and between them, where transfers run one after another; a done
-makes compute wait for it. A collective without start and done occupies compute, too. What compute waits for is exposed,
-the rest of communication hidden.
+makes compute wait for it. A collective without start and done also occupies compute. The time that compute waits is
+exposed communication, the rest is hidden.
 
-A pipelined step is a loop over ticks, in which passes are loops of one iteration or none. It is seen from the stage that is
-busy longest; every tick is as long as that of the stage which needs most for it.
+A pipelined step is a loop over ticks, in which each pass is a while-loop with trip count 0 or 1. The timeline is that
+of the busiest stage, and each tick takes as long as its slowest stage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from moe_jax.measure.costs import (
 from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.targets import Target
 
-Passes = Mapping[str, Sequence[Sequence[int]]]  # iterations of each pass, by its scope, in every tick, of every stage
+Passes = Mapping[str, Sequence[Sequence[int]]]  # by scope of a pass: its trip count, by tick and stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ComputeInstruction:
     end_s: float
     products: int  # matrix products
     op_name: str = ""
-    iteration: int = 0  # of the innermost loop around it, which has `iterations`
+    iteration: int = 0  # in the innermost loop around it, which has `iterations`
     iterations: int = 1
 
     @property
@@ -46,18 +46,18 @@ class ComputeInstruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One transfer on the link."""
+    """One transfer on the links."""
 
     instruction: Instruction  # the collective itself
     op_name: str = ""
     is_async: bool
     start_s: float
     end_s: float
-    num_bytes: float  # that leave a device
+    num_bytes: float  # leaving a device
     exposed_s: float = 0.0
     inside_s: float = 0.0  # compute between its start and its done
     inside_products: int = 0
-    iteration: int = 0  # as above
+    iteration: int = 0  # as in ComputeInstruction
     iterations: int = 1
 
     @property
@@ -76,9 +76,9 @@ class Replay:
     compute: tuple[ComputeInstruction, ...]
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
-    unknown_loops: tuple[str, ...]  # walked once, as nothing tells their iterations
-    idle_s: float = 0.0  # behind other stages
-    stage: int = 0  # the one that it is seen from
+    unknown_loops: tuple[str, ...]  # replayed once, since their trip count is unknown
+    idle_s: float = 0.0  # waiting for other stages
+    stage: int = 0  # whose timeline this is
 
     @cached_property
     def compute_s(self) -> float:
@@ -110,7 +110,8 @@ class _Replay:
     iterations: int = 1
     compute: list[ComputeInstruction] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
+    # start → index of its collective, and compute seconds and products before it
+    open: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     unknown_loops: list[str] = field(default_factory=list)
     passes: Passes = field(default_factory=dict)
     stage: int = 0
@@ -118,7 +119,7 @@ class _Replay:
 
 
 def replay(program: HloModule, target: Target, num_devices: int, passes: Passes | None = None) -> Replay:
-    """Run a program's schedule on a target; `passes` of a pipeline."""
+    """Replay a program's schedule on a target. `passes` describes the ticks of a pipelined step."""
     walk = _Replay(program, target, num_devices, passes=passes or {})
     _run(walk, program.computations[program.entry])
     return Replay(
@@ -174,7 +175,7 @@ def _loop(walk: _Replay, line: Instruction) -> None:
 
 
 def _pass_of(walk: _Replay, line: Instruction) -> str | None:
-    """The scope of the pass that a loop is."""
+    """Return the scope of the pass that a loop runs, or None if it is not a pass."""
     if line.opcode != "while":
         return None
     *_, around, _ = ["", *line.op_name.split("/")]
@@ -182,21 +183,20 @@ def _pass_of(walk: _Replay, line: Instruction) -> str | None:
 
 
 def _ticks(walk: _Replay, body: Sequence[Instruction]) -> None:
-    """As the busiest stage sees them."""
-    table = [
-        list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)
-    ]  # iterations by tick, stage
+    """Replay the ticks of a pipeline for the busiest stage."""
+    # trip counts of all passes, by tick and stage
+    table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]
     seconds: dict[tuple[int, ...], float] = {}
     for tick, stages in enumerate(table):
-        for stage, iterations in enumerate(stages):
-            if iterations not in seconds:
-                seconds[iterations] = _alone_s(walk, body, tick, stage)
-    busy_s = [sum(seconds[iterations] for iterations in own) for own in zip(*table, strict=True)]
+        for stage, counts in enumerate(stages):
+            if counts not in seconds:
+                seconds[counts] = _alone_s(walk, body, tick, stage)
+    busy_s = [sum(seconds[counts] for counts in own) for own in zip(*table, strict=True)]
     walk.stage = busy_s.index(max(busy_s))
     outer = walk.iteration, walk.iterations
     walk.iterations = len(table)
     for walk.iteration, stages in enumerate(table):
-        ends_s = walk.now_s + max(seconds[iterations] for iterations in stages)
+        ends_s = walk.now_s + max(seconds[counts] for counts in stages)
         _run(walk, body)
         waits_s = max(ends_s - walk.now_s, 0.0)
         walk.now_s += waits_s
@@ -227,7 +227,7 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int =
 
 def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> None:
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
-    # XLA:GPU writes start and done for what it runs in one go, too
+    # XLA:GPU also writes start and done for synchronous collectives
     is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
     start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
     walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
@@ -255,7 +255,7 @@ def _is_end(line: Instruction) -> bool:
 
 def _finish(walk: _Replay, line: Instruction) -> None:
     started = walk.open.pop(line.operands[0], None)
-    if started is None:  # of a copy
+    if started is None:  # the end of a copy
         return
     if line.opcode.endswith("-update"):
         walk.open[line.name] = started
@@ -273,7 +273,7 @@ def _finish(walk: _Replay, line: Instruction) -> None:
 
 
 def _alone_s(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
-    """Seconds of a computation by itself."""
+    """Return the seconds of a computation by itself."""
     inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, iteration=tick, stage=stage)
     _run(inner, lines)
     return inner.now_s

@@ -1,6 +1,6 @@
-"""Which instructions of a compiled program belong to which task of its schedule, and what the compiler changed.
+"""Assign instructions of a compiled program to the tasks of its schedule, and find what the compiler changed.
 
-The training step opens a scope named after each action, and instructions keep their scopes in `op_name`.
+The training step opens a named scope for each action, and instructions keep their scopes in `op_name`.
 """
 
 import bisect
@@ -24,31 +24,32 @@ _SCOPE = re.compile(r"(?:^|[/(])([FBWG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A schedule held against the program that was made of it."""
+    """A schedule compared with the program compiled from it."""
 
-    num_tasks: int  # of the schedule
-    instructions: dict[Action, tuple[str, ...]]  # of each action that left any, by name
-    missing: tuple[Action, ...]  # communication of the schedule that has no collective
+    num_tasks: int  # in the schedule
+    instructions: dict[Action, tuple[str, ...]]  # names of the instructions of each action that has any
+    missing: tuple[Action, ...]  # communication actions without a collective
     merged: tuple[tuple[Action, ...], ...]  # actions that share one collective
-    split: dict[Action, int]  # communication of several collectives
-    moved: tuple[Action, ...]  # communication issued out of the schedule's order: the fewest that explain it
-    products: dict[Action, int]  # matrix products of compute tasks
+    split: dict[Action, int]  # communication actions with several collectives
+    moved: tuple[Action, ...]  # communication issued out of order: the smallest set that explains it
+    products: dict[Action, int]  # number of matrix products of compute tasks
 
 
 def action_of(op_name: str) -> Action | None:
-    """The task that scopes belong to: backward tasks hold the scopes of forward ones, so the outermost."""
+    """Return the task of an `op_name`: the outermost, since scopes of backward tasks contain those of forward tasks."""
     for name in _SCOPE.findall(op_name):
         try:
             return Action.parse(name)
-        except ScheduleError:  # another scope that looks like one
+        except ScheduleError:  # another scope that looks like an action
             continue
     return None
 
 
 def name_iterations(replay: Replay, schedule: Schedule) -> Replay:
-    """The same with the tasks of all iterations of a loop named as the schedule names them.
+    """Return the replay with the tasks of all loop iterations named as in the schedule.
 
-    Inside a loop over blocks, scopes have the names of its lowest iteration, which comes first forward and last backward.
+    Inside a loop over blocks, scopes have the names of the lowest iteration, which runs first in the forward loop and
+    last in the backward loop.
     """
     inside = [task.op_name for task in replay.compute if task.iterations > 1]
     name_of = iteration_names(schedule, filter(None, map(action_of, inside)))
@@ -70,9 +71,10 @@ def name_iterations(replay: Replay, schedule: Schedule) -> Replay:
 
 
 def iteration_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
-    """A function from an action inside loops over blocks, its iteration and their number to the schedule's name for it.
+    """Return a function from an action in a loop over blocks, its iteration and the number of iterations to the
+    schedule's name for it.
 
-    It knows none for actions of other loops. `inside` are all actions in loops.
+    The function returns None for actions of other loops. `inside` are all actions in loops.
     """
     known = set(schedule.actions)
     size = len({action.block for action in inside if action.direction == "F" and action.block != NO_BLOCK})
@@ -89,7 +91,7 @@ def iteration_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[A
 
 
 def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
-    """Hold a schedule against its program, whose iterations have their names (`name_iterations`)."""
+    """Compare a schedule with its program, whose iterations are named as in the schedule (`name_iterations`)."""
     instructions: dict[Action, list[str]] = defaultdict(list)
     products = dict.fromkeys((a for a in schedule.actions if three_streams(a) == Stream.COMPUTE), 0)
     for task in replay.compute:
@@ -100,7 +102,7 @@ def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
     parts = _parts_of(program)
     actions_of = []
     for transfer in replay.collectives:
-        if transfer.iteration:  # of a loop over something else than blocks, where one iteration is enough
+        if transfer.iteration:  # a loop that is not over blocks: one iteration is enough
             continue
         own = action_of(transfer.op_name)
         actions_of.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
@@ -120,7 +122,9 @@ def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
 
 
 def _parts_of(program: HloModule) -> dict[str, list[Action]]:
-    """The other actions that each collective does the work of: those of the parts that its result is cut into."""
+    """Return the other actions that each merged collective serves: those of the parts into which its result
+    is split.
+    """
     parts: dict[str, list[Action]] = defaultdict(list)
     source: dict[str, tuple[str, Action | None]] = {}  # start, done or update → the collective itself, and its action
     for line in program.by_name.values():
@@ -137,16 +141,18 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
 
 
 def _takes_part(line: Instruction, program: HloModule) -> bool:
-    """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
+    """Whether an instruction only takes a part of its operand. This is how a merge is undone, under the names of its
+    parts.
+    """
     last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
     return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")
 
 
 def _moved(planned: Sequence[Action], issued: Iterable[Action]) -> list[Action]:
-    """The fewest actions whose removal leaves the rest in the planned order."""
+    """Return the smallest set of actions whose removal leaves the rest in the planned order."""
     place = {action: i for i, action in enumerate(planned)}
     order = list(dict.fromkeys(action for action in issued if action in place))
-    tails: list[int] = []  # the smallest last place of an increasing run of each length
+    tails: list[int] = []  # by length of an increasing run: its smallest last place
     run_length = []
     for action in order:
         length = bisect.bisect_left(tails, place[action])
