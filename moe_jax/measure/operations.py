@@ -64,9 +64,9 @@ class BenchmarkOperation(NamedTuple):
 class BenchmarkSizes(NamedTuple):
     """The sizes to measure."""
 
-    num_bytes: Sequence[int]  # of collectives and copies
+    num_bytes: Sequence[int]  # for collectives and copies
     tokens: Sequence[int]
-    widths: Sequence[int]  # of square matrices
+    widths: Sequence[int]  # for square matrices
     outputs: Sequence[int]  # columns of tall and skinny ones
     seq_lens: Sequence[int]
     head_dims: Sequence[int]

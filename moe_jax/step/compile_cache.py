@@ -117,7 +117,7 @@ def _own_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own(folder.resolve()):
         raise ConfigError(
-            f"{PROGRAMS}={folder} can be written to by others, and programs that lie there are run: "
+            f"{PROGRAMS}={folder} can be written to by others, and programs stored there are run: "
             "use a folder of your own, with chmod 700"
         )
     return folder

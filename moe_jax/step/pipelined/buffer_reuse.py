@@ -19,7 +19,7 @@ class BufferSlot(NamedTuple):
     """A part of a buffer for one value: elements from `start` on along the buffer's longest axis."""
 
     place: int  # the number of the buffer
-    shape: Shape  # of the value
+    shape: Shape  # the value's shape
     start: int = 0
 
     def put(self, x: jax.Array, value: jax.Array, slot: jax.Array | int) -> jax.Array:

@@ -108,7 +108,7 @@ class PipelineStage:
         run = functools.partial(_run, runs)
         gradient = arriving(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
         state = run("embed", self._embed, state, fwd)
-        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, fwd)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, save=True), state, fwd)
         dx_bND = gradient(state.x_bND)
         runs.update(self._once_arrived(runs, ("head", "together"), dx_bND))
         state = state._replace(gradients=put(state.gradients, dx_bND, row.gradient_to))
@@ -138,7 +138,7 @@ class PipelineStage:
         run = functools.partial(_run, runs)
         state = run("embed", self._embed, state, fwd)
         state = run("head", self._head, state, bwd)
-        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=True), state, fwd)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, save=True), state, fwd)
         state = self._run_together(run, state, bwd, fwd)
         state = self._of_structures(run, "backward", self._input_gradient, state, bwd)
         activation, gradient = to_next(state.x_bND), to_previous(state.dx_bND)
@@ -160,7 +160,7 @@ class PipelineStage:
         fwd = row.forward
         run = functools.partial(_run, self.plan.runs_of(row))
         state = run("embed", self._embed, state, fwd)
-        state = self._of_structures(run, "forward", functools.partial(self._forward, keep=False), state, fwd)
+        state = self._of_structures(run, "forward", functools.partial(self._forward, save=False), state, fwd)
         activation = self._to_next(state, row)
         state = _received(state, row, activation(state.x_bND))
         return run_if(fwd.runs & fwd.at_loss, self._add_forward_loss, state, fwd)
@@ -192,9 +192,9 @@ class PipelineStage:
         x_bND = embedded(self.params, self._tokens(work), self.compute)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
-    def _forward(self, number: int, state: State, work: TickPass, keep: bool) -> State:
+    def _forward(self, number: int, state: State, work: TickPass, save: bool) -> State:
         done = self.chunks[number].forward(get(state.activations, work.received), self._consts(number, work))
-        return self._with_forward(state, work, number, done, keep)
+        return self._with_forward(state, work, number, done, save)
 
     def _take(self, number: int, state: State, work: TickPass) -> State:
         residuals = self._residuals(state, work, number)
@@ -326,7 +326,7 @@ class PipelineStage:
         with jax.named_scope("add_gradients"):
             return state._replace(grads=add_gradients(state.grads, self.plan, number, work.chunk, grads))
 
-    def _with_forward(self, state: State, work: TickPass, number: int, done: ForwardResult, keep: bool = True) -> State:
+    def _with_forward(self, state: State, work: TickPass, number: int, done: ForwardResult, save: bool = True) -> State:
         if done.parts is not None:
             rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
             so_far, own = state.parts, done.parts
@@ -336,7 +336,7 @@ class PipelineStage:
             )
             parts = jax.tree.map(jnp.add, so_far, own)
             state = state._replace(parts=parts)
-        if keep:
+        if save:
             with jax.named_scope("keep_forward"):
                 state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.residuals))
         return state._replace(x_bND=done.x_bND)
@@ -366,7 +366,7 @@ def run_if(condition: jax.Array, body: Callable[..., State], state: State, *work
     compiler.
     """
 
-    def one_turn(turn: jax.Array, state: State) -> State:
-        return body(state, *(jax.tree.map(lambda place: place + turn, work) for work in works))
+    def one_iteration(iteration: jax.Array, state: State) -> State:
+        return body(state, *(jax.tree.map(lambda place: place + iteration, work) for work in works))
 
-    return jax.lax.fori_loop(0, jnp.int32(condition), one_turn, state)
+    return jax.lax.fori_loop(0, jnp.int32(condition), one_iteration, state)

@@ -42,7 +42,7 @@ class ForwardResult(NamedTuple):
     """The results of a forward pass."""
 
     x_bND: jax.Array  # the residual stream after the chunk
-    parts: ObjectiveParts | None  # of the objective; None without experts
+    parts: ObjectiveParts | None  # terms of the objective; None without experts
     residuals: list[jax.Array]  # for the backward pass
 
 
@@ -50,7 +50,7 @@ class Backward(NamedTuple):
     """The results of a backward pass."""
 
     dx_bND: jax.Array  # gradient of the chunk's input
-    grads: list[Tree]  # of each block's parameters
+    grads: list[Tree]  # by block, like its parameters
 
 
 class InputGradient(NamedTuple):

@@ -22,7 +22,7 @@ class TickPass(NamedTuple):
     runs: Any  # 1: the pass runs, 0: it does not
     microbatch: Any
     chunk: Any
-    structure: Any  # of the chunk's blocks: a number of `Stages`
+    structure: Any  # number of the structure of the chunk's blocks
     at_end: Any  # 1: the chunk has the lowest block
     at_loss: Any  # 1: the chunk has the highest block
     saved: Any  # slots of buffers, see `schedule.pipelines.memory`

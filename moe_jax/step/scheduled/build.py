@@ -40,7 +40,7 @@ class ScheduledPlan:
     """A schedule, and how the gradients of each owner are summed over devices."""
 
     schedule: Schedule
-    reductions: tuple[Reduction, ...]  # of each owner: embed, the blocks, head
+    reductions: tuple[Reduction, ...]  # by owner: embed, the blocks, head
     cuts: Cuts  # how reduced gradients are sharded over devices
     looped: ScannedSchedule | None  # the same tasks, with equal groups of blocks in a scan; None: no scan
 

@@ -63,7 +63,7 @@ class Tasks:
         self.ends: Params = ends or {}
         self.expert_weights = ExpertWeights(dims, consts.blocks, stored)
         self.lane_overflow = LaneOverflow(dims, self.expert_weights)
-        self.tokens: list[OwnTokens] = []  # of each microbatch
+        self.tokens: list[OwnTokens] = []  # by microbatch
         if tokens is not None:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
@@ -79,7 +79,7 @@ class Tasks:
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
         self.waiting: dict[Key, SplitBackward] = {}
-        self.stats: dict[tuple[int, int], RouterStats] = {}  # of block and microbatch
+        self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
@@ -374,7 +374,7 @@ class Tasks:
         return inputs
 
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
-        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # of weights' casts
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # also those of casts
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 

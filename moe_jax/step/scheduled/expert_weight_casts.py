@@ -29,11 +29,11 @@ class ExpertWeights:
 
         A cast shared by both passes would stay in memory from the forward to the backward pass, for all blocks at once.
         """
-        kept = self._casts.get(("F", block))
-        if kept is None:
+        saved = self._casts.get(("F", block))
+        if saved is None:
             return []
         new = self._cast("B", block, x)
-        return [(kept[name], new[name]) for name in kept if not name.endswith("_bias")]  # products save no biases
+        return [(saved[name], new[name]) for name in saved if not name.endswith("_bias")]  # products save no biases
 
     def stored(self, block: int) -> Stored:
         """Return the weights in the form that branches and loops take."""

@@ -37,7 +37,7 @@ class GradientBucket(NamedTuple):
 
     over: ReduceGroup
     ranks: int  # P; 1 if nothing is scattered
-    leaves: tuple[int, ...]  # of the owner's tree
+    leaves: tuple[int, ...]  # numbers of leaves in the owner's tree
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Reduction:
     """How an owner's gradients are summed: its vectors, and chunks of them in order of issue."""
 
     vectors: tuple[GradientBucket, ...]
-    cuts: tuple[ShardSpec, ...]  # of each leaf
-    chunks: tuple[Bucket, ...]  # of n
+    cuts: tuple[ShardSpec, ...]  # how each leaf is sharded
+    chunks: tuple[Bucket, ...]  # pieces of the vectors' last dimension n
 
     @classmethod
     def of(

@@ -37,7 +37,7 @@ class GradientReducer:
         self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
         self.model = tasks.dims.config.model
         self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks ran in another scan iteration
-        self.loop_stats: dict[int, RouterStats] = {}  # of all blocks of a scan, by its first block
+        self.loop_stats: dict[int, RouterStats] = {}  # statistics of all blocks of a scan, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
         name = tasks.dims.config.exchange.reduction
         self.impl, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.dims.compute.platform)

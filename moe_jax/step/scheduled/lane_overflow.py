@@ -27,7 +27,7 @@ class LaneOverflow:
     def __init__(self, dims: StepDims, weights: ExpertWeights):
         self._dims, self._weights, self._moe = dims, weights, dims.config.model.moe
         self.overflows: dict[tuple[int, int], Overflow] = {}
-        self._sources: dict[int, RowSource] = {}  # of each piece in flight
+        self._sources: dict[int, RowSource] = {}  # by piece in flight
         self._rest: dict[tuple[int, int], Rest] = {}  # for the backward pass
         self._d_rest: dict[tuple[int, int], jax.Array] = {}
 

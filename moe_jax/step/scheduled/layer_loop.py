@@ -154,7 +154,7 @@ class LayerScan:
         self._take(self.sums, 0)
 
     def reduce(self) -> None:
-        """Run the reductions behind the backward pass."""
+        """Run the reductions that follow the backward pass."""
         if not self.looped.sums:
             self._put_totals(self.sums, 0)
             return

@@ -32,7 +32,7 @@ class ScanBody:
     """
 
     def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, consts: Tree):
-        structures: list[PyTreeDef] = []  # of carry, results and saved
+        structures: list[PyTreeDef] = []  # trees of carry, results and saved
 
         def flat(carry: Tree, consts: Tree) -> list[jax.Array]:
             leaves, structure = zip(*map(jax.tree.flatten, function(carry, consts)), strict=True)

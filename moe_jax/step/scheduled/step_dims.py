@@ -31,7 +31,7 @@ class StepDims:
     compute: ComputeConfig
     shape: StepShape
     global_tokens: int
-    tokens: int  # of this device
+    tokens: int  # on this device
     first_block: int | None = None  # the first block of a pipeline stage; None without stages
 
     def view(self, block: int) -> AttentionView:
