@@ -42,7 +42,7 @@ class ScheduledPlan:
     schedule: Schedule
     reductions: tuple[Reduction, ...]  # by owner: embed, the blocks, head
     cuts: Cuts  # how reduced gradients are sharded over devices
-    looped: ScannedSchedule | None  # the same tasks, with equal groups of blocks in a scan; None: no scan
+    scanned: ScannedSchedule | None  # the same tasks, with equal groups of blocks in a scan; None: no scan
 
     def without_reductions(self) -> "ScheduledPlan":
         """Return the same plan without gradient sums: gradients stay local to each device."""
@@ -52,7 +52,7 @@ class ScheduledPlan:
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
             no_cuts(self.cuts),
-            self.looped and self.looped.without_reductions(),
+            self.scanned and self.scanned.without_reductions(),
         )
 
 
@@ -66,13 +66,13 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     platform = ComputeConfig.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     times = order_times(config, mesh.shape, platform, sent, measured_times(config))
-    looped = None
-    if turns := scanned_blocks(config)[1]:
-        schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
+    scanned = None
+    if scan_blocks := scanned_blocks(config)[1]:
+        schedule, scanned = make_looped(settings.policy, shape, scan_blocks, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), looped)
+    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), scanned)
 
 
 def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:

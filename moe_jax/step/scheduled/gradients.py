@@ -65,10 +65,10 @@ def _gradients_of_part(
     `earlier` are this device's gradients of earlier parts, added before the sums. If `plan.cuts` shards an array, each
     device gets the sum of its own shard.
     """
-    model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
+    model, scanned, slot_ME = context.config.model, plan.scanned, inputs.slot_ME
     tokens = local_tokens(inputs.token_BN1)
     dims = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
-    issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
+    issued = plan.schedule.actions if scanned is None else (*scanned.bottom, *scanned.top)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
@@ -78,7 +78,7 @@ def _gradients_of_part(
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
     )
-    if looped is None:
+    if scanned is None:
         run(issued, tasks, sums)
         return _gathered(sums.total, model, {}), _parts(sums, context)
     number, _ = scanned_blocks(context.config)
@@ -89,15 +89,15 @@ def _gradients_of_part(
         router_inputs,
         slot_ME,
     )
-    loops = LayerScan(looped, segments(model)[number], sums, stacked)
-    run(looped.bottom, tasks, sums)
+    loops = LayerScan(scanned, segments(model)[number], sums, stacked)
+    run(scanned.bottom, tasks, sums)
     loops.forward()
-    run(looped.top, tasks, sums)
+    run(scanned.top, tasks, sums)
     loops.backward()
-    run(looped.end, tasks, sums)
+    run(scanned.end, tasks, sums)
     loops.reduce()
-    run(looped.rest, tasks, sums)
-    for block in range(looped.turns.last, model.num_layers):
+    run(scanned.rest, tasks, sums)
+    for block in range(scanned.turns.last, model.num_layers):
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)

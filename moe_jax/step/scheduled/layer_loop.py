@@ -48,11 +48,11 @@ class LayerScan:
     the scans.
     """
 
-    def __init__(self, looped: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
-        self.looped, self.turns = looped, looped.turns
+    def __init__(self, scanned: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
+        self.scanned, self.scan_blocks = scanned, scanned.turns
         self.sums, self.tasks = sums, sums.tasks
         self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
-        self.layout = StackLayout(self.turns, len(segment.kinds))
+        self.layout = StackLayout(self.scan_blocks, len(segment.kinds))
         self.microbatches = range(self.tasks.dims.microbatches)
         self.gradients: LoopGradients
         self.moe = [b for b in self._blocks if self.tasks.dims.shape.kinds[b] == "moe"]
@@ -60,24 +60,26 @@ class LayerScan:
     @property
     def _blocks(self) -> range:
         """The blocks of iteration 0, whose numbers all iterations use inside the scan."""
-        return range(self.turns.first, self.turns.first + self.turns.size)
+        return range(self.scan_blocks.first, self.scan_blocks.first + self.scan_blocks.size)
 
     def _consts(self, iteration: int | jax.Array) -> BlockConsts:
         weights = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
         slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, iteration, b) for b in self.moe}
-        return BlockConsts(weights, self.router_inputs and self.router_inputs.above(iteration * self.turns.size), slots)
+        return BlockConsts(
+            weights, self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size), slots
+        )
 
     def forward(self) -> None:
         """Run the forward scan."""
         for r in self.microbatches:
-            self.tasks.add_combine_to_residual(r, self.turns.first)
+            self.tasks.add_combine_to_residual(r, self.scan_blocks.first)
 
         def run_forward(x: list[jax.Array], consts: BlockConsts) -> tuple[Tree, Tree, Tree]:
             tasks = Tasks(self.tasks.dims, None, consts)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
-            run(self.looped.up, tasks, self.sums)
+            run(self.scanned.up, tasks, self.sums)
             for r in self.microbatches:
-                tasks.add_combine_to_residual(r, self.turns.first + self.turns.size)
+                tasks.add_combine_to_residual(r, self.scan_blocks.first + self.scan_blocks.size)
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
@@ -92,17 +94,17 @@ class LayerScan:
             x, results, residuals = self.body(x, self._consts(number))
             return x, (results, residuals)
 
-        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.turns.count))
+        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.scan_blocks.count))
         x, ((stats, ends), self.residuals) = jax.lax.scan(step, x, numbers)
         self.tasks.issue_order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if self.moe:
             in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
-            self.sums.loop_stats[self.turns.first] = jax.tree.map(
+            self.sums.loop_stats[self.scan_blocks.first] = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
             )
-        highest = self.turns.count - 1
-        self._restore(self.tasks, highest, self._consts(highest), highest * self.turns.size)
+        highest = self.scan_blocks.count - 1
+        self._restore(self.tasks, highest, self._consts(highest), highest * self.scan_blocks.size)
 
     def _restore(self, tasks: Tasks, iteration: int | jax.Array, consts: BlockConsts, shift: int = 0) -> None:
         """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
@@ -114,11 +116,13 @@ class LayerScan:
 
     def backward(self) -> None:
         """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
-        highest = self.turns.count - 1
-        self.gradients = LoopGradients(self.layout, self.cuts, self.params, self.turns.count if self.looped.sums else 1)
+        highest = self.scan_blocks.count - 1
+        self.gradients = LoopGradients(
+            self.layout, self.cuts, self.params, self.scan_blocks.count if self.scanned.sums else 1
+        )
         for block in self._blocks:
-            self.gradients.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
-        late = any(map(is_reduction, self.looped.down))
+            self.gradients.put(highest, block, self.sums.own(block + highest * self.scan_blocks.size + 1))
+        late = any(map(is_reduction, self.scanned.down))
         share_ME = self.sums.share_ME if self.moe else None  # computed outside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
@@ -131,12 +135,12 @@ class LayerScan:
                 tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
-                self._take(sums, number + 1, self.turns.size)
+                self._take(sums, number + 1, self.scan_blocks.size)
             for r in reversed(self.microbatches):
-                tasks.add_combine_to_residual_back(r, self.turns.first + self.turns.size)
-            run(self.looped.down, tasks, sums)
+                tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
+            run(self.scanned.down, tasks, sums)
             if late:
-                self._put_totals(sums, number + 1, self.turns.size)
+                self._put_totals(sums, number + 1, self.scan_blocks.size)
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
             return (
@@ -150,12 +154,12 @@ class LayerScan:
         self.tasks.issue_order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):
-            self.tasks.add_combine_to_residual_back(r, self.turns.first)
+            self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first)
         self._take(self.sums, 0)
 
     def reduce(self) -> None:
         """Run the reductions that follow the backward pass."""
-        if not self.looped.sums:
+        if not self.scanned.sums:
             self._put_totals(self.sums, 0)
             return
 
@@ -163,11 +167,11 @@ class LayerScan:
             self.gradients.state = state
             sums = GradientReducer(self.sums.reductions, Tasks(self.tasks.dims, None, BlockConsts({})), None)
             self._take(sums, number)
-            run(self.looped.sums, sums.tasks, sums)
+            run(self.scanned.sums, sums.tasks, sums)
             self._put_totals(sums, number)
             return self.gradients.state, sums.tasks.issue_order.end_of_iteration()
 
-        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.turns.count))
+        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.scan_blocks.count))
         self.gradients.state, ends = jax.lax.scan(step, self.gradients.state, numbers, reverse=True)
         self.tasks.issue_order.out_of_loop(ends)
 
@@ -188,6 +192,6 @@ class LayerScan:
 
     def _of_moe_block(self, of_all_M: jax.Array, iteration: int | jax.Array, block: int) -> jax.Array:
         """Return the entry of a block in an iteration, from an array over all blocks with experts."""
-        below = self.tasks.dims.shape.kinds[: self.turns.first].count("moe")
+        below = self.tasks.dims.shape.kinds[: self.scan_blocks.first].count("moe")
         place = below + iteration * len(self.moe) + self.moe.index(block)
         return jax.lax.dynamic_index_in_dim(of_all_M, place, keepdims=False)

@@ -18,17 +18,17 @@ Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then leaf numb
 class StackLayout(NamedTuple):
     """The positions of scanned blocks in a segment's stacked arrays. Blocks are numbered as in iteration 0."""
 
-    turns: Turns
+    scan_blocks: Turns
     period: int  # blocks in a period
 
     @property
     def unroll(self) -> int:
         """Periods in one iteration."""
-        return self.turns.size // self.period
+        return self.scan_blocks.size // self.period
 
     def place(self, iteration: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
         """Return the period of a block, and its place in the period."""
-        period, place = divmod(block - self.turns.first, self.period)
+        period, place = divmod(block - self.scan_blocks.first, self.period)
         return iteration * self.unroll + period, place
 
     def take(self, tree: Tree, iteration: int | jax.Array, block: int) -> Tree:
