@@ -43,9 +43,9 @@ class GateFacts(Facts):
 
     splits: bool = True
     sees_tokens: bool = False  # looks at more than features: the token's number, its place in the batch, the step
-    # whether tokens choose experts (Choice), experts pick tokens for all their slots (Picked), or slots mix all tokens
-    # (Mixed) and an expert has model.moe.slots_per_expert of them instead of a capacity
-    decides: Literal["choice", "picked", "mixed"] = "choice"
+    # whether tokens choose experts (TopKRouting), experts choose tokens for all their slots (ExpertChoiceRouting), or
+    # slots mix all tokens (SoftRouting) and an expert has model.moe.slots_per_expert of them instead of a capacity
+    decides: Literal["top_k", "expert_choice", "soft"] = "top_k"
     parameters: tuple[GateParameter, ...] = (ROUTER,)
     settings: tuple[str, ...] = ()  # of model.moe, which only gates that list them here read
     group_scorers: int | None = None  # experts whose scores rank a group of experts; None: it knows no groups
@@ -55,12 +55,12 @@ class GateFacts(Facts):
     @property
     def fills_slots(self) -> bool:
         """Whether experts or slots choose tokens, so that no slot stays empty."""
-        return self.decides != "choice"
+        return self.decides != "top_k"
 
     @property
     def mixes(self) -> bool:
         """Whether slots are mixes of all tokens."""
-        return self.decides == "mixed"
+        return self.decides == "soft"
 
 
 @dataclass(frozen=True, kw_only=True)

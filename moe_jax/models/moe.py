@@ -7,7 +7,7 @@ T tokens of this device, k choices of each, D model width, E experts, P expert r
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.placement import in_slots
 from moe_jax.parallel.sequence_shards import sum_over_sequences
+from moe_jax.parallel.trees import Params
 
 
 class RouterStats(NamedTuple):
@@ -45,7 +46,7 @@ class RoutedTokens(NamedTuple):
 
 @jax.named_scope("route")
 def route(
-    params: Any,
+    params: Params,
     h_TD: Float[Array, "T D"],
     moe: MoEConfig,
     ep_size: int,
@@ -85,13 +86,13 @@ def _prob_sum(decision: Decision, moe: MoEConfig, sequences: int | None) -> Floa
     return (jax.lax.stop_gradient(share_BE) * prob_BE).sum(axis=0)
 
 
-def shared_experts(params: Any) -> list[Any]:
+def shared_experts(params: Params) -> list[Params]:
     """The parameters of a layer's MLPs that every token goes through: shared experts, and the MLP of a dense block."""
     return [params[name] for name in ("shared", "dense") if name in params]
 
 
 @jax.named_scope("experts")
-def run_experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> jax.Array:
+def run_experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> jax.Array:
     """This rank's experts on the rows they were sent."""
     return dispatcher_of(moe).experts(params, received, moe, product)
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.parallel.all_to_all import Exchange, exchange_named
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import depend_on
@@ -75,7 +76,7 @@ class DispatchRoute(NamedTuple):
     @property
     def exchange(self) -> Exchange:
         """The exchange of full blocks. `ragged` is for microbatches of a scheduled step: others send padded rows."""
-        return exchange_named("flat" if self.algorithm == "ragged" else self.algorithm)
+        return exchange_named("flat" if EXCHANGE_FACTS.of(self.algorithm).ragged else self.algorithm)
 
     @property
     def goes_by_hops(self) -> bool:

@@ -134,7 +134,7 @@ def test_in_uneven_nodes_the_busiest_rank_counts() -> None:
     assert found == pytest.approx({"inside": 30e-6, "between": 2 * 30 * 10e-6})  # of rank 0, of rank 4
 
 
-def test_an_irregular_exchange_sends_no_more_rows_than_its_target_takes() -> None:
+def test_a_ragged_exchange_sends_no_more_rows_than_its_target_takes() -> None:
     toy = program(
         """%x = u8[80] parameter(0)
         %out = u8[40] parameter(1)

@@ -1,4 +1,4 @@
-"""The irregular exchange, with rows that name their sender, expert and number.
+"""The ragged exchange, with rows that name their sender, expert and number.
 
 P ranks, L experts on each, S rows of a sender.
 """

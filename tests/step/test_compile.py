@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from jax.stages import Lowered
 
+from moe_jax.config.step_kinds import STEP_FACTS, StepKindName
 from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.measure.hlo import parse, without_frames
 from moe_jax.measure.profile import estimated_profile
@@ -190,25 +191,24 @@ def test_of_other_devices_there_are_no_rates(kind: str) -> None:
     assert target_of(gpus(kind, 1, 8), [0]) is None
 
 
-def trainer_on(kind: str, plan: Any) -> Any:
+def trainer_on(kind: str, step_kind: StepKindName) -> Any:
     devices = np.array(gpus(kind, 1, 8)).reshape(2, 4)
-    return SimpleNamespace(mesh=SimpleNamespace(devices=devices), plan=plan)
+    return SimpleNamespace(mesh=SimpleNamespace(devices=devices), kind=SimpleNamespace(facts=STEP_FACTS[step_kind]))
 
 
 def test_a_run_tells_when_it_compiles_without_estimated_times(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = object()
-    assert target_here(trainer_on("NVIDIA H200", plan)) == H200
-    assert target_here(trainer_on("NVIDIA A10", None)) is None
+    assert target_here(trainer_on("NVIDIA H200", "scheduled")) == H200
+    assert target_here(trainer_on("NVIDIA A10", "plain")) is None
     assert not capsys.readouterr().out
-    assert target_here(trainer_on("NVIDIA A10", plan)) is None
+    assert target_here(trainer_on("NVIDIA A10", "scheduled")) is None
     assert capsys.readouterr().out == (
         "the rates of NVIDIA A10 are unknown: the step is compiled without estimated times of its instructions, which "
         "may expose more of its communication (docs/compiled.md)\n"
     )
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_pgle_profile_file_or_directory_path=measured.pb")
-    target_here(trainer_on("NVIDIA H200", plan))
+    target_here(trainer_on("NVIDIA H200", "scheduled"))
     assert capsys.readouterr().out == (
         "XLA_FLAGS sets xla_gpu_pgle_profile_file_or_directory_path: the step is compiled by this profile, not by "
         "estimated times\n"

@@ -25,6 +25,7 @@ from moe_jax.config.plugins import guarded, named
 from moe_jax.errors import ConfigError
 from moe_jax.models.dispatchers import capacity, dropless, expert_choice, one_hot, ragged, soft
 from moe_jax.models.dispatchers.protocol import DispatchMetadata, ExpertRows, TokenDispatcher
+from moe_jax.parallel.trees import Tree
 
 OWN: dict[str, TokenDispatcher] = {
     name: module.DISPATCHER for name, module in registry.DISPATCHER_FACTS.modules().items()
@@ -37,8 +38,8 @@ DISPATCHERS: dict[str, TokenDispatcher] = {
 }
 # of gates that fill slots themselves, by what they decide
 GATE_DISPATCHERS: dict[str, TokenDispatcher] = {
-    "picked": capacity.DISPATCHER._replace(permute=expert_choice.permute, unpermute=expert_choice.unpermute),
-    "mixed": capacity.DISPATCHER._replace(permute=soft.permute, unpermute=soft.unpermute),
+    "expert_choice": capacity.DISPATCHER._replace(permute=expert_choice.permute, unpermute=expert_choice.unpermute),
+    "soft": capacity.DISPATCHER._replace(permute=soft.permute, unpermute=soft.unpermute),
 }
 
 
@@ -93,7 +94,7 @@ def _guarded(name: str, dispatcher: TokenDispatcher) -> TokenDispatcher:
             )
         return sent, metadata
 
-    def experts(params: Any, received: ExpertRows, *rest: Any) -> jax.Array:
+    def experts(params: Tree, received: ExpertRows, *rest: Any) -> jax.Array:
         found = call("experts")(params, received, *rest)
         shape, rows = getattr(found, "shape", None), received.rows.shape
         if shape != rows:

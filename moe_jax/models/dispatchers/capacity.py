@@ -4,8 +4,6 @@ of their priority, are dropped.
 P expert ranks, L experts on each, C rows sent to an expert by a source device, T tokens, D model width, F hidden width.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -24,6 +22,7 @@ from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import EACH, mlp
+from moe_jax.parallel.trees import Params
 
 FACTS = DispatcherFacts(name="sort", listed=0, sorts_rows=True)
 
@@ -53,7 +52,7 @@ def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
     return [ExpertRows(rows) for rows in jnp.split(sent.rows, bounds, axis=2)]
 
 
-def experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P L C D"]:
+def experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P L C D"]:
     """Each expert on the slots of all sources, as one batched matrix product."""
     ep_size, held, slots, width = received.rows.shape
     x_LRD = jnp.swapaxes(received.rows, 0, 1).reshape(held, ep_size * slots, width)

@@ -10,7 +10,6 @@ case: all tokens choose this rank.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import TopKRouting, tokens_per_expert
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import mlp
+from moe_jax.parallel.trees import Params
 
 
 def permute(
@@ -72,7 +72,7 @@ def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
     return [piece(*bounds) for bounds in pairwise(piece_bounds(rows.shape[1], pieces))]
 
 
-def experts(params: Any, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P W D"]:
+def experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
     x_PWD, count_PL = _sized(received)
     ep_size, width, features = x_PWD.shape

@@ -8,7 +8,7 @@ take a second, smaller product.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from moe_jax.models.expert_matmuls import as_experts_multiply
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.layers import EACH, ONE, mlp
 from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows
+from moe_jax.parallel.trees import Grads, Params
 
 _TILE = 8  # rows that hardware handles at once
 
@@ -58,7 +59,7 @@ def lane_widths(slots: int, parts: int, tokens: int, ep_size: int) -> Widths:
 
 
 def lane_experts(
-    params: Any, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoEConfig
+    params: Params, main_LbD: Float[Array, "L b D"], filled_L: Int[Array, " L"], moe: MoEConfig
 ) -> Float[Array, "L b D"]:
     """Each expert on the rows that found room in its lane."""
     return _real_back(mlp(params, _real(main_LbD, filled_L), as_experts_multiply(EACH, moe)), filled_L)
@@ -67,10 +68,10 @@ def lane_experts(
 class Stored(NamedTuple):
     """The weights of a block's experts where they lie, so that what is not used now is not copied."""
 
-    stack: Any  # leaves [periods, L, …]
+    stack: Params  # leaves [periods, L, …]
     period: int
 
-    def cast(self, x: jax.Array) -> Any:
+    def cast(self, x: jax.Array) -> Params:
         """Those of all experts [L, …] in the type of `x`, made as soon as `x` exists and not before."""
         period, _ = jax.lax.optimization_barrier((jnp.int32(self.period), x))
 
@@ -80,11 +81,11 @@ class Stored(NamedTuple):
         # with a barrier: XLA:TPU would take the block out once more in every product
         return jax.lax.optimization_barrier(jax.tree.map(taken, self.stack))
 
-    def of(self, expert: jax.Array) -> Any:
+    def of(self, expert: jax.Array) -> Params:
         """Those of one expert."""
 
         def taken(leaf: jax.Array) -> jax.Array:
-            start: list[Any] = [self.period, expert, *[0] * (leaf.ndim - 2)]
+            start: list[int | jax.Array] = [self.period, expert, *[0] * (leaf.ndim - 2)]
             one = jax.lax.dynamic_slice(leaf, start, (1, 1, *leaf.shape[2:])).reshape(leaf.shape[2:])
             return jax.lax.bitcast_convert_type(one, f"uint{8 * leaf.dtype.itemsize}")
 
@@ -135,10 +136,10 @@ class Overflow(NamedTuple):
 
         return self._rows(turn, rest.rows_R)
 
-    def add_weights(self, gradient: Any, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> Any:
+    def add_weights(self, gradient: Grads, weights: Stored, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> Grads:
         """Gradients of the experts' weights [L, …] with these rows' part."""
 
-        def turn(expert: jax.Array, gradient: Any) -> Any:
+        def turn(expert: jax.Array, gradient: Grads) -> Grads:
             new = self._pull(weights, expert, rest, d_out, moe)[0]
             return jax.tree.map(lambda leaf, more: leaf.at[expert].add(more), gradient, new)
 
@@ -169,12 +170,14 @@ class Overflow(NamedTuple):
         lane = lane.reshape(len(lane), *rows_R.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(rows_R, lane, expert * len(lane), axis=0)
 
-    def _pull(self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array, moe: MoEConfig) -> Any:
+    def _pull(
+        self, weights: Stored, expert: jax.Array, rest: "Rest", d_out: jax.Array, moe: MoEConfig
+    ) -> tuple[Grads, jax.Array]:
         rows, d_lane = self._lane(rest.rows_R, expert, rest.main), self._lane(d_out, expert, rest.main)
         return jax.vjp(partial(_expert, moe=moe), weights.of(expert), rows)[1](d_lane)
 
 
-def _expert(params: Any, lane: jax.Array, moe: MoEConfig) -> jax.Array:
+def _expert(params: Params, lane: jax.Array, moe: MoEConfig) -> jax.Array:
     return mlp(params, lane, as_experts_multiply(ONE, moe))
 
 

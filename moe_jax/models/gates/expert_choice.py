@@ -17,7 +17,7 @@ from moe_jax.models.gates.protocol import Gate, of_logits
 FACTS = GateFacts(
     listed=10,
     splits=False,
-    decides="picked",
+    decides="expert_choice",
     sampled_as=(("gate", "softmax"), ("norm_topk_prob", False)),
 )
 

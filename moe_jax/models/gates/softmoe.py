@@ -21,7 +21,7 @@ from moe_jax.models.gates.unit import unit
 FACTS = GateFacts(
     listed=11,
     splits=False,
-    decides="mixed",
+    decides="soft",
     settings=("slots_per_expert",),
     parameters=(GateParameter("slots", ("model", "choices", "slots"), "normal"), GateParameter("scale", ("one",), 1.0)),
 )

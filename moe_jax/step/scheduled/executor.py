@@ -379,7 +379,7 @@ class Tasks:
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
-def _look_up(embedding: jax.Array, _: Any, tokens: jax.Array, compute: ComputeConfig) -> jax.Array:
+def _look_up(embedding: jax.Array, _: Tree, tokens: jax.Array, compute: ComputeConfig) -> jax.Array:
     return embed(embedding, tokens, compute)
 
 
