@@ -121,7 +121,7 @@ class ModelChunk:
             self._start_forward(x_bND, forward_consts),
             self._start_backward(dx_bND, backward_consts, residuals),
         )
-        bwd.issue_order = fwd.issue_order
+        bwd.order = fwd.order
         bwd.awaits_rows = True  # the forward pass is there to hide exchanges
         sides = {"F": (fwd, self._sums(fwd)), "B": (bwd, self._sums(bwd))}
         for side, action in self._orders.together:

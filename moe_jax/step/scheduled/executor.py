@@ -47,8 +47,7 @@ Flow = dict[int, Piece | Arrival]  # by piece
 class Tasks:
     """Runs forward and backward tasks and stores the values passed between them.
 
-    `ends` holds the embedding, the norm and the head. In a scan iteration over blocks, both `ends` and `tokens` are
-    None.
+    `ends` holds the embedding, the norm and the head. A scan iteration over blocks has no `ends` and no `tokens`.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.grads: dict[tuple[str, int], Tree] = {}
         self.cross_entropy = jnp.float32(0)
-        self.issue_order = IssueOrder(dims.compute.platform)
+        self.order = IssueOrder(dims.compute.platform)
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
     # forward
@@ -104,7 +103,7 @@ class Tasks:
     def add_combine_to_residual(self, r: int, consumer: int) -> None:
         """Add the combined expert outputs of the previous block to the residual stream of microbatch r."""
         if self.metadata.get(r) is None:
-            self.x[r] = self.issue_order.after_compute(self.x[r])
+            self.x[r] = self.order.after_compute(self.x[r])
             return
         model, axis = self.dims.config.model, self.dims.dispatcher.slot_axis
         pieces = [self._arrived_rows(self.flow, p) for p in self.dims.pieces_of_microbatch(r)]
@@ -124,7 +123,7 @@ class Tasks:
             if dims.shape.kinds[block] == "dense":
                 function = self._remat(partial(dense_block, model=model, view=view, way=dims.compute.attention))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
-                self.issue_order.record_compute(self.x[r])
+                self.order.record_compute(self.x[r])
                 continue
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute)
             router_inputs = self.router_inputs and self.router_inputs[r].above(block)
@@ -134,7 +133,7 @@ class Tasks:
             )
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
-            self.issue_order.record_compute(routed.sent.rows)
+            self.order.record_compute(routed.sent.rows)
             pieces = dims.pieces_of_microbatch(r)
             split = dims.dispatcher.split(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, split, strict=True))
@@ -145,7 +144,7 @@ class Tasks:
         used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)
         if r and self.dims.compute.platform == "gpu":
             # XLA:GPU would compute two microbatches' sizes in one operation, and the first would wait for the second
-            used = self.issue_order.after_compute(used)
+            used = self.order.after_compute(used)
         return CapacityState(self.dims.slots, used, self.dims.microbatches, self.dims.buffer)
 
     def _experts(self, action: Action) -> None:
@@ -159,7 +158,7 @@ class Tasks:
                 function = partial(run_experts, moe=dims.config.model.moe, product=dims.compute.product)
                 out = self._differentiate(("expert", block, p), self._remat(function), weights, received)
                 self.flow[p] = ExpertRows(out)
-            self.issue_order.record_compute(floats_of(self.flow[p])[0])
+            self.order.record_compute(floats_of(self.flow[p])[0])
 
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Apply the experts to their lanes, and to the rows that overflowed them."""
@@ -181,7 +180,7 @@ class Tasks:
             self.add_combine_to_residual(r, blocks)
             function = partial(share, tokens=self.tokens[r].target_Bn)
             loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
-            self.issue_order.record_compute(loss)
+            self.order.record_compute(loss)
             self.cross_entropy += loss
 
     # backward
@@ -197,14 +196,12 @@ class Tasks:
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            (self.dx[r],) = self._pull("head", action.block, r, [self.issue_order.after_compute(jnp.float32(1))])
-            self.issue_order.record_compute(self.dx[r])
+            (self.dx[r],) = self._pull("head", action.block, r, [self.order.after_compute(jnp.float32(1))])
+            self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))
 
     def add_combine_to_residual_back(self, r: int, consumer: int) -> None:
-        """Backward of `add_combine_to_residual`: cotangents of the residual stream, the returned rows and their
-        weights.
-        """
+        """Backward of `add_combine_to_residual`: cotangents of the stream, the returned rows and their weights."""
         pullback = self.pullbacks.pop(("residual", consumer, r), None)
         if pullback is None:
             return
@@ -221,7 +218,7 @@ class Tasks:
             d = self._arrived(self.dflow, p)
             d_out = d.main_LbD if isinstance(d, ragged.Lanes) else d.rows
             (d_in,) = self._pull("expert", block, p, [d_out], self.expert_weights.replacements(block, d_out))
-            self.issue_order.record_compute(d_in)
+            self.order.record_compute(d_in)
             if isinstance(d, ragged.Lanes):
                 self.dflow[p] = d._replace(main_LbD=d_in, rest_R=self.lane_overflow.backward(block, p, d.rest_R))
             else:
@@ -241,7 +238,7 @@ class Tasks:
     def _attend_back(self, action: Action) -> None:
         dims, block = self.dims, action.block
         for r in dims.microbatches_of(action):
-            cotangents = [self.issue_order.after_compute(self.dx[r])]
+            cotangents = [self.order.after_compute(self.dx[r])]
             if dims.shape.kinds[block] == "moe":
                 axis = dims.dispatcher.slot_axis
                 pieces = [self._arrived_rows(self.dflow, p) for p in dims.pieces_of_microbatch(r)]
@@ -250,7 +247,7 @@ class Tasks:
                     cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
             (self.dx[r],) = self._pull("attend", block, r, cotangents)
-            self.issue_order.record_compute(self.dx[r])
+            self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, block)
 
     def _no_cotangents(self, r: int) -> list[jax.Array]:
@@ -268,17 +265,15 @@ class Tasks:
 
     def _embed_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            gradient, _ = self.pullbacks.pop(("embed", action.block, r))(
-                [self.issue_order.after_compute(self.dx.pop(r))]
-            )
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.order.after_compute(self.dx.pop(r))])
             self._add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
         """Run a W (weight gradient) task."""
         parts = self.dims.pieces_of(action) if action.op == "expert" else self.dims.microbatches_of(action)
         for part in parts:
-            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.issue_order.after_compute)
-            self.issue_order.record_compute(jax.tree.leaves(gradient)[0])
+            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
+            self.order.record_compute(jax.tree.leaves(gradient)[0])
             self._add((action.op, action.block), gradient)
         if action.op == "expert":
             self._add_overflow_gradients(action.block)
@@ -290,54 +285,48 @@ class Tasks:
         if self.dims.ragged:
             for p in self.dims.pieces_of(action):
                 flow[p] = self._exchanged_ragged(_sent(flow, p), action, p)
-                self.issue_order.record_comm(floats_of(flow[p])[0])
+                self.order.record_comm(floats_of(flow[p])[0])
             return
         compute, pieces = self.dims.compute, self.dims.pieces_of(action)
         phase: Phase = "dispatch" if action.op == "dispatch" else "combine"
         exchange = TokenExchange(phase, compute.route, hooks_of(self.dims.config.model.moe), action.direction == "B")
         only_starts = compute.route.exchange.only_starts
-        tie = partial(self.issue_order.after_comm, only_starts=only_starts)
+        tie = partial(self.order.after_comm, only_starts=only_starts)
         in_flight = exchange.start([_rows(_sent(flow, p)) for p in pieces], self.dims.dispatcher.slot_axis, tie)
         if in_flight.num_rows:
-            self.issue_order.record_comm(in_flight.under_way[-1], only_starts)
+            self.order.record_comm(in_flight.under_way[-1], only_starts)
         flow.update(zip(pieces, in_flight.pieces(), strict=True))
 
     def _exchanged_ragged(self, piece: Piece, action: Action, p: int) -> Piece:
-        """Exchange the sizes, then the rows, of one microbatch.
-
-        Cotangents are exchanged by the pullback, which has the sizes.
-        """
+        """Exchange the sizes, then the rows, of one microbatch; cotangents by the pullback, which has the sizes."""
         key, exchange = (action.op, action.block, p), self.dims.ragged_exchange
         if action.direction == "B":
-            again = (
-                self.lane_overflow.send_again(action.block, p, self.issue_order.after_comm)
-                if action.op == "combine"
-                else None
-            )
-            if again is not None:
-                self.issue_order.record_comm(again)
+            if action.op == "combine":
+                again = self.lane_overflow.send_again(action.block, p, self.order.after_comm)
+                if again is not None:
+                    self.order.record_comm(again)
             first, *others = floats_of(piece)
-            _, d = self.pullbacks.pop(key)([self.issue_order.after_comm(first), *others])
+            _, d = self.pullbacks.pop(key)([self.order.after_comm(first), *others])
             if action.op == "dispatch":
                 return ExpertRows(d[0])
             return ragged.Lanes(main_LbD=d[0], rest_R=d[1], count_PE=self.lane_overflow.count_PE(action.block, p))
         if isinstance(piece, ragged.Lanes):
-            lanes = piece._replace(main_LbD=self.issue_order.after_comm(piece.main_LbD))
+            lanes = piece._replace(main_LbD=self.order.after_comm(piece.main_LbD))
             return self._differentiate(key, lambda _, lanes: exchange.combine(lanes), (), lanes)
         assert piece.sizes is not None, "ragged rows travel with their sizes"
         assert piece.source is not None, "and may have to be sent again"
         self.lane_overflow.sent(p, piece.source)
-        count_E = self.issue_order.after_comm(piece.sizes) if self.dims.compute.platform == "gpu" else piece.sizes
-        inputs = self.issue_order.after_comm(piece.rows), exchange.sizes(count_E)
+        count_E = self.order.after_comm(piece.sizes) if self.dims.compute.platform == "gpu" else piece.sizes
+        inputs = self.order.after_comm(piece.rows), exchange.sizes(count_E)
         return self._differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
 
     def _arrived(self, flow: Flow, p: int) -> Piece:
         """Return a piece for the next compute task, ordered after the previous one."""
         piece = flow.pop(p)
         if isinstance(piece, Arrival):
-            return piece.finish(self.issue_order.after_compute)
+            return piece.finish(self.order.after_compute)
         first, *others = floats_of(piece)
-        return with_floats(piece, [self.issue_order.after_compute(first), *others])
+        return with_floats(piece, [self.order.after_compute(first), *others])
 
     def _arrived_rows(self, flow: Flow, p: int) -> jax.Array:
         """Return the rows of a piece that has returned to the device of its tokens."""

@@ -143,15 +143,15 @@ class GradientReducer:
             # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. Issued in
             # order, they would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
             return StartedSum(impl, impl.start(x, axes))
-        in_flight = impl.start(self.tasks.issue_order.after_comm(x, impl.only_starts), axes)
-        self.tasks.issue_order.record_comm(in_flight[-1], impl.only_starts)
+        in_flight = impl.start(self.tasks.order.after_comm(x, impl.only_starts), axes)
+        self.tasks.order.record_comm(in_flight[-1], impl.only_starts)
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:
         """Return the result of a sum; on CPUs it is read after the tasks so far, so that they do not wait for it."""
         *others, last = started.in_flight
         if self.tasks.dims.compute.platform == "cpu":
-            last = self.tasks.issue_order.after_compute(last)
+            last = self.tasks.order.after_compute(last)
         return started.impl.finish((*others, last))
 
 

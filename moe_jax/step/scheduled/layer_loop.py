@@ -83,7 +83,7 @@ class LayerScan:
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            results = stats, tasks.issue_order.end_of_iteration()
+            results = stats, tasks.order.end_of_iteration()
             return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.lane_overflow.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
@@ -94,9 +94,9 @@ class LayerScan:
             x, results, residuals = self.body(x, self._consts(number))
             return x, (results, residuals)
 
-        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.scan_blocks.count))
+        numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
         x, ((stats, ends), self.residuals) = jax.lax.scan(step, x, numbers)
-        self.tasks.issue_order.out_of_loop(ends)
+        self.tasks.order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if self.moe:
             in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
@@ -143,15 +143,13 @@ class LayerScan:
                 self._put_totals(sums, number + 1, self.scan_blocks.size)
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
-            return (
-                [tasks.dx[r] for r in self.microbatches],
-                self.gradients.state,
-            ), tasks.issue_order.end_of_iteration()
+            dx = [tasks.dx[r] for r in self.microbatches]
+            return (dx, self.gradients.state), tasks.order.end_of_iteration()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
-        numbers = self.tasks.issue_order.into_loop(jnp.arange(highest))
+        numbers = self.tasks.order.into_loop(jnp.arange(highest))
         (dx, self.gradients.state), ends = jax.lax.scan(step, (dx, self.gradients.state), numbers, reverse=True)
-        self.tasks.issue_order.out_of_loop(ends)
+        self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):
             self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first)
@@ -169,11 +167,11 @@ class LayerScan:
             self._take(sums, number)
             run(self.scanned.sums, sums.tasks, sums)
             self._put_totals(sums, number)
-            return self.gradients.state, sums.tasks.issue_order.end_of_iteration()
+            return self.gradients.state, sums.tasks.order.end_of_iteration()
 
-        numbers = self.tasks.issue_order.into_loop(jnp.arange(self.scan_blocks.count))
+        numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
         self.gradients.state, ends = jax.lax.scan(step, self.gradients.state, numbers, reverse=True)
-        self.tasks.issue_order.out_of_loop(ends)
+        self.tasks.order.out_of_loop(ends)
 
     def _take(self, sums: GradientReducer, iteration: int | jax.Array, shift: int = 0) -> None:
         """Pass the gradients of an iteration to `sums`."""
