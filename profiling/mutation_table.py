@@ -294,7 +294,7 @@ MUTATIONS = (
     Mutation(
         "order_on_cpu_removed",
         "parallel/ordering.py",
-        "return computed_after(x, dependency)",
+        "return barrier_after(x, dependency)",
         "return x",
         "CPUs may run collectives at the same time, and mix them up",
         ["tests/parallel/test_ordering.py"],
@@ -375,8 +375,8 @@ MUTATIONS = (
     Mutation(
         "token_predicts_itself",
         "parallel/sequence_shards.py",
-        "own_part(token_BN1[:, :-1]), own_part(token_BN1[:, 1:])",
-        "own_part(token_BN1[:, :-1]), own_part(token_BN1[:, :-1])",
+        "local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:])",
+        "local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, :-1])",
         "the model learns to repeat its input",
         STEP,
         ["tests/step/test_trainer.py"],
@@ -495,7 +495,7 @@ MUTATIONS = (
         "max(1, int(bucket_cap_mb * 1e6 / num_bytes))",
         "max(1, int(bucket_cap_mb * 1e6))",
         "chunks of gradients are four times as large as asked for",
-        ["tests/schedule/test_grad_chunks.py"],
+        ["tests/schedule/test_grad_buckets.py"],
     ),
     Mutation(
         "sums_before_exchanges",
@@ -503,7 +503,7 @@ MUTATIONS = (
         "return Priority.DATA if is_reduction(action) else Priority.EXPERT",
         "return Priority.EXPERT if is_reduction(action) else Priority.DATA",
         "exchanges wait for sums of gradients, which nothing waits for",
-        ["tests/schedule/test_grad_chunks.py"],
+        ["tests/schedule/test_grad_buckets.py"],
     ),
     Mutation(
         "worst_weight_gradient",
@@ -533,8 +533,8 @@ MUTATIONS = (
     Mutation(
         "backward_before_forward",
         "schedule/pipelines/one_f_one_b.py",
-        "slots += [Slot(forward=ahead), Slot(backward=behind)]",
-        "slots += [Slot(backward=behind), Slot(forward=ahead)]",
+        "slots += [StageTick(forward=ahead), StageTick(backward=behind)]",
+        "slots += [StageTick(backward=behind), StageTick(forward=ahead)]",
         "stages wait for each other for ever",
         ["tests/schedule/test_pipelines.py"],
     ),

@@ -35,7 +35,7 @@ def _check(gate: Any, moe: MoEConfig) -> None:
     tokens = moe.num_experts + 1  # T and E must not be mistaken for each other
     logit_TE = jax.ShapeDtypeStruct((tokens, moe.num_experts), jnp.float32)
     result = "a moe_jax.models.gates.choice.TopKRouting"
-    form = f"it must take router logits [T, E] and the MoE settings, and return {result}"
+    form = f"it must take router logits [T, E] and the MoEConfig settings, and return {result}"
     call = guarded(f"model.moe.gate={moe.gate}", form, gate)
     try:
         found = jax.eval_shape(lambda logit_TE: call(logit_TE, moe), logit_TE)
