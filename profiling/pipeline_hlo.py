@@ -119,7 +119,7 @@ def sends(found: Replay, passes: Passes) -> dict[str, dict[str, Any]]:
             "ticks": len(own),
             "beside_products": sum(each.inside_products > 0 for each in own),
             "pairs": len(pairs),
-            "pairs_beside_products": sum(each.inside_products > 0 for each in own if each.turn in pairs),
+            "pairs_beside_products": sum(each.inside_products > 0 for each in own if each.iteration in pairs),
             "us": rounded(1e6 * sum(each.seconds for each in own)),
             "exposed_us": rounded(1e6 * sum(each.exposed_s for each in own)),
         }
@@ -134,7 +134,7 @@ def _ticks_of_pairs(found: Replay, passes: Passes) -> set[int]:
 def exposed_share(found: Replay, passes: Passes) -> float | None:
     """Of the time that all-to-alls of ticks with both passes take; None without such ticks."""
     pairs = _ticks_of_pairs(found, passes)
-    own = [each for each in found.collectives if each.turn in pairs and "all-to-all" in each.kind]
+    own = [each for each in found.collectives if each.iteration in pairs and "all-to-all" in each.kind]
     total_s = sum(each.seconds for each in own)
     return sum(each.exposed_s for each in own) / total_s if total_s else None
 

@@ -1,1 +1,3 @@
-"""HOW FAST: measurements of this machine and of compiled programs."""
+"""Measurements of this machine and analysis of compiled programs: overlap, estimated times, traces, microbenchmarks,
+provenance.
+"""

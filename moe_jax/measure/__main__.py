@@ -1,4 +1,4 @@
-"""The command `python -m moe_jax.measure`, which is `cli/measure.py`."""
+"""Entry point of `python -m moe_jax.measure`, which runs `cli/measure.py`."""
 
 import runpy
 

@@ -1,9 +1,9 @@
-"""How long an instruction of a compiled program takes on a target, as far as its text tells.
+"""Estimate how long an instruction of a compiled program takes on a target, from the program's text.
 
-Compute: the cycles that the TPU compiler estimates, over the clock. Without an estimate (GPU; gathers, scatters and
-sorts on TPU): the longer of matrix operations at the peak rate and bytes at the memory's rate.
-Collectives: on each kind of link, inside a node and between nodes, a start-up time plus the bytes that leave a device
-over it (`plan.nodes`), both at once. Prefetches between memories are free.
+Compute: the cycles that the TPU compiler estimates, divided by the clock rate. Without an estimate (on GPUs; for
+gathers, scatters and sorts on TPUs): the longer of matrix operations at peak rate and memory traffic at memory
+bandwidth. Collectives: on each kind of link, inside a node and between nodes, a start-up time plus the bytes that leave
+a device over it (`plan.nodes`); both kinds work in parallel. Prefetches between memories are free.
 """
 
 import math
@@ -17,7 +17,7 @@ from moe_jax.measure.targets import Target
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
-Link = Literal["inside", "between"]  # nodes
+Link = Literal["inside", "between"]  # inside a node, between nodes
 COLLECTIVES = (
     "all-to-all",
     "ragged-all-to-all",
@@ -35,11 +35,11 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
-_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # of models/grouped_kernel.py
+_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # kernels of models/grouped_kernel.py
 
 
 def collective_of(instruction: Instruction, program: HloModule) -> Instruction | None:
-    """The collective that an instruction is, starts, or holds inside; None if there is none."""
+    """Return the collective that an instruction is, starts, or contains; None if there is none."""
     for line in program.inside(instruction):
         if line.opcode.removesuffix("-start") in COLLECTIVES:
             return line
@@ -47,15 +47,15 @@ def collective_of(instruction: Instruction, program: HloModule) -> Instruction |
 
 
 def matrix_products(instruction: Instruction, program: HloModule) -> int:
-    """How many matrix products an instruction computes."""
+    """Return the number of matrix products in an instruction."""
     return sum(is_product(line) for line in program.inside(instruction))
 
 
 def compute_seconds(instruction: Instruction, program: HloModule, target: Target) -> float:
-    """Of one instruction that is no collective."""
+    """Return the estimated time of an instruction that is not a collective."""
     if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
         return 0.0
-    if _ALLOCATION in instruction.attributes:  # memory that nobody fills
+    if _ALLOCATION in instruction.attributes:  # allocates memory, writes nothing
         return 0.0
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz:
@@ -65,7 +65,7 @@ def compute_seconds(instruction: Instruction, program: HloModule, target: Target
 
 
 def sent_bytes(collective: Instruction, program: HloModule, num_devices: int) -> float:
-    """Bytes that leave a device; of an overflow path none, as it runs with no rows while nothing overflows."""
+    """Return the bytes that leave a device; 0 for an overflow path, which sends no rows unless lanes overflow."""
     if only_overflows(collective, program):
         return 0.0
     size = _group(collective, num_devices).size
@@ -74,26 +74,26 @@ def sent_bytes(collective: Instruction, program: HloModule, num_devices: int) ->
     if kind in ("collective-permute", "collective-broadcast"):
         return sum(operands)
     if kind == "ragged-all-to-all":
-        operands = [min(operands[:2])]  # no more rows than there are, and than there is room for
+        operands = [min(operands[:2])]  # at most all rows, and at most the size of the buffer
     factor = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1.0}.get(kind, (size - 1) / size)
     return sum(operands) * factor
 
 
 def only_overflows(instruction: Instruction, program: HloModule) -> bool:
-    """Whether an instruction is there for tokens that overflow, which are taken to be none."""
+    """Whether an instruction only handles rows that overflow their lane; estimates assume that there are none."""
     name = instruction.op_name
     if not name and instruction.opcode.startswith("ragged-all-to-all"):
-        name = program.by_name[instruction.operands[1]].op_name  # of the buffer, if it is not another exchange's result
+        name = program.by_name[instruction.operands[1]].op_name  # of the buffer, unless it is another exchange's result
     return "overflow" in name
 
 
 def collective_seconds(collective: Instruction, program: HloModule, target: Target, num_devices: int) -> float:
-    """Of one collective, alone on its links."""
+    """Return the estimated time of a collective that has its links to itself."""
     return max(link_seconds(collective, program, target, num_devices).values(), default=0.0)
 
 
 def link_seconds(collective: Instruction, program: HloModule, target: Target, num_devices: int) -> dict[Link, float]:
-    """How long the busiest device of a collective keeps each kind of link; a group of one device uses none."""
+    """Return how long a collective's busiest device uses each kind of link; a group of one device uses none."""
     groups = groups_of(collective, num_devices)
     ranks = groups.shape[1]
     if ranks == 1:
@@ -110,9 +110,9 @@ def link_seconds(collective: Instruction, program: HloModule, target: Target, nu
 
 
 def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
-    """The groups of devices that exchange, one in each row; of a permute, source and target of each message.
+    """Return the groups of devices of a collective, one in each row; for a permute, source and target of each message.
 
-    Raises HloError if they are written in a way that is not known.
+    Raises HloError if the groups have an unknown notation.
     """
     text = collective.attributes
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text):
@@ -136,12 +136,12 @@ def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
 
 
 def _group(collective: Instruction, num_devices: int) -> np.ndarray:
-    """The devices of one group."""
+    """Return the devices of the first group."""
     return groups_of(collective, num_devices)[0]
 
 
 def is_product(line: Instruction) -> bool:
-    """Whether an instruction is a matrix product itself."""
+    """Whether an instruction is itself a matrix product."""
     if line.opcode == "custom-call":
         named = line.op_name.endswith(("ragged-dot", "ragged_dot_general")) or _KERNEL.search(line.op_name)
         return bool(_GEMM.search(line.attributes) or named) or is_attention(line)
@@ -154,7 +154,7 @@ def is_attention(line: Instruction) -> bool:
 
 
 def product_flops(line: Instruction, program: HloModule) -> float:
-    """Floating-point operations of an instruction that is a matrix product, or attention; of others 0."""
+    """Return the floating-point operations of a matrix product or attention; 0 for other instructions."""
     if is_attention(line):
         return _attention_flops(line, program)
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]+)', line.attributes)
@@ -165,14 +165,16 @@ def product_flops(line: Instruction, program: HloModule) -> float:
 
 
 def _attention_flops(line: Instruction, program: HloModule) -> float:
-    """Of causal flash attention: two products of half of all pairs forward, five backward (Dao 2023)."""
+    """Return the FLOPs of causal flash attention: half of all pairs, two products forward and five backward
+    (Dao 2023).
+    """
     (query, *_), (key, *_) = (arrays(program.by_name[name].shape) for name in line.operands[:2])
     sequences, tokens, heads, width = query.dims
     return (5 if "Backward" in line.attributes else 2) * sequences * heads * tokens * key.dims[1] * width
 
 
 def _bytes_touched(instruction: Instruction, program: HloModule) -> float:
-    """Operands and results, of slices and gathers only the part that is read or written."""
+    """Return the bytes of operands and results; for slices and gathers only the part that is read or written."""
     if instruction.opcode == "fusion":
         lines = program.computations[instruction.called[0]]
         reads = sum(_read_bytes(line, lines, program) for line in lines if line.opcode == "parameter")

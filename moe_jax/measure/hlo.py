@@ -1,6 +1,6 @@
-"""Scheduled HLO text, as `compiled.as_text()` gives it, read into plain tuples.
+"""Parse scheduled HLO text, as `compiled.as_text()` returns it, into plain tuples.
 
-Instructions stand in the order in which the compiler schedules them; operands and called computations are names.
+Instructions are in the order in which the compiler schedules them. Operands and called computations are names.
 """
 
 import math
@@ -28,7 +28,7 @@ _FRAME = re.compile(r" ?(?:stack_frame_id=\d+|source_(?:file|(?:end_)?line|(?:en
 
 
 class HloError(UserError):
-    """Text that is not the scheduled HLO of a program."""
+    """The text is not the scheduled HLO of a program."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,35 @@ class Instruction:
     name: str
     opcode: str
     shape: str  # as written: f32[8,2048]{1,0}, or a tuple of such
-    operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
-    attributes: str  # all that follows the operands
+    operands: tuple[str, ...]  # names; a constant's value, a parameter's number
+    attributes: str  # everything after the operands
     is_root: bool = False  # whether it is the result of its computation
 
     @property
     def op_name(self) -> str:
-        """The scopes of the program that it comes from; empty if the compiler made it."""
+        """The scopes that the instruction comes from; empty if the compiler generated it."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations that it runs or applies; a loop's condition is left out."""
+        """Computations that the instruction runs or applies; a loop's condition is left out."""
         found = _CALLED.findall(self.attributes)
         return tuple(name for many, one in found for name in (_NAME.findall(many) if many else [one]))
 
     @property
     def is_control(self) -> bool:
-        """Whether it runs other computations, whose instructions take the time."""
+        """Whether the instruction runs other computations, in which the time is spent."""
         return self.opcode in ("while", "conditional", "call")
 
     def number(self, name: str) -> int | None:
-        """A whole number of the backend's config, e.g. estimated_cycles, or None."""
+        """Return an integer from the backend's config, e.g. estimated_cycles, or None."""
         found = re.search(rf'"{name}":\s*"?(\d+)', self.attributes)
         return int(found[1]) if found else None
 
 
 class Array(NamedTuple):
-    """Element size and dimensions."""
+    """Element size in bits, and dimensions."""
 
     bits: int
     dims: tuple[int, ...]
@@ -90,25 +90,29 @@ class HloModule:
         return {line.name: line for lines in self.computations.values() for line in lines}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """An instruction and all that it runs, however deep."""
+        """Yield an instruction and, recursively, everything that it runs."""
         yield instruction
         for name in instruction.called:
             for line in self.computations[name]:
                 yield from self.inside(line)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Of an instruction that the compiler made: the most frequent one inside, of a ragged exchange its buffer's."""
+        """Return the scopes of an instruction. If the compiler generated it: the most frequent ones inside it, or those
+        of a ragged exchange's buffer.
+        """
         if instruction.op_name:
             return instruction.op_name
         if instruction.opcode.startswith("ragged-all-to-all") and len(instruction.operands) > 1:
-            return self.op_name(self.by_name[instruction.operands[1]])  # XLA:GPU rewrites the exchange, loses its name
+            return self.op_name(self.by_name[instruction.operands[1]])  # XLA:GPU rewrites the exchange without its name
         if instruction.opcode.endswith("-done") or instruction.opcode in ("bitcast", "copy"):
             return self.op_name(self.by_name[instruction.operands[0]])
         counts = Counter(line.op_name for line in self.inside(instruction) if line.op_name)
         return counts.most_common(1)[0][0] if counts else ""
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Turns of a while loop: what the compiler noted, or the limit of a counter that runs from 0; else None."""
+        """Return the number of iterations of a while loop: what the compiler recorded, or the limit of a counter that
+        starts at 0; None if unknown.
+        """
         if known := _TRIP_COUNT.search(loop.attributes):
             return int(known[1])
         condition = re.search(r"condition=%([\w.-]+)", loop.attributes)
@@ -118,12 +122,12 @@ class HloModule:
         return int(limits[0]) if counts and len(limits) == 1 and limits[0].isdecimal() else None
 
     def operand_bytes(self, instruction: Instruction) -> list[float]:
-        """Bytes of each operand."""
+        """Return the bytes of each operand."""
         return [num_bytes(self.by_name[name].shape) for name in instruction.operands]
 
 
 class _Computations(Mapping[str, tuple[Instruction, ...]]):
-    """Read from their lines when they are first looked at: most of a program is never asked for."""
+    """Computations that are parsed on first access: most of a program is never accessed."""
 
     def __init__(self, lines: dict[str, list[str]]):
         self._lines, self._read = lines, dict[str, tuple[Instruction, ...]]()
@@ -142,7 +146,7 @@ class _Computations(Mapping[str, tuple[Instruction, ...]]):
 
 
 def parse(text: str) -> HloModule:
-    """Read a module. Raises HloError if it is not the scheduled text of one."""
+    """Parse a module. Raises HloError if the text is not the scheduled HLO of one."""
     module = re.match(r"HloModule ([\w.-]+),.*is_scheduled=true", text)
     if module is None:
         raise HloError("the text is not scheduled HLO: take it from `compiled.as_text()`")
@@ -163,7 +167,7 @@ def parse(text: str) -> HloModule:
 
 
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape; tokens have none."""
+    """Return the arrays of a shape; tokens have no bytes."""
     return [
         Array(int(bits or 8) if kind != "token" else 0, tuple(map(int, filter(None, dims.split(",")))))
         for kind, bits, dims in _ARRAY.findall(shape)
@@ -171,20 +175,20 @@ def arrays(shape: str) -> list[Array]:
 
 
 def num_bytes(shape: str) -> float:
-    """Bytes of all arrays of a shape, padding not counted."""
+    """Return the bytes of all arrays of a shape, without padding."""
     return sum(array.num_bytes for array in arrays(shape))
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
-    shape, rest = _cut(text, " ")
+    shape, rest = _split_at(text, " ")
     opcode, _, rest = rest.strip().partition("(")
-    operands, attributes = _cut(rest, ")")
+    operands, attributes = _split_at(rest, ")")
     names = (operands,) if opcode in ("constant", "parameter") else tuple(_NAME.findall(operands))
     return Instruction(name, opcode, shape, names, attributes, is_root)
 
 
-def _cut(text: str, end: str) -> tuple[str, str]:
-    """Text before and behind the first `end` outside brackets."""
+def _split_at(text: str, end: str) -> tuple[str, str]:
+    """Return the text before and after the first `end` outside brackets."""
     depth = 0
     for found in re.finditer(r"[(){}\[\]" + end + "]", text):
         if depth == 0 and found[0] == end:
@@ -194,5 +198,7 @@ def _cut(text: str, end: str) -> tuple[str, str]:
 
 
 def without_frames(text: str) -> str:
-    """The text without the stack frames of each instruction: the same program has others in another command."""
+    """Return the text without the instructions' stack frames, which differ between commands that compile the same
+    program.
+    """
     return _FRAME.sub("", _FRAMES.sub("\n", text))

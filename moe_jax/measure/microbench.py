@@ -1,4 +1,4 @@
-"""Times of operations on the devices there are: repeated, warmed up, and all of them in turn."""
+"""Measure operations on the available devices: repeated, warmed up, and in interleaved rounds."""
 
 import time
 from collections import defaultdict
@@ -21,11 +21,11 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from moe_jax.plan.curves import Curve, curve
 
 MOST_REPEATS = 1000
-Times = list[list[float]]  # of each operation, seconds of one run in each round
+Times = list[list[float]]  # by operation: seconds of one run in each round
 
 
 class BenchmarkProgram(NamedTuple):
-    """An operation, compiled to run as often as it is told, each run from the result of the one before."""
+    """An operation, compiled to run a given number of times, each time on the result of the previous run."""
 
     operation: BenchmarkOperation
     compiled: Compiled
@@ -33,7 +33,7 @@ class BenchmarkProgram(NamedTuple):
 
 
 def compile_all(operations: Iterable[BenchmarkOperation], dtype: jnp.dtype) -> list[BenchmarkProgram]:
-    """Each operation on a mesh of its group."""
+    """Compile each operation on a mesh for its group."""
     meshes: dict[int, Mesh] = {}
     programs = []
     for operation in operations:
@@ -56,8 +56,8 @@ def _compile(operation: BenchmarkOperation, mesh: Mesh, dtype: jnp.dtype) -> Com
     return jax.jit(mapped, donate_argnums=1).lower(repeats, x, *weights).compile()
 
 
-class Stand:
-    """What lies on the devices while programs run: one operand of each shape, handed from run to run."""
+class DeviceOperands:
+    """The arrays on the devices while programs run: one operand of each shape, passed on from run to run."""
 
     def __init__(self, dtype: jnp.dtype):
         self._dtype = dtype
@@ -65,7 +65,7 @@ class Stand:
         self._weights: dict[tuple[Mesh, tuple[int, int]], jax.Array] = {}
 
     def seconds(self, program: BenchmarkProgram, repeats: int) -> float:
-        """Of one run, when `repeats` follow one another; all processes start together."""
+        """Return the time of one run, averaged over `repeats` consecutive runs; all processes start together."""
         key = (program.mesh, program.operation.shape)
         x = self.operands.pop(key) if key in self.operands else self._operand(*key)
         weights = [self._weight(program.mesh, shape) for shape in program.operation.weights]
@@ -85,7 +85,7 @@ class Stand:
         return jax.make_array_from_callback((mesh.size * shape[0], *shape[1:]), sharding, lambda _: part)
 
     def _weight(self, mesh: Mesh, shape: tuple[int, int]) -> jax.Array:
-        """Rows whose sum is 1: however often a product is repeated, its numbers neither grow nor fade."""
+        """Return weights whose rows sum to 1, so that repeated products neither overflow nor vanish."""
         if (mesh, shape) not in self._weights:
             part = np.random.default_rng(1).random(shape, np.float32)
             self._weights[mesh, shape] = _on_all(mesh, (part / part.sum(1, keepdims=True)).astype(self._dtype))
@@ -97,23 +97,23 @@ def _on_all(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def times_of(
-    programs: Sequence[BenchmarkProgram], dtype: jnp.dtype, rounds: int, round_s: float, tell: Callable[[str], None]
+    programs: Sequence[BenchmarkProgram], dtype: jnp.dtype, rounds: int, round_s: float, report: Callable[[str], None]
 ) -> Times:
-    """Each round runs every program for about `round_s` seconds, or once, back and forth through the list.
+    """Run every program for about `round_s` seconds, or once, in each round; rounds alternate between both orders.
 
-    So what changes on the machine meanwhile changes all alike. Where processes differ the slowest counts.
+    So changes on the machine affect all programs alike. If processes differ, the slowest one counts.
     """
-    stand = Stand(dtype)
+    operands = DeviceOperands(dtype)
     for program in programs:
-        stand.seconds(program, 1)
-    single = _of_slowest([[stand.seconds(program, 1)] for program in programs])
+        operands.seconds(program, 1)
+    single = _of_slowest([[operands.seconds(program, 1)] for program in programs])
     repeats = [min(MOST_REPEATS, max(1, round(round_s / seconds))) for (seconds,) in single]
     times: Times = [[] for _ in programs]
-    for turn in range(rounds):
+    for number in range(rounds):
         order = range(len(programs))
-        for i in order if turn % 2 else reversed(order):
-            times[i].append(stand.seconds(programs[i], repeats[i]))
-        tell(f"round {turn + 1} of {rounds}")
+        for i in order if number % 2 else reversed(order):
+            times[i].append(operands.seconds(programs[i], repeats[i]))
+        report(f"round {number + 1} of {rounds}")
     return _of_slowest(times)
 
 
@@ -125,7 +125,7 @@ def _of_slowest(times: Times) -> Times:
 
 
 def curves_of(operations: Sequence[BenchmarkOperation], times: Times) -> tuple[Curve, ...]:
-    """One curve for each name and settings."""
+    """Return one curve of time over amount for each name and settings."""
     found: dict[tuple, dict[float, Quartiles]] = defaultdict(dict)
     for operation, seconds in zip(operations, times, strict=True):
         found[operation.name, operation.settings, operation.unit][operation.amount] = Quartiles.of(seconds)
@@ -136,7 +136,7 @@ def curves_of(operations: Sequence[BenchmarkOperation], times: Times) -> tuple[C
 
 
 def memory_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """What jax may use of the memory of each device, the smallest counts; None where devices do not tell, as CPUs."""
+    """Return the smallest memory limit of jax over the devices; None if devices do not report it, such as CPUs."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit is not None]
     return min(known) if len(known) == len(limits) else None

@@ -1,6 +1,6 @@
-"""What the microbenchmarks run: collectives, matrix products, attention and copies, each as one device's code.
+"""The operations of the microbenchmarks: collectives, matrix products, attention and copies, each as per-device code.
 
-An operation maps an operand to a result that the next run can start from, so that runs follow one another.
+An operation maps an operand to a result that the next run can start from, so runs are chained.
 """
 
 import math
@@ -20,21 +20,23 @@ KINDS = ("collectives", "matmul", "attention", "copy")
 
 
 class Machine(NamedTuple):
-    """What exchanges must know of the devices."""
+    """The properties of the devices that exchanges depend on."""
 
     platform: str  # tpu, gpu or cpu
-    node_devices: int  # neighbours that fast links join
+    node_devices: int  # neighbours that fast links connect
 
 
 class CommGroup(NamedTuple):
-    """Groups of devices that communicate, all of them at once."""
+    """Groups of devices that communicate, all groups at the same time."""
 
-    ranks: int  # of a group
-    stride: int  # between two ranks of it: 1, neighbours; n, every n-th device, and n groups at a time
+    ranks: int  # in a group
+    stride: int  # between ranks: 1, neighbours; n, every n-th device, and n groups at the same time
 
     @property
     def axis(self) -> Axis:
-        """Neighbours stand along the expert axis of a data × expert mesh, the others along data."""
+        """The mesh axis of the group: neighbours are on the expert axis of a data × expert mesh, other groups on the
+        data axis.
+        """
         return Axis.EXPERT if self.stride == 1 else Axis.DATA
 
     def expert(self) -> int:
@@ -42,7 +44,7 @@ class CommGroup(NamedTuple):
         return self.ranks if self.stride == 1 else self.stride
 
     def per_node(self, node_devices: int) -> int:
-        """Ranks of a group that share a node of so many devices."""
+        """Return the number of ranks of a group that share a node of `node_devices` devices."""
         return math.gcd(self.ranks, max(1, node_devices // self.stride))
 
 
@@ -53,18 +55,18 @@ class BenchmarkOperation(NamedTuple):
     settings: tuple[tuple[str, int], ...]
     unit: Literal["bytes", "flops"]
     amount: float
-    shape: tuple[int, ...]  # of one device's operand
+    shape: tuple[int, ...]  # one device's operand
     group: CommGroup | None  # None: each device by itself
-    run: Callable[..., jax.Array]  # of the operand and the weights
+    run: Callable[..., jax.Array]  # takes the operand and the weights
     weights: tuple[tuple[int, int], ...] = ()  # shapes, rows × columns
 
 
 class BenchmarkSizes(NamedTuple):
-    """How much is measured."""
+    """The sizes to measure."""
 
-    num_bytes: Sequence[int]  # of collectives and copies
+    num_bytes: Sequence[int]  # for collectives and copies
     tokens: Sequence[int]
-    widths: Sequence[int]  # of square matrices
+    widths: Sequence[int]  # for square matrices
     outputs: Sequence[int]  # columns of tall and skinny ones
     seq_lens: Sequence[int]
     head_dims: Sequence[int]
@@ -85,12 +87,12 @@ ON_ACCELERATOR = BenchmarkSizes(
 
 
 def sizes_for(platform: str, quick: bool) -> BenchmarkSizes:
-    """What is measured on a platform."""
+    """Return the sizes to measure on a platform."""
     return QUICK if quick else ON_CPU if platform == "cpu" else ON_ACCELERATOR
 
 
 def groups_of(num_devices: int) -> list[CommGroup]:
-    """Neighbours of every size that divides the devices, and the groups across them."""
+    """Return groups of neighbours for every size that divides the devices, and the groups across them."""
     divisors = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
     return [CommGroup(n, 1) for n in divisors] + [CommGroup(num_devices // n, n) for n in divisors if n < num_devices]
 
@@ -98,7 +100,7 @@ def groups_of(num_devices: int) -> list[CommGroup]:
 def operations(
     kinds: Sequence[str], sizes: BenchmarkSizes, groups: Sequence[CommGroup], machine: Machine, dtype: jnp.dtype
 ) -> Iterator[BenchmarkOperation]:
-    """All that is to be measured."""
+    """Yield all operations to measure."""
     if "collectives" in kinds:
         for group in groups:
             for num_bytes in sizes.num_bytes:
@@ -114,9 +116,10 @@ def operations(
 
 
 def collectives(group: CommGroup, num_bytes: int, machine: Machine, dtype: jnp.dtype) -> Iterator[BenchmarkOperation]:
-    """Of one size, rounded up to equal parts: the bytes of a rank's operand, and of an all-gather's result.
+    """Yield the collectives of one size: the bytes of a rank's operand, or of an all-gather's result, rounded up to
+    equal parts.
 
-    Exchanges by way of nodes only where a group has several nodes of several ranks, those in the background only on
+    Hierarchical exchanges are only included if a group has several nodes of several ranks, background exchanges only on
     CPUs.
     """
     part = math.ceil(num_bytes / dtype.itemsize / group.ranks)
@@ -139,12 +142,14 @@ def collectives(group: CommGroup, num_bytes: int, machine: Machine, dtype: jnp.d
         "permute": lambda x: permuted(x, axis, to_next),
     }
     for name, collective in whole.items():
-        yield make(name, shape=(elements,), run=_in_turn(collective))
-    yield make("all_gather", shape=(part,), run=_in_turn(lambda x: jax.lax.all_gather(x, axis, tiled=True)))
+        yield make(name, shape=(elements,), run=_with_operand_shape(collective))
+    yield make("all_gather", shape=(part,), run=_with_operand_shape(lambda x: jax.lax.all_gather(x, axis, tiled=True)))
 
 
-def _in_turn(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """The operand again, tied to the result by one number: results of other shapes cannot be the next operand."""
+def _with_operand_shape(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Wrap a collective to return its operand with one number of the result, since a result of another shape cannot be
+    the next operand.
+    """
 
     def run(x: jax.Array) -> jax.Array:
         result = jax.lax.optimization_barrier(collective(x))
@@ -154,7 +159,7 @@ def _in_turn(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Arra
 
 
 def _matmul(tokens: int, width: int) -> BenchmarkOperation:
-    """tokens × width times width × width."""
+    """Return the product tokens × width times width × width."""
 
     flops = 2.0 * tokens * width * width
     return BenchmarkOperation(
@@ -163,7 +168,7 @@ def _matmul(tokens: int, width: int) -> BenchmarkOperation:
 
 
 def _skinny(tokens: int, width: int, columns: int) -> BenchmarkOperation:
-    """tokens × width times width × columns, and back: a router's shapes."""
+    """Return the product tokens × width times width × columns, and back: a router's shapes."""
 
     def run(x: jax.Array, to_narrow: jax.Array, to_wide: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(x @ to_narrow) @ to_wide
@@ -178,7 +183,7 @@ _HEADS = 8
 
 
 def _attention(length: int, head_dim: int) -> BenchmarkOperation:
-    """Causal, one sequence; the pairs of tokens that the mask takes out count as well."""
+    """Return causal attention over one sequence; its FLOPs include masked pairs."""
 
     def run(x: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(x, x, x, is_causal=True)
@@ -189,5 +194,5 @@ def _attention(length: int, head_dim: int) -> BenchmarkOperation:
 
 
 def _copy(num_bytes: int, dtype: jnp.dtype) -> BenchmarkOperation:
-    """Each byte is read and written once, as its negative: a mere copy would be taken out."""
+    """Return a negation, which reads and writes each byte once; XLA would remove a plain copy."""
     return BenchmarkOperation("copy", (), "bytes", num_bytes, (num_bytes // dtype.itemsize,), None, jnp.negative)

@@ -1,11 +1,11 @@
-"""What runs beside what in a compiled program: its scheduled instructions replayed on one compute stream and the links.
+"""Estimate what overlaps in a compiled program: replay its scheduled instructions on one compute stream and the links.
 
 A start queues its collective on its links, inside nodes and between them, where transfers run one after another; a done
-makes compute wait for it. A collective without start and done occupies compute, too. What compute waits for is exposed,
-the rest of communication hidden.
+makes compute wait for it. A collective without start and done also occupies compute. The time that compute waits is
+exposed communication, the rest is hidden.
 
-A pipelined step is a loop over ticks, in which passes are loops of one turn or none. It is seen from the stage that is
-busy longest; every tick is as long as that of the stage which needs most for it.
+A pipelined step is a loop over ticks, in which each pass is a while-loop with trip count 0 or 1. The timeline is that
+of the busiest stage, and each tick takes as long as its slowest stage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from moe_jax.measure.costs import (
 from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.targets import Target
 
-Passes = Mapping[str, Sequence[Sequence[int]]]  # turns of each pass, by its scope, in every tick, of every stage
+Passes = Mapping[str, Sequence[Sequence[int]]]  # by scope of a pass: its trip count, by tick and stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class ComputeInstruction:
     end_s: float
     products: int  # matrix products
     op_name: str = ""
-    turn: int = 0  # of the innermost loop around it, which has `turns`
-    turns: int = 1
+    iteration: int = 0  # in the innermost loop around it, which has `iterations`
+    iterations: int = 1
 
     @property
     def seconds(self) -> float:
@@ -46,19 +46,19 @@ class ComputeInstruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One transfer on the link."""
+    """One transfer on the links."""
 
     instruction: Instruction  # the collective itself
     op_name: str = ""
     is_async: bool
     start_s: float
     end_s: float
-    num_bytes: float  # that leave a device
+    num_bytes: float  # leaving a device
     exposed_s: float = 0.0
     inside_s: float = 0.0  # compute between its start and its done
     inside_products: int = 0
-    turn: int = 0  # as above
-    turns: int = 1
+    iteration: int = 0  # as in ComputeInstruction
+    iterations: int = 1
 
     @property
     def kind(self) -> str:
@@ -76,9 +76,9 @@ class Replay:
     compute: tuple[ComputeInstruction, ...]
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
-    unknown_loops: tuple[str, ...]  # walked once, as nothing tells their turns
-    idle_s: float = 0.0  # behind other stages
-    stage: int = 0  # the one that it is seen from
+    unknown_loops: tuple[str, ...]  # replayed once, since their trip count is unknown
+    idle_s: float = 0.0  # waiting for other stages
+    stage: int = 0  # whose timeline this is
 
     @cached_property
     def compute_s(self) -> float:
@@ -106,11 +106,12 @@ class _Replay:
     link_free_s: dict[Link, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
     done_products: int = 0
     done_compute_s: float = 0.0
-    turn: int = 0
-    turns: int = 1
+    iteration: int = 0
+    iterations: int = 1
     compute: list[ComputeInstruction] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    open: dict[str, tuple[int, float, int]] = field(default_factory=dict)  # start → index, compute, products before
+    # start → index of its collective, and compute seconds and products before it
+    open: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     unknown_loops: list[str] = field(default_factory=list)
     passes: Passes = field(default_factory=dict)
     stage: int = 0
@@ -118,7 +119,7 @@ class _Replay:
 
 
 def replay(program: HloModule, target: Target, num_devices: int, passes: Passes | None = None) -> Replay:
-    """Run a program's schedule on a target; `passes` of a pipeline."""
+    """Replay a program's schedule on a target. `passes` describes the ticks of a pipelined step."""
     walk = _Replay(program, target, num_devices, passes=passes or {})
     _run(walk, program.computations[program.entry])
     return Replay(
@@ -156,25 +157,25 @@ def _loop(walk: _Replay, line: Instruction) -> None:
         _ticks(walk, body)
         return
     if name := _pass_of(walk, line):
-        if walk.passes[name][walk.turn][walk.stage]:
+        if walk.passes[name][walk.iteration][walk.stage]:
             _run(walk, body)
         return
-    turns = walk.program.trip_count(line)
-    if turns is None:
+    iterations = walk.program.trip_count(line)
+    if iterations is None:
         walk.unknown_loops.append(line.name)
     if collective_of(line, walk.program) is None:
-        _compute(walk, line, _alone_s(walk, body) * (turns or 1), turns or 1)
+        _compute(walk, line, _alone_s(walk, body) * (iterations or 1), iterations or 1)
         return
-    outer = walk.turn, walk.turns
-    walk.turns = turns or 1
-    for turn in range(walk.turns):
-        walk.turn = turn
+    outer = walk.iteration, walk.iterations
+    walk.iterations = iterations or 1
+    for iteration in range(walk.iterations):
+        walk.iteration = iteration
         _run(walk, body)
-    walk.turn, walk.turns = outer
+    walk.iteration, walk.iterations = outer
 
 
 def _pass_of(walk: _Replay, line: Instruction) -> str | None:
-    """The scope of the pass that a loop is."""
+    """Return the scope of the pass that a loop runs, or None if it is not a pass."""
     if line.opcode != "while":
         return None
     *_, around, _ = ["", *line.op_name.split("/")]
@@ -182,30 +183,31 @@ def _pass_of(walk: _Replay, line: Instruction) -> str | None:
 
 
 def _ticks(walk: _Replay, body: Sequence[Instruction]) -> None:
-    """As the busiest stage sees them."""
-    table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]  # turns by tick, stage
+    """Replay the ticks of a pipeline for the busiest stage."""
+    # trip counts of all passes, by tick and stage
+    table = [list(zip(*rows, strict=True)) for rows in zip(*walk.passes.values(), strict=True)]
     seconds: dict[tuple[int, ...], float] = {}
     for tick, stages in enumerate(table):
-        for stage, turns in enumerate(stages):
-            if turns not in seconds:
-                seconds[turns] = _alone_s(walk, body, tick, stage)
-    busy_s = [sum(seconds[turns] for turns in own) for own in zip(*table, strict=True)]
+        for stage, counts in enumerate(stages):
+            if counts not in seconds:
+                seconds[counts] = _alone_s(walk, body, tick, stage)
+    busy_s = [sum(seconds[counts] for counts in own) for own in zip(*table, strict=True)]
     walk.stage = busy_s.index(max(busy_s))
-    outer = walk.turn, walk.turns
-    walk.turns = len(table)
-    for walk.turn, stages in enumerate(table):
-        ends_s = walk.now_s + max(seconds[turns] for turns in stages)
+    outer = walk.iteration, walk.iterations
+    walk.iterations = len(table)
+    for walk.iteration, stages in enumerate(table):
+        ends_s = walk.now_s + max(seconds[counts] for counts in stages)
         _run(walk, body)
         waits_s = max(ends_s - walk.now_s, 0.0)
         walk.now_s += waits_s
         walk.idle_s += waits_s
-    walk.turn, walk.turns = outer
+    walk.iteration, walk.iterations = outer
 
 
-def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -> None:
+def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int = 1) -> None:
     if seconds == 0.0:
         return
-    products = matrix_products(line, walk.program) * turns
+    products = matrix_products(line, walk.program) * iterations
     end_s = walk.now_s + seconds
     walk.compute.append(
         ComputeInstruction(
@@ -214,8 +216,8 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -
             start_s=walk.now_s,
             end_s=end_s,
             products=products,
-            turn=walk.turn,
-            turns=walk.turns,
+            iteration=walk.iteration,
+            iterations=walk.iterations,
         )
     )
     walk.now_s = end_s
@@ -225,7 +227,7 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, turns: int = 1) -
 
 def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> None:
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
-    # XLA:GPU writes start and done for what it runs in one go, too
+    # XLA:GPU also writes start and done for synchronous collectives
     is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
     start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
     walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
@@ -236,8 +238,8 @@ def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> N
         start_s=start_s,
         end_s=start_s + max(seconds.values(), default=0.0),
         num_bytes=sent_bytes(collective, walk.program, walk.num_devices),
-        turn=walk.turn,
-        turns=walk.turns,
+        iteration=walk.iteration,
+        iterations=walk.iterations,
     )
     if is_async:
         walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
@@ -253,7 +255,7 @@ def _is_end(line: Instruction) -> bool:
 
 def _finish(walk: _Replay, line: Instruction) -> None:
     started = walk.open.pop(line.operands[0], None)
-    if started is None:  # of a copy
+    if started is None:  # the end of a copy
         return
     if line.opcode.endswith("-update"):
         walk.open[line.name] = started
@@ -271,7 +273,7 @@ def _finish(walk: _Replay, line: Instruction) -> None:
 
 
 def _alone_s(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
-    """Seconds of a computation by itself."""
-    inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, turn=tick, stage=stage)
+    """Return the seconds of a computation by itself."""
+    inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, iteration=tick, stage=stage)
     _run(inner, lines)
     return inner.now_s

@@ -1,8 +1,8 @@
-"""The rates that this machine reaches: of matrix products, as the yardstick for model FLOP utilisation (MFU), and of
-copies, as that for what only moves numbers.
+"""Measure the peak rates of this machine: matrix products, the reference for model FLOP utilisation (MFU), and copies,
+the reference for memory-bound operations.
 
-The best of several rounds, as others who use the machine only make it slower; still, on CPUs it is no more than about
-right.
+The result is the best of several rounds, since other users of the machine only slow it down; even so, CPU rates are
+approximate.
 """
 
 import time
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 _WIDTH = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
-_COPIED = {"cpu": 2**26, "gpu": 2**31, "tpu": 2**30}  # bytes, more than any cache holds
+_COPIED = {"cpu": 2**26, "gpu": 2**31, "tpu": 2**30}  # bytes, larger than any cache
 _ROUNDS = 10
-_CALLS = {"cpu": 1, "gpu": 8, "tpu": 8}  # of a round: the host starts the next while one runs
+_CALLS = {"cpu": 1, "gpu": 8, "tpu": 8}  # per round: the host starts the next call while one runs
 
 
 def matrix_flops_per_s(dtype: str) -> float:
-    """Floating-point operations per second of a square matrix product, on all devices of all processes.
+    """Return the floating-point operations per second of a square matrix product, on all devices of all processes.
 
-    Simulated CPU devices share the processor: they count as one. Takes about a second.
+    Simulated CPU devices share the processor and count as one. Takes about a second.
     """
     device = jax.local_devices()[0]
     width = _WIDTH[device.platform]
-    # random: constant numbers take less power, and run at a higher clock
+    # random, since constant operands take less power and run at a higher clock
     numbers = np.random.default_rng(0).standard_normal((width, width), np.float32)
     x = jax.device_put(numbers.astype(jnp.dtype(dtype)), device)
     sharers = jax.process_count() if device.platform == "cpu" else jax.device_count()
@@ -33,14 +33,14 @@ def matrix_flops_per_s(dtype: str) -> float:
 
 
 def memory_bytes_per_s() -> float:
-    """Bytes read and written per second by a copy in the memory of one device."""
+    """Return the bytes read and written per second by a copy in the memory of one device."""
     device = jax.local_devices()[0]
     x = jax.device_put(jnp.ones(_COPIED[device.platform] // 4), device)
-    return 2 * x.nbytes / _seconds(jnp.negative, x)  # a mere copy would be taken out
+    return 2 * x.nbytes / _seconds(jnp.negative, x)  # XLA would remove a plain copy
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Of one call, in the best round."""
+    """Return the time of one call in the best round."""
     calls = _CALLS[next(iter(x.devices())).platform]
     function = jax.jit(function)
     function(x).block_until_ready()

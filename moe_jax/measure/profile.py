@@ -1,6 +1,8 @@
-"""Estimated times of a program's instructions, for XLA:GPU's scheduler to compile it again by (its fdo_profile).
+"""Write estimated instruction times as a profile (fdo_profile), with which XLA:GPU's scheduler compiles a program
+again.
 
-By itself the scheduler takes all fusions to be equally long, and five of any size to hide any collective.
+Without a profile the scheduler treats all fusions as equally long, and assumes that five of any size hide any
+collective.
 """
 
 import re
@@ -14,10 +16,10 @@ _NAME = re.compile(r'scheduling_name="([^"]*)"')
 
 
 def estimated_profile(program: HloModule, target: Target, num_devices: int) -> str:
-    """A ProfiledInstructionsProto as text: microseconds of each instruction, under the name it is scheduled by.
+    """Return a ProfiledInstructionsProto as text: microseconds of each instruction, by the name it is scheduled under.
 
-    Compute that belongs to no task of a schedule counts for nothing: it hides collectives wherever it stands, so it
-    should not take the place of a task beside one.
+    Compute outside the tasks of a schedule counts as 0. It would hide collectives anywhere, so it should not replace a
+    task that runs concurrently with one.
     """
     fused = {name for line in program.by_name.values() if line.opcode == "fusion" for name in line.called}
     lines = [line for name, lines in program.computations.items() if name not in fused for line in lines]
@@ -26,7 +28,7 @@ def estimated_profile(program: HloModule, target: Target, num_devices: int) -> s
 
 
 def _scheduled_name(line: Instruction) -> str:
-    """Later passes may rename it."""
+    """Return the name an instruction is scheduled under; later passes may rename it."""
     found = _NAME.search(line.attributes)
     return found[1] if found else line.name
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: hardware, versions, date and command, to be stored beside every result."""
+"""Record the provenance of results: hardware, versions, date and command, stored next to every result."""
 
 import datetime
 import importlib.metadata
@@ -16,7 +16,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def provenance() -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return the provenance, with devices, as plain values for JSON."""
     import jax
 
     device = jax.devices()[0]
@@ -27,7 +27,7 @@ def provenance() -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """The same without the devices, which it does not look for."""
+    """Return the provenance without devices; this does not initialize jax."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": f"{_program()} {shlex.join(sys.argv[1:])}".strip(),
@@ -38,12 +38,14 @@ def origin() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that numbers depend on."""
+    """Return the versions of Python and of the packages that results depend on."""
     return {"python": platform.python_version()} | {name: package_version(name) for name in _PACKAGES}
 
 
 def _program() -> str:
-    """As typed: `python -m moe_jax.train` or `python profiling/bench_step.py`, without absolute paths."""
+    """Return the program as typed: `python -m moe_jax.train` or `python profiling/bench_step.py`, without absolute
+    paths.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec:
         return f"python -m {spec.name.removesuffix('.__main__')}"
@@ -51,7 +53,7 @@ def _program() -> str:
 
 
 def package_version(package: str) -> str | None:
-    """None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +61,9 @@ def package_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Marked dirty if tracked files are other than committed; results, which commands write, do not count."""
+    """Return the git commit, marked dirty if tracked files differ from it; results, which commands write, do
+    not count.
+    """
     git = ["git", "-C", str(Path(__file__).parents[2])]
     try:
         head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The middle of repeated measurements and their spread."""
+"""The median of repeated measurements, and their spread."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Quartiles(NamedTuple):
-    """A quarter, half and three quarters of the values lie below; on the line between neighbours."""
+    """Quartiles of measured values, interpolated linearly between neighbours."""
 
     first: float
     median: float
@@ -14,7 +14,7 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Of one value or more."""
+        """Return the quartiles of one or more values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, method="inclusive"))

@@ -1,10 +1,11 @@
-"""Collectives of a compiled program that XLA:CPU may run at the same time.
+"""Find collectives of a compiled program that XLA:CPU may run concurrently by mistake.
 
-XLA:CPU starts what communicates in the order of the schedule, and a collective keeps its thread until all devices have
-come. A loop, a conditional or a call returns as soon as its body runs in the background, though: what follows, and does
-not depend on it by data, then runs concurrently with the collectives inside. Collectives of one kind over the same
-devices share one rendezvous (all channels of a program are 1), so that two of them take each other's participants: the
-process crashes or hangs, or, where sizes agree, sums are wrong. Others can use up the threads that all wait in.
+XLA:CPU starts collectives in the order of the schedule, and a collective blocks its thread until all devices have
+joined. However, a loop, a conditional or a call returns as soon as its body runs in the background. The instructions
+after it that do not depend on its data then run concurrently with the collectives inside. Collectives of one kind over
+the same devices share one rendezvous (all channels of a program are 1), so two of them can take each other's
+participants: the process crashes or hangs, or, if sizes agree, sums are wrong. Other collectives can use up the threads
+that all of them wait in.
 """
 
 import re
@@ -21,11 +22,11 @@ _INDEX = re.compile(r"index=(\d+)")
 
 
 class Race(NamedTuple):
-    """Two instructions of one computation, in the order of the schedule, whose collectives nothing keeps apart."""
+    """Two instructions of one computation, in schedule order, whose collectives are not ordered."""
 
-    first: Instruction  # runs other computations
+    first: Instruction  # a loop, conditional or call
     second: Instruction
-    collectives: tuple[Instruction, Instruction]  # one of each: of the same kind, if there is such a pair
+    collectives: tuple[Instruction, Instruction]  # one of each, of the same kind if possible
 
     def __str__(self) -> str:
         one, other = (collective.op_name or collective.name for collective in self.collectives)
@@ -33,11 +34,11 @@ class Race(NamedTuple):
 
 
 class RaceError(UserError):
-    """A program that may mix up its collectives."""
+    """The program may mix up its collectives."""
 
 
 def check_races(text: str) -> None:
-    """Raise RaceError for the scheduled HLO of a program that has a race."""
+    """Raise RaceError if the scheduled HLO of a program has a race."""
     if found := races(parse(text)):
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise RaceError(
@@ -47,12 +48,12 @@ def check_races(text: str) -> None:
 
 
 def races(program: HloModule) -> list[Race]:
-    """All pairs of instructions that may have collectives under way at the same time."""
+    """Return all pairs of instructions whose collectives may be in flight at the same time."""
     return _ProgramWalk(program).races(program.entry)
 
 
 class _Body:
-    """A computation: which elements of the tuple that it takes it reads, and which it changes."""
+    """A computation, with the elements that it reads and changes of the tuple it takes."""
 
     def __init__(self, lines: Sequence[Instruction]):
         self.lines = lines
@@ -60,7 +61,7 @@ class _Body:
 
     @cached_property
     def written(self) -> set[int] | None:
-        """Elements of the result that are not those of the parameter; None: all."""
+        """Elements of the result that differ from those of the parameter; None if all may differ."""
         root = next(line for line in self.lines if line.is_root)
         if root.opcode != "tuple":
             return None
@@ -68,7 +69,7 @@ class _Body:
 
     @cached_property
     def read(self) -> set[int]:
-        """Elements of the parameter that are used for more than the same element of the result."""
+        """Elements of the parameter that are used for anything except the same element of the result."""
         places: set[int] = set()
         for line in self.lines:
             for number, name in enumerate(line.operands):
@@ -78,7 +79,7 @@ class _Body:
         return places
 
     def _place_of(self, name: str) -> int | None:
-        """The element of the parameter that an instruction is, or None."""
+        """Return the element of the parameter that an instruction reads, or None."""
         line = self.by_name.get(name)
         if line is None or line.opcode != "get-tuple-element":
             return None
@@ -86,7 +87,7 @@ class _Body:
 
 
 class _ProgramWalk:
-    """Through the computations of a program, from its entry, as control flows."""
+    """Walks the computations of a program from its entry along the control flow."""
 
     def __init__(self, program: HloModule):
         self._program = program
@@ -94,14 +95,14 @@ class _ProgramWalk:
         self._found: dict[str, list[Instruction]] = {}
 
     def races(self, name: str) -> list[Race]:
-        """Those of a computation and of all that it runs."""
+        """Return the races of a computation and of everything that it runs."""
         found: list[Race] = []
         for each in self._reached(name):
             found += self._own_races(self._body(each))
         return found
 
     def _reached(self, name: str) -> list[str]:
-        reached = {name: None}  # in order
+        reached = {name: None}  # ordered set
         waiting = [name]
         while waiting:
             for line in self._body(waiting.pop()).lines:
@@ -116,7 +117,7 @@ class _ProgramWalk:
         return self._bodies[name]
 
     def _collectives(self, line: Instruction) -> list[Instruction]:
-        """Those that an instruction is or runs."""
+        """Return the collectives that an instruction is or runs."""
         if not line.is_control:
             return [line] if line.opcode.removesuffix("-start") in _KINDS else []
         return [found for name in line.called for found in self._collectives_of(name)]
@@ -127,16 +128,16 @@ class _ProgramWalk:
         return self._found[name]
 
     def _own_races(self, body: _Body) -> Iterator[Race]:
-        talking = [(line, found) for line in body.lines if (found := self._collectives(line))]
-        for number, (first, earlier) in enumerate(talking[:-1]):
+        communicating = [(line, found) for line in body.lines if (found := self._collectives(line))]
+        for number, (first, earlier) in enumerate(communicating[:-1]):
             if first.is_control:
                 waiting = self._waiting(first, body)
-                for second, later in talking[number + 1 :]:
+                for second, later in communicating[number + 1 :]:
                     if second.name not in waiting:
-                        yield Race(first, second, _alike(earlier, later))
+                        yield Race(first, second, _same_kind(earlier, later))
 
     def _waiting(self, first: Instruction, body: _Body) -> set[str]:
-        """Instructions that cannot start before `first` has ended."""
+        """Return the instructions that cannot start before `first` has ended."""
         waiting = {first.name}
         for line in body.lines[body.lines.index(first) + 1 :]:
             if not waiting.isdisjoint(self._awaited(line, body)):
@@ -144,7 +145,9 @@ class _ProgramWalk:
         return waiting
 
     def _awaited(self, line: Instruction, body: _Body) -> list[str]:
-        """Instructions that one waits for: a loop only for what it reads or writes, an element only for itself."""
+        """Return the instructions that `line` waits for: a loop waits only for what it reads or writes, a tuple element
+        only for itself.
+        """
         if line.opcode == "get-tuple-element":
             return self._element(line.operands[0], _index(line), body)
         if line.opcode != "while":
@@ -156,13 +159,13 @@ class _ProgramWalk:
         return [name for place in sorted(places) for name in self._element(line.operands[0], place, body)]
 
     def _element(self, name: str, place: int, body: _Body) -> list[str]:
-        """What an element of a tuple waits for."""
+        """Return what an element of a tuple waits for."""
         source = body.by_name[name]
         if source.opcode == "tuple":
             return [source.operands[place]]
         if source.opcode == "while":
             written = self._body(source.called[0]).written
-            if written is not None and place not in written:  # as it came, perhaps before the loop has ended
+            if written is not None and place not in written:  # unchanged by the loop, so available before it ends
                 return self._element(source.operands[0], place, body)
         return [name]
 
@@ -173,6 +176,6 @@ def _index(line: Instruction) -> int:
     return int(found[1])
 
 
-def _alike(earlier: Sequence[Instruction], later: Sequence[Instruction]) -> tuple[Instruction, Instruction]:
+def _same_kind(earlier: Sequence[Instruction], later: Sequence[Instruction]) -> tuple[Instruction, Instruction]:
     pairs = [(one, other) for one in earlier for other in later]
     return next((pair for pair in pairs if pair[0].opcode == pair[1].opcode), pairs[0])

@@ -1,8 +1,9 @@
-"""Hardware that need not be there: its name, its published rates, and how a compiler for it is reached.
+"""Targets of ahead-of-time compilation: their names, published rates, and how to get a compiler for them without the
+hardware.
 
-Rates are peaks of one jax device, from `plan.clusters`. Links are start-up time and bytes per second out of one
-device, in one direction; a TPU's are half of its published interconnect: without wrap-around a chip of a small slice
-has half of its neighbours.
+Rates are peaks of one jax device, from `plan.clusters`. Links have a start-up time and bytes per second out of one
+device, in one direction. For TPUs this is half of the published interconnect bandwidth: without wrap-around links, a
+chip of a small slice has half of its neighbours.
 """
 
 import importlib.util
@@ -21,18 +22,18 @@ from moe_jax.plan.task_times import Linear
 
 
 class TargetError(UserError):
-    """Hardware that nobody here can compile for."""
+    """The target is invalid, or its compiler is not available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a program is compiled for."""
+    """The hardware that a program is compiled for."""
 
     name: str  # v5p:2x2x2, h100:1x8x8, cpu:8
     platform: str  # tpu, gpu or cpu
     matrix_flops_per_s: float  # in bfloat16
     memory_bytes_per_s: float
-    clock_hz: float | None  # of the cycles that the compiler estimates; None: it estimates none
+    clock_hz: float | None  # for the cycles that the compiler estimates; None: no estimates
     link: Linear  # between devices, inside a node if there are nodes
     network: Linear  # between nodes
     node_devices: int | None  # None: no nodes, all devices share one kind of link
@@ -48,13 +49,13 @@ class Target:
 
 
 def _of_cluster(name: str, platform: str) -> Target:
-    """Published peaks of the devices, and of the links of a small cluster of them."""
+    """Return a target with the published peaks of the devices, and of the links of a small cluster of them."""
     kind, _, layout = name.partition(":")
     node = int(layout.rpartition("x")[2]) if platform == "gpu" else None
     preset = PRESETS[kind]
     device, (inside, *beyond) = preset.device, preset.levels(2 * preset.unit, preset.unit)
     link = Linear(_ALPHA_S, 1 / inside.bytes_per_s)
-    network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node else link  # one slice has none
+    network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node else link  # one slice has no network
     products = _PRODUCTS_PER_CYCLE.get(kind)
     return Target(
         name=name,
@@ -69,7 +70,7 @@ def _of_cluster(name: str, platform: str) -> Target:
 
 
 def _cpu(name: str) -> Target:
-    """Simulated devices. The rates are round numbers: the program is real, its times are not."""
+    """Return a target of simulated devices. Its rates are round numbers: the program is real, its times are not."""
     link = Linear(_ALPHA_S, 1 / 1e9)
     return Target(
         name=name,
@@ -83,9 +84,9 @@ def _cpu(name: str) -> Target:
     )
 
 
-_ALPHA_S = 5e-6  # of any collective
+_ALPHA_S = 5e-6  # start-up time of any collective
 _MXU_128, _MXU_256 = 128 * 128, 256 * 256
-# Of a device's matrix units.
+# Multiply-adds per cycle in a device's matrix units.
 _PRODUCTS_PER_CYCLE = {
     "v4": 8 * _MXU_128,
     "v5e": 4 * _MXU_128,
@@ -93,17 +94,17 @@ _PRODUCTS_PER_CYCLE = {
     "v6e": 4 * _MXU_256,
     "tpu7x": 4 * _MXU_256,
 }
-_KINDS = (*_PRODUCTS_PER_CYCLE, "h100", "h200", "cpu")  # that there is a compiler for
-_MOST_DIGITS = 9  # as many devices as no machine simulates
+_KINDS = (*_PRODUCTS_PER_CYCLE, "h100", "h200", "cpu")  # with a compiler
+_MOST_DIGITS = 9  # more devices than any machine can simulate
 _FORMS = {"tpu": r"\d+(x\d+){1,2}", "gpu": r"\d+x\d+x\d+", "cpu": r"\d+"}
 _EXAMPLES = {"tpu": "2x2x2", "gpu": "1x8x8 (slices × hosts × GPUs per host)", "cpu": "8"}
 
-# What makes the compilers run without their hardware; must be set before jax starts.
+# Lets the compilers run without their hardware; must be set before jax starts.
 ENVIRONMENT: dict[str, Mapping[str, str]] = {
     "tpu": {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5p-16",  # of the pretended host; the topology is asked for by name
+        "TPU_ACCELERATOR_TYPE": "v5p-16",  # of the assumed host; the topology is requested by name
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     },
@@ -117,7 +118,7 @@ _COMPILERS = {
 
 
 def find_target(name: str) -> Target:
-    """The hardware of a name. Raises TargetError."""
+    """Return the target with a name. Raises TargetError."""
     kind, _, layout = name.partition(":")
     if kind not in _KINDS:
         raise TargetError(f"--compile {name}: {kind!r} is unknown: use one of {', '.join(_KINDS)}, as in v5p:2x2x2")
@@ -131,10 +132,10 @@ def find_target(name: str) -> Target:
 
 
 def target_of(devices: Sequence[Any], hosts: Sequence[int]) -> Target | None:
-    """GPUs that jax has, by the published rates of their kind; None if that is unknown.
+    """Return a target for the GPUs that jax has, with the published rates of their kind; None if those are unknown.
 
-    `hosts` has a number for the host of each process. A node is a slice if there are several, as jax counts those that
-    fast links join; else a host.
+    `hosts` has a number for the host of each process. If there are several slices (devices that jax considers connected
+    by fast links), a node is a slice, else a host.
     """
     kind = preset_of(devices[0].device_kind)
     if kind is None or PRESETS[kind].device.platform != "gpu":
@@ -157,12 +158,12 @@ def check_compiler(target: Target) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package
+    except ModuleNotFoundError:  # its package is missing, too
         return False
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The jax devices to make a mesh of. Raises TargetError; wants `ENVIRONMENT` set before jax was imported."""
+    """Return the jax devices for a mesh. Raises TargetError. `ENVIRONMENT` must be set before jax is imported."""
     import jax
     from jax.experimental import topologies
 
@@ -170,10 +171,10 @@ def target_devices(target: Target) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", int(target.layout))
         return jax.devices()
     if target.platform == "gpu":
-        _tell_of_hopper()
+        _assume_hopper()
     try:
         if target.platform == "tpu":
-            chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}  # else it lists cores
+            chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}  # otherwise devices are cores
             return topologies.get_topology_desc(topology_name=target.name, platform="tpu", **chip).devices
         return topologies.get_topology_desc(
             topology_name=target.kind,
@@ -189,15 +190,17 @@ def target_devices(target: Target) -> list[Any]:
         raise TargetError(f"--compile {target.name}: the compiler refuses it ({reason}): use another layout") from None
 
 
-def _tell_of_hopper() -> None:
-    """jax asks a GPU of this machine what cuDNN's attention can do; there is none, and the target is a Hopper."""
+def _assume_hopper() -> None:
+    """Make jax assume a Hopper GPU. Otherwise it asks a GPU of this machine, which has none, what cuDNN attention
+    supports.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     attention.check_compute_capability = lambda needed: tuple(map(int, needed.split("."))) <= HOPPER
 
 
-_GPU_BANDWIDTH = {"h100": 3352320000000, "h200": 4814208000000}  # not rounded as in data sheets
-# A Hopper SXM GPU, as XLA's own target descriptions have it.
+_GPU_BANDWIDTH = {"h100": 3352320000000, "h200": 4814208000000}  # exact, unlike in data sheets
+# A Hopper SXM GPU, as in XLA's own target descriptions.
 _GPU_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -214,5 +217,5 @@ dnn_version_info {{ major: 9 minor: 10 }}
 
 
 def child_environment(target: Target) -> dict[str, str]:
-    """The environment in which a target's compiler runs."""
+    """Return the environment in which a target's compiler runs."""
     return {**os.environ, **ENVIRONMENT[target.platform]}

@@ -1,6 +1,6 @@
-"""Which instructions of a compiled program belong to which task of its schedule, and what the compiler changed.
+"""Assign instructions of a compiled program to the tasks of its schedule, and find what the compiler changed.
 
-The training step opens a scope named after each action, and instructions keep their scopes in `op_name`.
+The training step opens a named scope for each action, and instructions keep their scopes in `op_name`.
 """
 
 import bisect
@@ -24,41 +24,44 @@ _SCOPE = re.compile(r"(?:^|[/(])([FBWG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A schedule held against the program that was made of it."""
+    """A schedule compared with the program compiled from it."""
 
-    num_tasks: int  # of the schedule
-    instructions: dict[Action, tuple[str, ...]]  # of each action that left any, by name
-    missing: tuple[Action, ...]  # communication of the schedule that has no collective
+    num_tasks: int  # in the schedule
+    instructions: dict[Action, tuple[str, ...]]  # names of the instructions of each action that has any
+    missing: tuple[Action, ...]  # communication actions without a collective
     merged: tuple[tuple[Action, ...], ...]  # actions that share one collective
-    split: dict[Action, int]  # communication of several collectives
-    moved: tuple[Action, ...]  # communication issued out of the schedule's order: the fewest that explain it
-    products: dict[Action, int]  # matrix products of compute tasks
+    split: dict[Action, int]  # communication actions with several collectives
+    moved: tuple[Action, ...]  # communication issued out of order: the smallest set that explains it
+    products: dict[Action, int]  # number of matrix products of compute tasks
 
 
 def action_of(op_name: str) -> Action | None:
-    """The task that scopes belong to: backward tasks hold the scopes of forward ones, so the outermost."""
+    """Return the task of an `op_name`: the outermost, since scopes of backward tasks contain those of forward tasks."""
     for name in _SCOPE.findall(op_name):
         try:
             return Action.parse(name)
-        except ScheduleError:  # another scope that looks like one
+        except ScheduleError:  # another scope that looks like an action
             continue
     return None
 
 
-def name_turns(replay: Replay, schedule: Schedule) -> Replay:
-    """The same with the tasks of all turns of a loop named as the schedule names them.
+def name_iterations(replay: Replay, schedule: Schedule) -> Replay:
+    """Return the replay with the tasks of all loop iterations named as in the schedule.
 
-    Inside a loop over blocks, scopes have the names of its lowest turn, which comes first forward and last backward.
+    Inside a loop over blocks, scopes have the names of the lowest iteration, which runs first in the forward loop and
+    last in the backward loop.
     """
-    inside = [task.op_name for task in replay.compute if task.turns > 1]
-    name_of = turn_names(schedule, filter(None, map(action_of, inside)))
+    inside = [task.op_name for task in replay.compute if task.iterations > 1]
+    name_of = iteration_names(schedule, filter(None, map(action_of, inside)))
 
     def rename(task: Task) -> Task:
         action = action_of(task.op_name)
-        named = name_of(action, task.turn, task.turns) if action and task.turns > 1 else None
+        named = name_of(action, task.iteration, task.iterations) if action and task.iterations > 1 else None
         if named is None:
             return task
-        return dataclasses.replace(task, op_name=task.op_name.replace(str(action), str(named), 1), turn=0, turns=1)
+        return dataclasses.replace(
+            task, op_name=task.op_name.replace(str(action), str(named), 1), iteration=0, iterations=1
+        )
 
     return dataclasses.replace(
         replay,
@@ -67,25 +70,28 @@ def name_turns(replay: Replay, schedule: Schedule) -> Replay:
     )
 
 
-def turn_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
-    """A function from an action inside loops over blocks, its turn and their number to the schedule's name for it.
+def iteration_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[Action, int, int], Action | None]:
+    """Return a function from an action in a loop over blocks, its iteration and the number of iterations to the
+    schedule's name for it.
 
-    It knows none for actions of other loops. `inside` are all actions in loops.
+    The function returns None for actions of other loops. `inside` are all actions in loops.
     """
     known = set(schedule.actions)
     size = len({action.block for action in inside if action.direction == "F" and action.block != NO_BLOCK})
 
-    def name_of(action: Action, turn: int, turns: int) -> Action | None:
+    def name_of(action: Action, iteration: int, iterations: int) -> Action | None:
         if action.block == NO_BLOCK:
             return None
-        named = action._replace(block=action.block + size * (turn if action.direction == "F" else turns - 1 - turn))
+        named = action._replace(
+            block=action.block + size * (iteration if action.direction == "F" else iterations - 1 - iteration)
+        )
         return named if named in known else None
 
     return name_of
 
 
 def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
-    """Hold a schedule against its program, whose turns have their names (`name_turns`)."""
+    """Compare a schedule with its program, whose iterations are named as in the schedule (`name_iterations`)."""
     instructions: dict[Action, list[str]] = defaultdict(list)
     products = dict.fromkeys((a for a in schedule.actions if three_streams(a) == Stream.COMPUTE), 0)
     for task in replay.compute:
@@ -94,36 +100,38 @@ def match(schedule: Schedule, program: HloModule, replay: Replay) -> Match:
             if action in products:
                 products[action] += task.products
     parts = _parts_of(program)
-    carries = []
+    actions_of = []
     for transfer in replay.collectives:
-        if transfer.turn:  # of a loop over something else than blocks, where one turn is enough
+        if transfer.iteration:  # a loop that is not over blocks: one iteration is enough
             continue
         own = action_of(transfer.op_name)
-        carries.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
-        for action in carries[-1]:
+        actions_of.append(list(dict.fromkeys(filter(None, [own, *parts[transfer.instruction.name]]))))
+        for action in actions_of[-1]:
             instructions[action].append(transfer.instruction.name)
     planned = [action for action in schedule.actions if three_streams(action) != Stream.COMPUTE]
-    counts = {action: sum(action in actions for actions in carries) for action in planned}
+    counts = {action: sum(action in actions for actions in actions_of) for action in planned}
     return Match(
         num_tasks=len(schedule.actions),
         instructions={action: tuple(lines) for action, lines in instructions.items()},
         missing=tuple(action for action in planned if not counts[action]),
-        merged=tuple(tuple(actions) for actions in carries if len(actions) > 1),
+        merged=tuple(tuple(actions) for actions in actions_of if len(actions) > 1),
         split={action: count for action, count in counts.items() if count > 1},
-        moved=tuple(_moved(planned, [action for actions in carries for action in actions])),
+        moved=tuple(_moved(planned, [action for actions in actions_of for action in actions])),
         products=products,
     )
 
 
 def _parts_of(program: HloModule) -> dict[str, list[Action]]:
-    """The other actions that each collective does the work of: those of the parts that its result is cut into."""
+    """Return the other actions that each merged collective serves: those of the parts into which its result
+    is split.
+    """
     parts: dict[str, list[Action]] = defaultdict(list)
     source: dict[str, tuple[str, Action | None]] = {}  # start, done or update → the collective itself, and its action
     for line in program.by_name.values():
         origin = source.get(line.operands[0]) if line.operands else None
         if origin and line.opcode.endswith(("-done", "-update")):
             source[line.name] = origin
-        elif origin and _is_cut(line, program):
+        elif origin and _takes_part(line, program):
             name, own = origin
             if (action := action_of(program.op_name(line))) and action != own:
                 parts[name].append(action)
@@ -132,17 +140,19 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
     return parts
 
 
-def _is_cut(line: Instruction, program: HloModule) -> bool:
-    """Whether an instruction only takes a part of its operand: so a merge is undone, under the names of its parts."""
+def _takes_part(line: Instruction, program: HloModule) -> bool:
+    """Whether an instruction only takes a part of its operand. This is how a merge is undone, under the names of its
+    parts.
+    """
     last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
     return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")
 
 
 def _moved(planned: Sequence[Action], issued: Iterable[Action]) -> list[Action]:
-    """The fewest actions whose removal leaves the rest in the planned order."""
+    """Return the smallest set of actions whose removal leaves the rest in the planned order."""
     place = {action: i for i, action in enumerate(planned)}
     order = list(dict.fromkeys(action for action in issued if action in place))
-    tails: list[int] = []  # the smallest last place of an increasing run of each length
+    tails: list[int] = []  # by length of an increasing run: its smallest last place
     run_length = []
     for action in order:
         length = bisect.bisect_left(tails, place[action])

@@ -1,4 +1,4 @@
-"""What ran when, read from a trace of jax.profiler: operations with their tasks, devices, threads and times."""
+"""Read a trace of jax.profiler: operations with their tasks, devices, threads and times."""
 
 import gzip
 import math
@@ -12,37 +12,38 @@ from moe_jax.errors import UserError
 from moe_jax.files.untrusted import check_regular, parse_json
 from moe_jax.measure.costs import collective_of
 from moe_jax.measure.hlo import HloModule, Instruction, parse
-from moe_jax.measure.tasks import action_of, turn_names
+from moe_jax.measure.tasks import action_of, iteration_names
 from moe_jax.parallel.trace_names import ARRIVING, FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.schedule import Schedule
 
-FOLDER, PROGRAM = "trace", "step.hlo"  # of a run that traces a step, and the program in it
+FOLDER, PROGRAM = "trace", "step.hlo"  # in the folder of a run: the trace of a step, and its program
 FILES = "*.trace.json.gz"
-MOST_BYTES = 2**30  # of a program's text, and of what a trace file unpacks to
-Event = dict[str, Any]  # of Chrome's trace format
+MOST_BYTES = 2**30  # limit for a program's text and for an unpacked trace file
+Event = dict[str, Any]  # in Chrome's trace format
 
 
 class TraceError(UserError):
-    """A trace that cannot be read, or of another program than it should be."""
+    """The trace is unreadable, or belongs to another program."""
 
 
 class TracedOperation(NamedTuple):
     """One run of one HLO instruction."""
 
     name: str
-    task: str  # of the schedule, e.g. F.expert.3.0; where autodiff chose the order: F, B; "" outside
+    task: str  # an action, e.g. F.expert.3.0; in a plain step F or B; "" outside of these
     communicates: bool
     thread: str
     start_s: float  # since the first operation
     end_s: float
     device: str = ""
-    run: int = 0  # of this instruction on this device
+    run: int = 0  # number of the run of this instruction on this device
 
 
 def read_trace(folder: Path, program: str) -> list[TracedOperation]:
-    """The operations below a folder that `jax.profiler.trace` wrote, by start. `program` is the HLO text that ran.
+    """Return the operations in a folder that `jax.profiler.trace` wrote, ordered by start. `program` is the HLO text
+    that ran.
 
-    A loop or call appears beside the operations inside it. Raises TraceError or HloError.
+    A loop or call is listed in addition to the operations inside it. Raises TraceError or HloError.
     """
     events = [event for path in sorted(folder.rglob(FILES)) for event in _events(path)]
     if not events:
@@ -69,7 +70,7 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
             run=event["args"]["run"],
         )
         for event in [*spans, *_in_background(events, spans)]
-        if not _calls(line := event["args"]["line"], FINISH_SCOPE)  # which only waits
+        if not _calls(line := event["args"]["line"], FINISH_SCOPE)  # these only wait
     ]
     return sorted(operations, key=lambda operation: operation.start_s)
 
@@ -77,31 +78,33 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
 def of_one_device(
     operations: Sequence[TracedOperation], program: HloModule, schedule: Schedule
 ) -> list[TracedOperation]:
-    """Those of the first device, without loops and calls themselves; loops over blocks have the schedule's names."""
+    """Return the operations of the first device, without loops and calls; tasks in loops over blocks get the schedule's
+    names.
+    """
     device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
     own = [operation for operation in operations if operation.device == device]
-    turns_of = dict(_turns(program, program.computations[program.entry], ()))
-    inside = (action_of(operation.task) for operation in own if turns_of.get(operation.name))
-    name_of = turn_names(schedule, filter(None, inside))
+    iterations_of = dict(_loop_iterations(program, program.computations[program.entry], ()))
+    inside = (action_of(operation.task) for operation in own if iterations_of.get(operation.name))
+    name_of = iteration_names(schedule, filter(None, inside))
     runs = {operation.name: operation.run + 1 for operation in sorted(own, key=lambda operation: operation.run)}
 
     def rename(operation: TracedOperation) -> TracedOperation:
-        turns, action = turns_of.get(operation.name), action_of(operation.task)
-        if not turns or action is None:
+        iterations, action = iterations_of.get(operation.name), action_of(operation.task)
+        if not iterations or action is None:
             return operation
-        turn = operation.run * math.prod(turns) // runs[operation.name] % turns[-1]
-        return operation._replace(task=str(name_of(action, turn, turns[-1]) or action))
+        iteration = operation.run * math.prod(iterations) // runs[operation.name] % iterations[-1]
+        return operation._replace(task=str(name_of(action, iteration, iterations[-1]) or action))
 
     lines = program.by_name
     return [rename(each) for each in own if not (each.name in lines and lines[each.name].is_control)]
 
 
 def seconds_by_op(operations: Iterable[TracedOperation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """How long tasks computed, summed by op and by direction (F, B, W), e.g. `["expert"]["W"]`.
+    """Return the compute time of tasks, summed by op and by direction (F, B, W), e.g. `["expert"]["W"]`.
 
-    `kinds` are those of the model's blocks; "dense" is the one compute op of a dense block. The step is to have tasks
-    for weight gradients (`schedule.weight_grad=greedy`), and its process one device: what operations of a task did at
-    the same time counts once.
+    `kinds` are those of the model's blocks; "dense" is the only compute op of a dense block. The step must have tasks
+    for weight gradients (`schedule.weight_grad=greedy`), and the process one device: concurrent operations of a task
+    count once.
     """
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for operation in operations:
@@ -109,7 +112,7 @@ def seconds_by_op(operations: Iterable[TracedOperation], kinds: Sequence[str]) -
             spans[operation.task].append((operation.start_s, operation.end_s))
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys("FBW", 0.0))
     for task, parts in spans.items():
-        action = action_of(task)  # None where autodiff chose the order
+        action = action_of(task)  # None in a plain step
         if action is not None and action.direction in "FBW":
             dense = action.op == "attend" and kinds[action.block] == "dense"
             op = "dense" if dense else action.op
@@ -118,7 +121,7 @@ def seconds_by_op(operations: Iterable[TracedOperation], kinds: Sequence[str]) -
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans by start, those that touch made one."""
+    """Return the spans ordered by start, with overlapping or adjacent ones merged."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -146,7 +149,9 @@ def _is_run_of(program: HloModule, event: Event) -> bool:
 
 
 def _in_background(events: Iterable[Event], spans: Iterable[Event]) -> Iterator[Event]:
-    """Collectives in the background have no instruction of their own: they belong to the ones that started them."""
+    """Yield background collectives. They have no instruction of their own and are assigned to the one that started
+    them.
+    """
     starts = [event for event in spans if _calls(event["args"]["line"], START_SCOPE)]
     started = sorted((event for event in events if event.get("name") == STARTED), key=lambda event: event["ts"])
     issues = {event["args"]["collective"]: issue for event, issue in zip(started, starts, strict=True)}
@@ -170,15 +175,17 @@ def _task(line: Instruction, program: HloModule) -> str:
     return "B" if "transpose(" in stack else "F" if "jvp(" in stack else ""
 
 
-def _turns(
+def _loop_iterations(
     program: HloModule, lines: Iterable[Instruction], around: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of each instruction in them, however deep: the turns of the loops over several tasks around it, from outside."""
+    """Yield, for each instruction in `lines` and recursively inside, the trip counts of the enclosing loops over
+    several tasks, outermost first.
+    """
     for line in lines:
         yield line.name, around
         within = (*around, program.trip_count(line) or 1) if _is_loop_over_tasks(line, program) else around
         for name in line.called:
-            yield from _turns(program, program.computations[name], within)
+            yield from _loop_iterations(program, program.computations[name], within)
 
 
 def _is_loop_over_tasks(line: Instruction, program: HloModule) -> bool:

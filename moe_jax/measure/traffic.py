@@ -1,4 +1,4 @@
-"""What the exchanges of a compiled program send inside nodes and between them, and which run side by side."""
+"""Count what the exchanges of a compiled program send inside and between nodes, and find exchanges that overlap."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ class ExchangeOp:
     """One all-to-all or collective-permute of a computation."""
 
     collective: Instruction
-    scopes: tuple[str, ...]  # around it, from the outside in
-    groups: tuple[tuple[int, ...], ...]  # ranks; of a permute, source and target
+    scopes: tuple[str, ...]  # enclosing scopes, outermost first
+    groups: tuple[tuple[int, ...], ...]  # ranks; for a permute, source and target
     message_bytes: float  # from one rank to another
-    begin: int  # places in the schedule, the same if it is synchronous
+    begin: int  # begin and end: places in the schedule, equal for a synchronous exchange
     end: int
 
     @property
@@ -26,7 +26,9 @@ class ExchangeOp:
 
 
 def exchanges(program: HloModule, num_devices: int, computation: str | None = None) -> list[ExchangeOp]:
-    """Those of a computation (None: the entry) in the order in which they start. Device numbers are taken as ranks."""
+    """Return the exchanges of a computation (None: the entry) in the order in which they start. Device numbers are used
+    as ranks.
+    """
     lines = program.computations[computation or program.entry]
     ends: dict[str, int] = {}
     for place, line in enumerate(lines):
@@ -47,7 +49,7 @@ def exchanges(program: HloModule, num_devices: int, computation: str | None = No
                 groups=tuple(map(tuple, groups.tolist())),
                 message_bytes=sum(program.operand_bytes(collective)) / (1 if permutes else groups.shape[1]),
                 begin=place,
-                # XLA:GPU writes start and done for what it runs in one go, too
+                # XLA:GPU also writes start and done for synchronous collectives
                 end=place if '"is_sync":true' in line.attributes else ends.get(line.name, place),
             )
         )
@@ -55,7 +57,7 @@ def exchanges(program: HloModule, num_devices: int, computation: str | None = No
 
 
 def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> list[Traffic]:
-    """What each rank sends in these exchanges."""
+    """Return what each rank sends in these exchanges."""
     sent: dict[tuple[int, bool], SentBytes] = defaultdict(lambda: SentBytes(0, 0.0))
     for exchange in found:
         permutes = "permute" in exchange.collective.opcode
@@ -68,7 +70,9 @@ def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> li
 
 
 def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
-    """That leave a device in all collectives of a kind (all-to-all, all-gather, …), in loops as often as they turn."""
+    """Return the bytes that leave a device in all collectives of a kind (all-to-all, all-gather, …), counting every
+    loop iteration.
+    """
 
     def of(name: str) -> float:
         return sum(map(of_line, program.computations[name]))
@@ -78,22 +82,24 @@ def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
             return sent_bytes(line, program, num_devices)
         if line.opcode.endswith(("-done", "-update")):
             return 0.0
-        turns = (program.trip_count(line) or 1) if line.opcode == "while" else 1
-        return turns * sum(map(of, line.called))
+        iterations = (program.trip_count(line) or 1) if line.opcode == "while" else 1
+        return iterations * sum(map(of, line.called))
 
     return of(program.entry)
 
 
 def side_by_side(some: Sequence[ExchangeOp], others: Sequence[ExchangeOp]) -> bool:
-    """Whether one of `some` and one of `others` are under way at once: each starts before the other is done.
+    """Whether one of `some` and one of `others` are in flight at the same time: each starts before the other is done.
 
-    One that is synchronous can run while an asynchronous one is under way.
+    A synchronous exchange can run while an asynchronous one is in flight.
     """
     return any(a.begin <= b.end and b.begin <= a.end for a in some for b in others if a.is_async or b.is_async)
 
 
 def by_phase(found: Iterable[ExchangeOp], steps: Steps) -> dict[str, list[ExchangeOp]]:
-    """The exchanges of each phase of an algorithm, which its scope names; "" has those of no phase."""
+    """Return the exchanges of each phase of an algorithm, by the scope that names it; those without a phase are under
+    "".
+    """
     phases: dict[str, list[ExchangeOp]] = {phase.name: [] for step in steps for phase in step}
     for exchange in found:
         name = next((scope for scope in exchange.scopes if scope in phases), "")

@@ -84,7 +84,7 @@ def devices_for(config: Config, target: Target) -> list[Any]:
 
 def _passes(trainer: Trainer) -> dict[str, list[list[int]]] | None:
     pipeline = trainer.kind.pipeline
-    return {name: runs.tolist() for name, runs in pipeline.turns.items()} if pipeline else None
+    return {name: runs.tolist() for name, runs in pipeline.pass_runs.items()} if pipeline else None
 
 
 def _versions(target: Target) -> dict[str, str]:

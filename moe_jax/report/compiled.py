@@ -16,7 +16,7 @@ from moe_jax.errors import EXIT_BAD_INPUT, UserError
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.overlap import Replay, replay
 from moe_jax.measure.targets import Target, check_compiler, child_environment
-from moe_jax.measure.tasks import Match, action_of, match, name_turns
+from moe_jax.measure.tasks import Match, action_of, match, name_iterations
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.schedule.actions import Action, two_streams
 from moe_jax.schedule.schedule import Schedule
@@ -146,7 +146,7 @@ def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compil
     result = replay(program, target, outcome.num_devices, outcome.passes)
     schedule = Schedule.parse(outcome.schedule) if outcome.schedule else None
     if schedule:
-        result = name_turns(result, schedule)
+        result = name_iterations(result, schedule)
     seconds = task_seconds(result)
     return Compiled(
         variant=variant,

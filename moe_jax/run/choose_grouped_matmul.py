@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
-from moe_jax.measure.in_turn import Call, InTurn, time_in_turn
+from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_interleaved
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
@@ -37,7 +37,7 @@ class MatmulShape(NamedTuple):
     dtype: str
 
 
-Timing = Callable[[MatmulShape, Products], InTurn]
+Timing = Callable[[MatmulShape, Products], InterleavedTimes]
 
 
 def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = None) -> Config:
@@ -89,9 +89,9 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
     )
 
 
-def time_products(shape: MatmulShape, products: Products) -> InTurn:
+def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
     """Each product forward and backward, to the hidden width and back, on this process's first device."""
-    return time_in_turn({name: partial(_call, shape, product) for name, product in products.items()})
+    return time_interleaved({name: partial(_call, shape, product) for name, product in products.items()})
 
 
 def _call(shape: MatmulShape, product: GroupedProduct) -> Call:

@@ -30,7 +30,7 @@ from moe_jax.run.setup import Programs, Run, about, compile_programs, first_stat
 from moe_jax.run.step_hooks import StepCallbacks
 from moe_jax.run.tuning import Tuning
 from moe_jax.step import fault_injection as faults
-from moe_jax.step.compile_cache import kept
+from moe_jax.step.compile_cache import cached_number
 from moe_jax.step.context import State
 from moe_jax.telemetry.energy import energy_counter
 from moe_jax.telemetry.meter import Meter
@@ -69,7 +69,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     _say(table(describe(run)))
     # of what all others would measure at the same time
     dtype = config.train.compute_dtype
-    peak = kept(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
+    peak = cached_number(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
     safety = Safety(run, restored)
     programs = compile_programs(run)
     state = restored.state if restored else first_state(run, programs)
@@ -99,7 +99,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             behind.validate_and_save(step, state, restored.is_validated)
         while step < last and not stop.reached() and not bad_steps.too_many:
             check_lock()
-            state = faults.struck_as_asked(state)
+            state = faults.inject_requested_fault(state)
             inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):

@@ -30,7 +30,7 @@ from moe_jax.plan.plan_text import size
 from moe_jax.run.divergence import RollBack
 from moe_jax.run.restore_from_replicas import RUN_ID
 from moe_jax.run.setup import Run, about
-from moe_jax.step.compile_cache import Later, compiled
+from moe_jax.step.compile_cache import BackgroundCompile, compiled
 from moe_jax.telemetry.run_log import RunLog, human_seconds
 
 Arrays = tuple[int, ...]  # their numbers among the state's
@@ -54,7 +54,7 @@ class Safety:
         self._programs = _programs(self._plan, run.trainer.state_shapes)
 
     @contextmanager
-    def begun(self, log: RunLog, digests: Later) -> Iterator[None]:
+    def begun(self, log: RunLog, digests: BackgroundCompile) -> Iterator[None]:
         """With copies while the run goes on. At its end nothing is left of them, nor if it has diverged."""
         self._log, self._digests = log, digests
         if self._plan is None:

@@ -43,7 +43,7 @@ from moe_jax.run.run_dir import resume_step
 from moe_jax.run.sample import encode_prompt
 from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.step.compile import batch_shape, config_at, step_program, switch_off_pgle, target_here
-from moe_jax.step.compile_cache import Later
+from moe_jax.step.compile_cache import BackgroundCompile
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.trainer import Trainer, make_trainer
@@ -82,10 +82,10 @@ class Run:
 class Programs:
     """For one run's shapes, compiled in the background."""
 
-    step: Later
-    init: Later  # of nothing, or of the parameters of `train.init_from`
-    evaluate: Later
-    digests: Later  # of a state, see checkpoint/checksums.py
+    step: BackgroundCompile
+    init: BackgroundCompile  # of nothing, or of the parameters of `train.init_from`
+    evaluate: BackgroundCompile
+    digests: BackgroundCompile  # of a state, see checkpoint/checksums.py
     fingerprint: str  # of the step, as `report --compile` tells it
 
     def compile_others(self) -> None:
@@ -157,20 +157,20 @@ def compile_programs(run: Run) -> Programs:
     """Trace what a run's first step needs, and begin to compile it."""
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
-    init = Later(pool, functools.partial(lowered_init, run))
+    init = BackgroundCompile(pool, functools.partial(lowered_init, run))
     if not run.first_step:  # else the state is restored
         init.begin()
     program = step_program(trainer, run.batch_shape, run.target)
     fingerprint = program.fingerprint
-    step = Later(pool, lambda: program)
+    step = BackgroundCompile(pool, lambda: program)
     step.begin()
     return Programs(
         step=step,
         init=init,
-        evaluate=Later(
+        evaluate=BackgroundCompile(
             pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
         ),
-        digests=Later(pool, functools.partial(digest_program(state).lower, state)),
+        digests=BackgroundCompile(pool, functools.partial(digest_program(state).lower, state)),
         fingerprint=fingerprint,
     )
 

@@ -1,9 +1,9 @@
-"""A training step before it is compiled. Runs, reports, plans and benchmarks compile it here, and nowhere else.
+"""Lower and compile a training step. Runs, reports, plans and benchmarks all compile steps with this module.
 
-The compiler's result depends on the program, on options and, on GPUs, on a profile. XLA:GPU's scheduler knows no times:
-all fusions are equally long to it. So a scheduled step is compiled twice there, the second time with estimated times
-of the first program's instructions as its profile (`measure/profile.py`). These follow from the program's text and from
-published rates, so all processes of a run have the same.
+The result depends on the program, on the compiler's options and, on GPUs, on a profile. XLA:GPU's scheduler has no
+instruction times of its own: it treats all fusions as equally long. So a scheduled step is compiled twice on GPUs, the
+second time with estimated instruction times of the first program as its profile (`measure/profile.py`). The estimates
+follow from the program's text and from published rates, so all processes of a run compute the same profile.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from moe_jax.schedule.xla_flags import Value
 from moe_jax.step.trainer import Trainer
 
 _PROFILE = "fdo_profile"  # jax's name for the option
-_PROFILE_FILE = "xla_gpu_pgle_profile_file_or_directory_path"  # XLA's flag for a profile that was measured
+_PROFILE_FILE = "xla_gpu_pgle_profile_file_or_directory_path"  # XLA's flag for a measured profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """All that decides what a step is compiled to on given devices."""
+    """Everything that determines the compiled step on a set of devices."""
 
     lowered: Lowered
-    options: Mapping[str, Any]  # of the compiler
-    target: Target | None  # by whose rates it is compiled a second time; None: it is compiled once
+    options: Mapping[str, Any]  # compiler options
+    target: Target | None  # its rates give the profile of the second compilation; None: compile once
     num_devices: int
 
     def compile(self) -> Compiled:
-        """Raises JaxRuntimeError if the compiler refuses it."""
+        """Compile the step, twice if it has a `target`. Raises JaxRuntimeError if the compiler rejects it."""
         first = self.lowered.compile({**self.options})
         if self.target is None:
             return first
@@ -53,19 +53,19 @@ class StepProgram:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for the same program, options and rates, whatever process, host or command made it."""
+        """A hash that is equal for equal programs, options and rates, in every process, host and command."""
         rates = self.target and dataclasses.replace(self.target, name="")
-        made_of = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
-        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+        contents = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
+        return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def step_program(
     trainer: Trainer, batch: Any, target: Target | None, options: Mapping[str, Value] | None = None
 ) -> StepProgram:
-    """The step of a trainer, for a batch or its shape.
+    """Return the program of a trainer's step for a batch or its shape.
 
-    `target` is what the mesh consists of, see `target_here`; only GPUs' rates are used. `options` replace the
-    trainer's.
+    `target` describes the devices of the mesh, see `target_here`; only the rates of GPUs are used. `options` override
+    the trainer's compiler options.
     """
     switch_off_pgle()
     chosen = {**trainer.options, **(options or {})}
@@ -79,9 +79,10 @@ def step_program(
 
 
 def target_here(trainer: Trainer) -> Target | None:
-    """The GPUs of this run, for `step_program`; None for other devices, or if their rates are unknown, which is told.
+    """Return the GPUs of this run as a target for `step_program`.
 
-    All processes call it.
+    Returns None for other devices, and for GPUs with unknown rates, after printing a message. All processes must call
+    this.
     """
     devices = trainer.mesh.devices.flatten().tolist()
     if devices[0].platform != "gpu":
@@ -90,9 +91,9 @@ def target_here(trainer: Trainer) -> Target | None:
     if not trainer.kind.facts.orders_tasks:
         return target
     if _has_profile({}):
-        _say(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")
+        _print(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")
     elif target is None:
-        _say(
+        _print(
             f"the rates of {devices[0].device_kind} are unknown: the step is compiled without estimated times of its "
             "instructions, which may expose more of its communication (docs/compiled.md)"
         )
@@ -100,7 +101,7 @@ def target_here(trainer: Trainer) -> Target | None:
 
 
 def config_at(config: Config, step: int) -> Config:
-    """The config with the capacity factor of a step (1 is the first)."""
+    """Return the config with the capacity factor that step `step` uses; 1 is the first step."""
     factors = [config.model.moe.capacity_factor]
     factors += [factor for first, factor in config.model.moe.capacity_schedule if first <= step]
     moe = dataclasses.replace(config.model.moe, capacity_factor=factors[-1], capacity_schedule=())
@@ -108,21 +109,21 @@ def config_at(config: Config, step: int) -> Config:
 
 
 def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Of the global batch, with its sharding."""
+    """Return the shape of the global batch, with its sharding."""
     shape = (config.train.batch_size, config.data.seq_len + 1)
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
 
 
 def switch_off_pgle() -> None:
-    """Tell, once, that JAX_ENABLE_PGLE has no effect here.
+    """Switch off JAX_ENABLE_PGLE, which has no effect here, and print a message once.
 
-    jax measures programs that it compiles when they are called, and those of a run are compiled ahead of time. Left on,
-    it would still take CUDA graphs from every program that is compiled without a profile.
+    jax profiles programs that it compiles when they are called, but the programs of a run are compiled ahead of time.
+    If the option stayed on, jax would still disable CUDA graphs in every program that is compiled without a profile.
     """
     if not jax.config.jax_enable_pgle:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_enable_pgle", False)
-    _say(
+    _print(
         "JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run: it is switched off "
         "(docs/compiled.md tells how to use a measured profile)"
     )
@@ -132,6 +133,6 @@ def _has_profile(options: Mapping[str, Value]) -> bool:
     return _PROFILE_FILE in options or _PROFILE_FILE in os.environ.get("XLA_FLAGS", "")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if is_main_process():
         print(text, flush=True)

@@ -1,7 +1,7 @@
-"""Compiled programs, and numbers, that outlive their process: started again by a supervisor, it loads what it had.
+"""A disk cache of compiled programs and measured numbers, for processes that a supervisor restarts.
 
-jax's own persistent cache does not do it on CPUs, where each process looks for another key, and only process 0 writes.
-jax unpickles what it loads, and runs it, so the folder must be one that nobody else can write to.
+jax's own persistent cache does not work for this on CPUs: each process looks for a different key, and only process 0
+writes. jax unpickles and runs what it loads, so the folder must not be writable by others.
 """
 
 import hashlib
@@ -25,40 +25,43 @@ from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
 
-_SAY_HOW = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # to compile, in the environment
+_COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the result of a compilation
 
 
 def compiled(source: Lowered | StepProgram) -> Compiled:
-    """Compile, unless this process of the same run has done so before.
+    """Compile a program, or load it if the same process of this run has compiled it before.
 
-    Raises ConfigError for a folder of others, and RaceError for a program that devices of this CPU would mix up.
+    Raises ConfigError if others can write to the cache folder, and RaceError if CPU devices could mix up the program's
+    collectives.
     """
     if PROGRAMS not in os.environ:
         return _checked(source.compile())
-    lowered, made_of = (
+    lowered, key = (
         (source.lowered, source.fingerprint)
         if isinstance(source, StepProgram)
         else (source, (source.as_text(), compiler_options(jax.default_backend())))
     )
-    path = _path(made_of, jax.process_index())
+    path = _path(key, jax.process_index())
     if path.exists():
         try:
             return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
-        except Exception:  # a damaged file ends in any way
+        except Exception:  # a damaged file can raise anything
             path.unlink(missing_ok=True)
     _stop_jaxs_cache()
     program = _checked(source.compile())
-    # what calls back into Python, say to send in the background, cannot be kept; or there is no room: compiled again
+    # programs that call back into Python (background sends) cannot be stored, nor can any on a full disk
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
         write_together({path: serialize(program)[0]})
     return program
 
 
 def _stop_jaxs_cache() -> None:
-    """For this process. XLA:CPU writes a program that came from that cache without its functions: nobody can run it."""
+    """Disable jax's cache in this process. XLA:CPU serializes a program that came from that cache without its
+    functions, so it could not be run again.
+    """
     if jax.default_backend() == "cpu" and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # it looks at the setting once
+        compilation_cache.reset_cache()  # jax reads the setting only once
 
 
 def _checked(program: Compiled) -> Compiled:
@@ -67,46 +70,46 @@ def _checked(program: Compiled) -> Compiled:
     return program
 
 
-class Later:
-    """A program that is compiled in the background once `begin` is called, or as soon as somebody waits for it."""
+class BackgroundCompile:
+    """A program that is compiled in the background when `begin` is called, or when its result is first requested."""
 
     def __init__(self, pool: ThreadPoolExecutor, lower: Callable[[], Lowered | StepProgram]):
         self._pool, self._lower, self._lock = pool, lower, threading.Lock()
-        self._begun: Future[Compiled] | None = None
+        self._started: Future[Compiled] | None = None
 
     def begin(self) -> Future[Compiled]:
-        """Returns at once; called again, it does nothing more."""
+        """Start the compilation and return at once; further calls return the same future."""
         with self._lock:
-            self._begun = self._begun or self._pool.submit(lambda: compiled(self._lower()))
-        return self._begun
+            self._started = self._started or self._pool.submit(lambda: compiled(self._lower()))
+        return self._started
 
     def result(self, timeout: float | None = None) -> Compiled:
-        """Waits for the compiler; raises what stopped it."""
+        """Wait for the compiler and return the program; raise the compiler's exception if it failed."""
         return self.begin().result(timeout)
 
 
-Pending = Later | Future[Compiled]  # whose `result` waits for the program
+Pending = BackgroundCompile | Future[Compiled]  # `result` waits for the program
 
 
-def kept(name: str, measure: Callable[[], float]) -> float:
-    """A number that takes time to measure, unless process 0 of the same run has measured it before."""
+def cached_number(name: str, measure: Callable[[], float]) -> float:
+    """Return a number that takes time to measure, or the value that process 0 of this run measured before."""
     if PROGRAMS not in os.environ:
         return measure()
     path = _path(name)
-    with suppress(OSError, ValueError):  # there is none, or a damaged one
+    with suppress(OSError, ValueError):  # no file, or a damaged one
         return float(path.read_text())
     number = measure()
-    with suppress(OSError):  # no room
+    with suppress(OSError):  # the disk is full
         write_atomically(path, repr(number))
     return number
 
 
-def _path(*made_of: Any) -> Path:
-    """Of what follows from these things on these devices."""
+def _path(*key: Any) -> Path:
+    """Return the cache file for these keys on these devices, with this version of jax."""
     device = jax.local_devices()[0]
     here = [jax.__version__, jax.process_count(), jax.device_count(), device.device_kind]
-    here += [device.client.platform_version, *(os.environ.get(name) for name in _SAY_HOW)]
-    return _own_folder() / hashlib.sha256(repr((made_of, here)).encode()).hexdigest()
+    here += [device.client.platform_version, *(os.environ.get(name) for name in _COMPILE_ENVIRONMENT)]
+    return _own_folder() / hashlib.sha256(repr((key, here)).encode()).hexdigest()
 
 
 def _own_folder() -> Path:
@@ -114,7 +117,7 @@ def _own_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own(folder.resolve()):
         raise ConfigError(
-            f"{PROGRAMS}={folder} can be written to by others, and programs that lie there are run: "
+            f"{PROGRAMS}={folder} can be written to by others, and programs stored there are run: "
             "use a folder of your own, with chmod 700"
         )
     return folder

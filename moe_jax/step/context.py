@@ -1,7 +1,7 @@
-"""What a step is given: what holds for the whole run, and what changes with every step.
+"""The inputs of a step: what is constant during a run, and what changes with every step.
 
-B sequences of this device, in A accumulated parts of b; N tokens of a sequence and N1 = N + 1; M blocks with experts,
-E experts.
+B sequences of this device, in A parts of b sequences for gradient accumulation; N tokens of a sequence and N1 = N + 1;
+M blocks with experts, E experts.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What holds for every step of a run."""
+    """Everything that is constant over the steps of a run."""
 
     config: Config
     compute: ComputeConfig
-    stages: Stages  # which blocks each pipeline stage holds
+    stages: Stages  # which blocks each pipeline stage has
     dims: ParamDims
     specs: Specs  # how parameters are sharded
-    cuts: Cuts  # how moments, and the gradients that they are made of, are cut over devices (`optimizer.zero`)
+    cuts: Cuts  # how moments, and the gradients they are computed from, are sharded (`optimizer.zero`)
     optimizer: optax.GradientTransformationExtraArgs
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepContext":
-        """The context that a config asks for. Raises ConfigError."""
+        """Build the context for a config on a mesh. Raises ConfigError."""
         dims = param_dims(config.model)
         return cls(
             config=config,
@@ -54,30 +54,32 @@ class StepContext:
 
     @property
     def grad_specs(self) -> Specs:
-        """How gradients and moments are sharded once gradients are summed."""
+        """The sharding of gradients, after they are summed, and of moments."""
         return zero.part_specs(self.cuts, self.specs)
 
     @property
     def global_tokens(self) -> int:
-        """Predicted tokens of the global batch."""
+        """The number of predicted tokens in the global batch."""
         return self.config.train.batch_size * self.config.data.seq_len
 
 
 class StepInputs(NamedTuple):
-    """What changes with every step besides parameters: this device's tokens, or those of one part of its batch."""
+    """The inputs that change with every step besides parameters: this device's tokens, or those of one part of its
+    batch.
+    """
 
     token_BN1: Int[Array, "B N1"]
     batch_part: BatchPart = EVALUATION
-    slot_ME: Int[Array, "M E"] | None = None  # where experts lie (`models/placement.py`); None: in their order
+    slot_ME: Int[Array, "M E"] | None = None  # placement (`models/placement.py`); None: experts in order
 
     def in_parts(self, count: int) -> Int[Array, "A b N1"]:
-        """The tokens of the `train.grad_accumulation` parts."""
+        """Split the tokens into the `train.grad_accumulation` parts."""
         return self.token_BN1.reshape(count, -1, self.token_BN1.shape[-1])
 
     def part(self, token_bN1: Int[Array, "b N1"], number: int | jax.Array, count: int) -> "StepInputs":
-        """The inputs of part `number` of `count`, whose tokens these are."""
+        """Return the inputs of part `number` of `count`, which has these tokens."""
         return self._replace(token_BN1=token_bN1, batch_part=BatchPart(self.batch_part.step, number, count))
 
     def router_inputs(self, context: StepContext) -> RouterInputs | None:
-        """What gates look at besides features; None if no gate does."""
+        """Return what gates read besides features, or None if no gate reads anything else."""
         return self.batch_part.router_inputs(self.token_BN1[:, :-1], context.config.model.moe, context.compute.seed)

@@ -1,6 +1,6 @@
-"""The part of the training state that says where experts lie, and how they were loaded since somebody last looked.
+"""The placement in the training state: where experts are stored, and their load since the rebalancer last ran.
 
-M blocks with experts, E experts, S slots of them, R rows of a stack of blocks, L slots of this rank.
+M blocks with experts, E experts, S slots for them, R rows of a stack of blocks, L slots of this rank.
 """
 
 from collections.abc import Mapping
@@ -28,31 +28,35 @@ Placement = dict[str, jax.Array]
 
 
 def first_placement(model: ModelConfig, ranks: int = 1, replicas: int = 0) -> Placement:
-    """Experts in their order, nothing seen; with `replicas` as many slots of each of the ranks are free."""
+    """Return the initial placement: experts in order, loads zero. With `replicas`, each rank has that many
+    free slots.
+    """
     blocks, experts = model.block_kinds.count("moe"), model.moe.num_experts
     name = "expert_MS" if replicas else "slot_ME"
     return {
         name: jnp.tile(jnp.asarray(first_experts(experts, ranks, replicas)), (blocks, 1)),
-        "load_ME": jnp.zeros((blocks, experts), jnp.float32),  # sums of each step's shares
-        "over_M": jnp.zeros(blocks, jnp.int32),  # windows in a row in which ranks were loaded unevenly
+        "load_ME": jnp.zeros((blocks, experts), jnp.float32),  # sum over steps of each expert's share of the tokens
+        "over_M": jnp.zeros(blocks, jnp.int32),  # consecutive windows with uneven load over ranks
     }
 
 
 def placement_shapes(model: ModelConfig, slots: int, like: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a placement with so many slots of a block, on the mesh of another array."""
+    """Return the shapes of a placement with `slots` slots per block, replicated on the mesh of `like`."""
     whole = NamedSharding(like.mesh, REPLICATED)
     shapes = jax.eval_shape(partial(first_placement, model, replicas=slots - model.moe.num_experts))
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in shapes.items()}
 
 
 def slots_of(state: Mapping[str, Any]) -> jax.Array | None:
-    """Where experts of each block lie, `slot_ME` or `expert_MS` (`models/placement.py`); None: in their order."""
+    """Return the placement of experts in each block, `slot_ME` or `expert_MS` (`models/placement.py`), or None if they
+    are in order.
+    """
     placement = state.get("placement")
     return placement and placement["expert_MS" if "expert_MS" in placement else "slot_ME"]
 
 
 def fits(placement: Placement, config: Config, ranks: int) -> bool:
-    """Whether a placement is one of a config whose experts are cut over so many ranks."""
+    """Whether a placement is valid for a config whose experts are sharded over `ranks` ranks."""
     experts, where = config.model.moe.num_experts, np.asarray(slots_of({"placement": placement}))
     if where.shape[1] != experts + config.replicas * ranks:
         return False
@@ -62,7 +66,7 @@ def fits(placement: Placement, config: Config, ranks: int) -> bool:
 
 
 def with_first_placement(state: State, shapes: State, config: Config, ranks: int) -> State:
-    """A state whose experts lie in their order with a placement that says so, sharded like `shapes`."""
+    """Add the initial placement to a state whose experts are in order; the result is sharded like `shapes`."""
     wanted = jax.tree.map(lambda x: x.sharding, shapes)
     first = partial(first_placement, config.model, ranks, config.replicas)
     placement = jax.jit(first, out_shardings=wanted["placement"])()
@@ -74,7 +78,7 @@ def with_first_placement(state: State, shapes: State, config: Config, ranks: int
 
 
 def ordered(state: State, shapes: State, stages: Stages) -> State:
-    """A state, or a part of it, without its placement: experts in their order, sharded like `shapes`."""
+    """Return a state, or a part of it, with its experts in order and without its placement, sharded like `shapes`."""
     rest = {name: part for name, part in state.items() if name != "placement"}
     wanted = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in rest})
     sort = jax.jit(partial(by_expert, stages=stages), out_shardings=wanted)
@@ -83,14 +87,16 @@ def ordered(state: State, shapes: State, stages: Stages) -> State:
 
 
 def params_in_order(state: State, stages: Stages) -> Params:
-    """A state's parameters with experts in their order, for who knows no placement."""
+    """Return a state's parameters with experts in order, for readers that do not use a placement."""
     params: Params = state["params"]
     slot_ME = slots_of(state)
     return params if slot_ME is None else by_expert({"params": params}, slot_ME, stages)["params"]
 
 
 def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[str, Placement]:
-    """The placement of a state, if it has one, with the loads of a step added unless the step was bad."""
+    """Return the placement of a state, if it has one, with the expert loads of a step added, unless the step
+    was bad.
+    """
     if "placement" not in state:
         return {}
     load_ME = state["placement"]["load_ME"]
@@ -99,20 +105,22 @@ def with_load_added(state: State, metrics: Metrics, is_good: jax.Array) -> dict[
 
 
 def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Experts | None]:
-    """Which experts the parameters of this device are of, leaf by leaf; inside `shard_map`. Without experts None."""
+    """Return, for each parameter leaf on this device, which experts it belongs to; None for leaves without experts.
+    Runs inside `shard_map`.
+    """
     dims, stages, axis = context.dims, context.stages, context.compute.expert_axis
     experts, ranks = stages.model.moe.num_experts, jax.lax.axis_size(axis)
-    held = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
+    own = (experts if slot_ME is None else slot_ME.shape[1]) // ranks
 
     def of_group(group: tuple[int, int] | None) -> Experts | None:
         if group is None:
             return None
-        first = jax.lax.axis_index(axis) * held
+        first = jax.lax.axis_index(axis) * own
         if slot_ME is None:
-            number_RL = jnp.broadcast_to(first + jnp.arange(held), (_rows_here(group, stages), held))
+            number_RL = jnp.broadcast_to(first + jnp.arange(own), (_rows_here(group, stages), own))
         else:
             number_RS = _counted_once(_own_rows(slot_ME, group, stages), experts)
-            number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, held, axis=1)
+            number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, own, axis=1)
         return Experts(number_RL, experts)
 
     leaves = jax.tree.leaves_with_path(dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
@@ -121,7 +129,7 @@ def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Expert
 
 
 def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
-    """The expert of each slot; from E on, each another number, in free ones and those of further copies."""
+    """Return the expert in each slot. Free slots and further copies of an expert get distinct numbers from E on."""
     if slot_RE.shape[1] == experts:
         return jnp.argsort(slot_RE, axis=1)
     slots = jnp.arange(slot_RE.shape[1])
@@ -130,9 +138,9 @@ def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
 
 
 def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepContext) -> Grads:
-    """Gradients summed over devices, with those of an expert's copies added up; inside `shard_map`.
+    """Sum the gradients of an expert's copies; `grads` are already summed over devices. Runs inside `shard_map`.
 
-    The same gradients if no expert has copies (`migration.replicas`).
+    Returns the gradients unchanged if experts have no copies (`migration.replicas`).
     """
     if expert_MS is None or not context.config.replicas:
         return grads
@@ -153,7 +161,7 @@ def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepC
 
 
 def _own_rows(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:
-    """Of the blocks in the rows of a stack that this pipeline stage has."""
+    """Return the placement of the blocks in this pipeline stage's rows of a stack."""
     block_R = np.zeros(stages.layout[group[0]][0], np.int32)  # unused rows have no gradients, so any block will do
     for m, (segment, place, row) in enumerate(moe_blocks(stages)):
         if (segment, place) == group:

@@ -1,6 +1,8 @@
-"""Faults put into training on purpose, to see that runs survive them. Without one, nothing is there of them.
+"""Faults that tests inject into training to check that runs survive them. Programs traced without a fault contain none
+of this.
 
-`nan_at` is traced into steps. With FOLDER, a run in processes of its own can be asked to damage what is in its memory.
+`nan_at` is traced into steps. With the environment variable in FOLDER set, a run in its own processes can be asked to
+corrupt its state in memory.
 """
 
 import dataclasses
@@ -16,25 +18,25 @@ import jax.numpy as jnp
 from moe_jax.parallel.mesh import ALL_AXES
 from moe_jax.parallel.trees import Params
 
-FOLDER = "MOE_JAX_FAULTS"  # environment variable: where a file `nan-RANK` asks for NaN in what that process holds
+FOLDER = "MOE_JAX_FAULTS"  # environment variable: a folder in which a file `nan-RANK` requests NaN in that process
 
 
 @dataclasses.dataclass(frozen=True)
 class Nan:
-    """One device computes with NaN in the place of a parameter, which itself stays as it is."""
+    """A fault: one device computes with NaN in place of a parameter, while the stored parameter stays as it is."""
 
-    step: int  # the first such one; 1 is a run's first
-    device: int  # its place in the mesh
+    step: int  # the first faulty step; a run begins with 1
+    device: int  # index in the mesh
     parameter: str  # path in the tree, e.g. segments.0.0.norm
     steps: int
 
 
-_faults: list[Nan] = []  # of steps traced now, in whichever thread
+_faults: list[Nan] = []  # active faults, for steps traced in any thread
 
 
 @contextmanager
 def nan_at(step: int, device: int, parameter: str = "norm", steps: int = 1) -> Iterator[None]:
-    """Steps traced in this context have NaN on one device, in `steps` of them from `step` on."""
+    """Trace steps in this context with NaN on one device, in `steps` steps starting with `step`."""
     fault = Nan(step, device, parameter, steps)
     _faults.append(fault)
     try:
@@ -44,11 +46,11 @@ def nan_at(step: int, device: int, parameter: str = "norm", steps: int = 1) -> I
 
 
 def inject_faults(params: Params, step: jax.Array | None) -> Params:
-    """Parameters as this device computes with them behind `step` done steps; inside `shard_map`."""
+    """Return the parameters that this device computes with after `step` completed steps. Runs inside `shard_map`."""
     if step is None or not _faults:
         return params
 
-    def strike(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def inject(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         for fault in _faults:
             if jax.tree_util.keystr(path, simple=True, separator=".") == fault.parameter:
                 since = step + 1 - fault.step
@@ -56,11 +58,13 @@ def inject_faults(params: Params, step: jax.Array | None) -> Params:
                 leaf = jnp.where(here, jnp.nan, leaf)
         return leaf
 
-    return jax.tree.map_with_path(strike, params)
+    return jax.tree.map_with_path(inject, params)
 
 
-def struck_as_asked(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with NaN for a parameter on this process's first device, if FOLDER asks for it, which it does once."""
+def inject_requested_fault(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state, with a parameter set to NaN on this process's first device if a file in FOLDER requests it. The
+    file is deleted.
+    """
     if FOLDER not in os.environ:
         return state
     with suppress(FileNotFoundError):

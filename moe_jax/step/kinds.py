@@ -1,4 +1,4 @@
-"""The three kinds of training step, one of which a config asks for: plain, scheduled, pipelined."""
+"""The three kinds of training step: plain, scheduled and pipelined. The config selects one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from moe_jax.step.scheduled.gradients import scheduled_gradients
 
 @dataclass(frozen=True, kw_only=True)
 class StepKind:
-    """How a step computes gradients and the loss of an evaluation; all else is the same in every step (`plain.py`)."""
+    """How a step computes gradients and the evaluation loss; everything else is the same in every step (`plain.py`)."""
 
     facts: StepFacts
-    gradients: plain.Gradients  # as `plain.gradients`
-    evaluate: Callable[[Params, StepInputs, StepContext], jax.Array]  # as `plain.evaluate`
+    gradients: plain.Gradients  # same signature and values as `plain.gradients`
+    evaluate: Callable[[Params, StepInputs, StepContext], jax.Array]  # same signature and values as `plain.evaluate`
     schedule: Schedule | None = None  # the order of tasks of a scheduled step
     pipeline: pipelined.PipelinedPlan | None = None  # the ticks of a pipelined step
 
@@ -62,5 +62,5 @@ STEP_KINDS: dict[StepKindName, Callable[[Config, Mesh], StepKind]] = {
 
 
 def step_kind(config: Config, mesh: Mesh) -> StepKind:
-    """The kind of step that a config asks for. Raises ScheduleError or ConfigError."""
+    """Return the kind of step that a config selects. Raises ScheduleError or ConfigError."""
     return STEP_KINDS[config.step_kind](config, mesh)

@@ -1,4 +1,4 @@
-"""The parts of the loss, and the metrics that are made of them.
+"""The terms of the loss, and the metrics computed from them.
 
 M blocks with experts, E experts.
 """
@@ -16,7 +16,9 @@ Metrics = dict[str, jax.Array]
 
 
 class ObjectiveParts(NamedTuple):
-    """Each part of the loss, and routing counts: one device's share, whose sum over devices is the whole."""
+    """The terms of the loss and the routing counts. Each is one device's share; shares add up to the total over
+    devices.
+    """
 
     cross_entropy: Float[Array, ""]  # mean nats per token of the global batch
     load_balance_loss: Float[Array, ""]
@@ -25,7 +27,7 @@ class ObjectiveParts(NamedTuple):
     num_dropped_M: Float[Array, " M"]
 
     def auxiliary(self, moe: MoEConfig) -> Float[Array, ""]:
-        """The weighted losses that are added to the cross-entropy."""
+        """Return the weighted losses that are added to the cross-entropy."""
         return moe.aux_loss_coeff * self.load_balance_loss + moe.z_loss_coeff * self.router_z_loss
 
 
@@ -36,7 +38,7 @@ def parts_of(
     global_tokens: int,
     moe: MoEConfig,
 ) -> ObjectiveParts:
-    """The parts of a device's share, from what its routers did and what those of all devices counted."""
+    """Return a device's share of each term, from its own router statistics and the global token counts of experts."""
     if stats is None or global_count_ME is None:
         return ObjectiveParts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
     return ObjectiveParts(
@@ -49,7 +51,7 @@ def parts_of(
 
 
 def metrics_of(total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoEConfig) -> Metrics:
-    """The metrics of a step, from the sums over devices, the gradients' norm and the learning rate."""
+    """Return the metrics of a step from the sums over devices, the gradient norm and the learning rate."""
     metrics = {
         "cross_entropy": total.cross_entropy,
         "grad_norm": norm,
@@ -59,7 +61,7 @@ def metrics_of(total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoE
         return metrics | {"loss": total.cross_entropy}
     auxiliary = total.auxiliary(moe)
     pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
-    pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # the pairs of all blocks may exceed 32 bits
+    pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # the sum over blocks may exceed 32 bits
     return metrics | {
         "loss": total.cross_entropy + auxiliary,
         "load_balance_loss": total.load_balance_loss,

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, decay and a mask that spares vectors."""
+"""AdamW with warm-up and decay of the learning rate, and no weight decay for vectors."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from moe_jax.step.router_bias import score_biases
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Step (0 is the first) → learning rate: linear warm-up, then the configured decay.
+    """Return the schedule from step (0 is the first) to learning rate: linear warm-up, then the configured decay.
 
-    With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W the peak, and the last step of `train.steps` has
-    `final_fraction` of it (the peak, if no step follows W). Later steps have that, too.
+    With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W has the peak, and the last step of `train.steps`
+    has `final_fraction` of it (or the peak, if no step follows W). Later steps keep the last value.
     """
     settings, steps = config.optimizer, config.train.steps
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
@@ -29,16 +29,17 @@ def learning_rate(config: Config) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, end, decay_steps),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # the first step already learns: a warm-up from 0 would waste it
+    # a warm-up from 0 would waste the first step
     warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
     return optax.join_schedules([warmup, decay], [settings.warmup_steps])
 
 
 def make_optimizer(config: Config, dims: ParamDims) -> optax.GradientTransformationExtraArgs:
-    """AdamW, as `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of vectors do not.
+    """Return AdamW, equivalent to `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of
+    vectors do not.
 
-    Its update takes `is_good`, too: whether moments change. Score biases are none of its business: they have no
-    moments.
+    Its update also takes `is_good`, which is false for a bad step: moments then stay unchanged. Score biases are not
+    optimized here and have no moments.
     """
     settings = config.optimizer
     is_matrix = map_dims(_is_matrix, dims)
@@ -52,9 +53,10 @@ def make_optimizer(config: Config, dims: ParamDims) -> optax.GradientTransformat
 
 
 def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` whose moments stay in a bad step.
+    """`optax.scale_by_adam`, except that moments do not change in a bad step.
 
-    Chosen behind the whole update, they would all be copied: it would read the old ones, over which they are written.
+    If the moments were selected after the whole update, XLA would copy all of them: the selection would read the old
+    moments after they are overwritten.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
@@ -72,22 +74,28 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
 
 
 def unless_bad(is_good: jax.Array, new: Tree, old: Tree) -> Tree:
-    """The new tree, or bit for bit the old one."""
+    """Return the new tree, or the old one, bit for bit, if the step is bad."""
     return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
 
 
 def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """The new state of an optimiser whose moments are right already."""
+    """Return the new optimizer state with the step counts of the old one if the step is bad; moments are already
+    selected.
+    """
     return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
 
 
 def _is_matrix(dims: Dims) -> bool:
-    """Whether an array leads from one space to another; heads with their width are one, layers and experts none."""
+    """Whether an array maps one space to another. Heads and their width count as one dimension; layers and experts do
+    not count.
+    """
     return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
 
 
 def state_partitions(optimizer: optax.GradientTransformation, params: Params, specs: Specs) -> Tree:
-    """PartitionSpecs of the optimiser state: moments like their parameters, counters everywhere."""
+    """Return the PartitionSpecs of the optimizer state: moments are sharded like their parameters, counters are
+    replicated.
+    """
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_utils.tree_map_params(
         optimizer,
@@ -100,12 +108,14 @@ def state_partitions(optimizer: optax.GradientTransformation, params: Params, sp
 
 
 def _is_missing(moment: Any) -> bool:
-    """Whether a parameter has none."""
+    """Whether a parameter has no moment."""
     return isinstance(moment, optax.MaskedNode)
 
 
 def state_cuts(config: Config, mesh: Mesh) -> Cuts:
-    """How each parameter's moments, and the gradient that they are made of, are cut over devices."""
+    """Return how each parameter's moments, and the gradient they are computed from, are sharded over devices
+    by ZeRO.
+    """
     dims = param_dims(config.model)
     specs = partitions(dims, expert_axis(config.mesh))
     if not config.optimizer.zero:
@@ -117,13 +127,13 @@ def state_cuts(config: Config, mesh: Mesh) -> Cuts:
 
 
 def updates_done(state: optax.OptState) -> jax.Array:
-    """How many updates an optimiser state has seen: steps without the bad ones."""
+    """Return the number of updates in an optimizer state: all steps but the bad ones."""
     count: jax.Array = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
     return count
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
-    """What to multiply gradients with so that their global norm is at most `clip_norm`."""
+    """Return the factor that limits the global norm of the gradients to `clip_norm`."""
     if clip_norm is None:
         return jax.numpy.ones_like(norm)
     return jax.numpy.minimum(1.0, clip_norm / jax.numpy.maximum(norm, 1e-30))

@@ -1,16 +1,16 @@
-"""The plain training step: what each device runs, inside `shard_map`. Read this file first.
+"""The plain training step: the code that each device runs inside `shard_map`. Read this file first.
 
 A step computes the loss of this device's tokens, differentiates it, sums the gradients over devices, clips them and
 updates the parameters. The two other kinds of step (`kinds.py`) replace `gradients`, and pipelines also `evaluate`, by
-functions that compute the same values in an order of their own. So this file is also their specification.
+functions that compute the same values in a different order. So this file is also their specification.
 
-The mesh has five axes. Tokens are cut over data, context, expert and tensor ranks, experts over expert ranks, heads and
-hidden widths over tensor ranks, and blocks over pipeline stages. `forward` sends rows to experts and back and gathers
-what tensor and context ranks need. `sync_gradients` sums each gradient over the axes on which its parameter is
-replicated. `sum_over_batch` sums over all ranks that have tokens of their own.
+The mesh has five axes. Tokens are sharded over data, context, expert and tensor ranks, experts over expert ranks, heads
+and hidden widths over tensor ranks, and blocks over pipeline stages. `forward` sends rows to experts and back, and
+gathers what tensor and context ranks need. `sync_gradients` sums each gradient over the axes on which its parameter is
+replicated. `sum_over_batch` sums over all ranks that have different tokens.
 
-B sequences of this device, in A accumulated parts of b; N tokens of each sequence and N1 = N + 1; D model width;
-M blocks with experts, E experts.
+B sequences of this device, in A parts of b sequences for gradient accumulation; N tokens of each sequence and N1 = N +
+1; D model width; M blocks with experts, E experts.
 """
 
 from collections.abc import Callable
@@ -41,13 +41,14 @@ _Sum = TypeVar("_Sum")
 
 
 def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], ObjectiveParts]:
-    """This device's share of cross-entropy + weighted load-balance and router z losses, and its parts.
+    """Return this device's share of the loss, and the share of each term of it.
 
-    The shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum
-    over devices is differentiated, only exchanges and what tensor and context ranks send each other.
+    The loss is cross-entropy + weighted load-balance and router z losses. The shares of all devices add up to the loss
+    of the global batch, and their gradients to its gradient. So no sum over devices is differentiated, only exchanges
+    and the transfers between tensor and context ranks.
     """
     model, compute, tokens = context.config.model, context.compute, context.global_tokens
-    input_Bn, target_Bn = local_tokens(inputs.token_BN1)  # context and tensor ranks have n of N tokens each
+    input_Bn, target_Bn = local_tokens(inputs.token_BN1)  # each context and tensor rank has n of N tokens
     x_BnD, stats = forward(params, input_Bn, model, compute, inputs.router_inputs(context), inputs.slot_ME)
     nats = cross_entropy(params, x_BnD, target_Bn, model, compute.loss_chunk) / tokens
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
@@ -56,11 +57,11 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
 
 def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Grads, ObjectiveParts]:
-    """Gradients of the objective, summed over devices, and this device's parts of it.
+    """Return the gradients of the objective, summed over devices, and this device's share of each term.
 
-    Parts of a batch (`train.grad_accumulation`) run one after another, fill slots and are balanced by themselves.
-    Devices are summed after the last one, or after each (`optimizer.zero=2`). Of an array that `context.cuts` cut, a
-    device gets the sum of its own part.
+    The parts of a batch (`train.grad_accumulation`) run one after another; each has its own expert capacity and
+    load-balance loss. Gradients are summed over devices after the last part, or after each part with
+    `optimizer.zero=2`. If `context.cuts` shards an array, each device gets the sum of its own shard.
     """
     count = context.config.train.grad_accumulation
 
@@ -81,7 +82,7 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
 
 def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:
-    """This device's share of the mean nats per token of a batch that nothing is learned from."""
+    """Return this device's share of the mean nats per token of a batch, without an update."""
     count = context.config.train.grad_accumulation
 
     def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -99,10 +100,10 @@ def train_step(
     context: StepContext,
     gradients: Gradients,
 ) -> tuple[State, Metrics]:
-    """The state after a step, and its metrics.
+    """Return the state after a step, and its metrics.
 
-    A step is bad if its loss or gradient norm is not finite, or if its loss is above `max_loss`: it changes nothing but
-    the number of steps.
+    A step is bad if its loss or gradient norm is not finite, or if its loss is above `max_loss`. A bad step only
+    increments the step counter.
     """
     background.new_program()
     config, compute, cuts = context.config, context.compute, context.cuts
@@ -110,7 +111,7 @@ def train_step(
     grads, parts = gradients(fault_injection.inject_faults(state["params"], state["step"]), inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
-    if compute.platform == "cpu":  # where a sum keeps the thread that computes, until all devices have come
+    if compute.platform == "cpu":  # where a sum blocks the compute thread until all devices have joined
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
@@ -136,7 +137,7 @@ def train_step(
 
 
 def accumulate(of_part: Callable[[jax.Array, jax.Array | int], _Sum], part_AbN1: Int[Array, "A b N1"]) -> _Sum:
-    """The sum over the parts of a batch of `of_part(tokens, number)`, computed one after another."""
+    """Return the sum of `of_part(tokens, number)` over the parts of a batch, computed one after another."""
     zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(of_part, part_AbN1[0], 0))
 
     def add(total: _Sum, part: tuple[jax.Array, jax.Array]) -> tuple[_Sum, None]:

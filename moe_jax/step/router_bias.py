@@ -1,8 +1,8 @@
-"""Balance without an auxiliary loss: biases of experts' scores that move against their loads.
+"""Load balancing without an auxiliary loss: each expert has a score bias that moves against its load.
 
-Wang et al. 2024 (Auxiliary-Loss-Free Load Balancing), algorithm 1; DeepSeek-V3 2024, section 2.1.2. A bias counts in
-the choice of experts alone. No gradient, moment or decay reaches it: what moves it are the counts of the whole batch,
-the same on all devices.
+Wang et al. 2024 (Auxiliary-Loss-Free Load Balancing), algorithm 1; DeepSeek-V3 2024, section 2.1.2. A bias only affects
+which experts are chosen. It has no gradient, moment or weight decay. It is updated from the token counts of the whole
+batch, which are the same on all devices.
 
 M blocks with experts, E experts, R rows of a stacked array, some of them unused (see `moe_jax.config.layer_layout`).
 """
@@ -23,16 +23,17 @@ _UNUSED = -1
 
 
 def score_biases(dims: Tree) -> Tree:
-    """Which leaves of a tree like the parameters' dimensions are biases of experts' scores."""
+    """Return a tree of booleans that marks the score biases, with the structure of the parameters' dimensions."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key == SCORE_BIAS.name, dims, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
 
 
 def with_moved_biases(params: Tree, count_ME: Int[Array, "M E"], stages: Stages, rate: float | None) -> Tree:
-    """Parameters with biases after a step in which so many (token, choice) pairs of all devices chose each expert.
+    """Return the parameters with updated biases, after a step with these counts of (token, choice) pairs per expert.
 
-    Those of experts with less than the mean load grow by `rate`, those with more fall. Runs inside `shard_map`.
+    Counts are over all devices. The bias of an expert with less than the mean load grows by `rate`, the bias of one
+    with more falls by `rate`. Runs inside `shard_map`.
     """
     if not rate:
         return params
@@ -52,14 +53,16 @@ def _moved(block: Tree, count_ME: jax.Array, moe_R: jax.Array, rate: float) -> T
 
 
 def direction(count_RE: Int[Array, "R E"]) -> Float[Array, "R E"]:
-    """The sign of mean load - load, in whole numbers: exact for however many pairs, so the same on every mesh."""
+    """Return the sign of mean load - load in integer arithmetic: it is exact for any number of pairs, so it is the same
+    on every mesh.
+    """
     mean_R1, rest_R1 = jnp.divmod(count_RE.sum(axis=-1, keepdims=True), count_RE.shape[-1])
     above_RE = mean_R1 - count_RE
     return jnp.sign(jnp.where(above_RE == 0, rest_R1, above_RE)).astype(jnp.float32)
 
 
 def _moe_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
-    """Which of the blocks with experts lies in each row of a segment's stacked arrays."""
+    """Return the index, among blocks with experts, of the block in each row of a segment's stacked arrays."""
     kinds, segment = stages.model.block_kinds, segments(stages.model)[number]
     below = sum(len(other.kinds) * other.repeats for other in segments(stages.model)[:number])
     total, *rows = stages.layout[number]
@@ -70,6 +73,6 @@ def _moe_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
 
 
 def _own_rows(x_R: NDArray[np.int32]) -> jax.Array:
-    """Those of this pipeline stage."""
+    """Return the rows of this pipeline stage."""
     own = len(x_R) // jax.lax.axis_size(Axis.PIPELINE)
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(x_R), stage() * own, own)

@@ -1,4 +1,4 @@
-"""The programs of a run, jitted: the training step and evaluation as `shard_map` programs over the whole mesh.
+"""The jitted programs of a run: the training step and evaluation as `shard_map` programs over the whole mesh.
 
 B sequences of the global batch, N tokens of each and N1 = N + 1; M blocks with experts, E experts.
 """
@@ -32,45 +32,45 @@ from moe_jax.step.losses import Metrics
 from moe_jax.step.optimizer import state_partitions
 from moe_jax.step.plain import train_step
 
-# Random numbers run once, and LLVM takes seconds to optimise them; the values are the same with its first level.
+# Initialization runs once, but LLVM takes seconds to optimise it; its lowest level gives the same values.
 INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """The programs of a run, all over the same mesh and state layout."""
+    """The programs of a run. All use the same mesh and state layout."""
 
     mesh: Mesh
     kind: StepKind
     state_shapes: State  # ShapeDtypeStructs that carry shardings
-    param_shapes: Params  # of the parameters of a state without copies of experts, with shardings
+    param_shapes: Params  # parameters without copies of experts, with shardings
     init: Wrapped  # () → State
     begin: Wrapped  # parameters like param_shapes (donated) → State
-    step: Wrapped  # State (donated), batch, largest loss to learn from (left out: any) → State, metrics
-    evaluate: Wrapped  # parameters, batch, where experts lie (None: in their order) → mean nats per token
-    has_loss_bound: bool = False  # whether the step of a run gets its third argument
-    options: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # that the compiler gets with the step
+    step: Wrapped  # State (donated), batch, max_loss (optional: no limit) → State, metrics
+    evaluate: Wrapped  # parameters, batch, placement (None: experts in order) → mean nats per token
+    has_loss_bound: bool = False  # whether the run passes max_loss to the step
+    options: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # compiler options of the step
 
     def step_shapes(self, batch: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
-        """Shapes of the arguments of a run's step."""
+        """Return the shapes of the step's arguments."""
         bound = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, REPLICATED))
         return (self.state_shapes, batch, bound) if self.has_loss_bound else (self.state_shapes, batch)
 
     @property
     def schedule(self) -> schedule.Schedule | None:
-        """The order of a scheduled step's tasks."""
+        """The task order of a scheduled step; None for other kinds."""
         return self.kind.schedule
 
     @property
     def table(self) -> Table | None:
-        """The ticks of a pipelined step."""
+        """The tick table of a pipelined step; None for other kinds."""
         return self.kind.pipeline.table if self.kind.pipeline else None
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
-    """Build the programs; nothing is compiled or allocated yet.
+    """Build the programs. Nothing is compiled or allocated yet.
 
-    Batches are int32 [train.batch_size, data.seq_len + 1], cut over the data and expert axes. Raises ConfigError or
+    Batches are int32 [train.batch_size, data.seq_len + 1], sharded over the data and expert axes. Raises ConfigError or
     ScheduleError.
     """
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)

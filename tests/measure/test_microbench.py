@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from moe_jax.measure.microbench import BenchmarkProgram, Stand, compile_all, curves_of, memory_bytes, times_of
+from moe_jax.measure.microbench import BenchmarkProgram, DeviceOperands, compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, QUICK, CommGroup, Machine, collectives, groups_of, operations
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
@@ -111,19 +111,19 @@ def test_a_product_repeated_often_neither_grows_nor_fades() -> None:
     """Else a benchmark would end in numbers that are slow to compute with."""
     sizes = QUICK._replace(tokens=(8,), widths=(64,))
     for program in compile_all(operations(["matmul"], sizes, [], MACHINE, FLOAT32), FLOAT32):
-        stand = Stand(FLOAT32)
-        stand.seconds(program, 1)
-        (once,) = stand.operands.values()
+        operands = DeviceOperands(FLOAT32)
+        operands.seconds(program, 1)
+        (once,) = operands.operands.values()
         sums = np.asarray(once).sum(axis=1)
-        stand.seconds(program, 5000)
-        (often,) = stand.operands.values()
+        operands.seconds(program, 5000)
+        (often,) = operands.operands.values()
         np.testing.assert_allclose(np.asarray(often).sum(axis=1), sums, rtol=1e-3)
 
 
 def test_each_round_runs_everything_and_curves_have_all_sizes() -> None:
     programs = compile_all(operations(KINDS, QUICK, [CommGroup(4, 1)], MACHINE, FLOAT32), FLOAT32)
     told: list[str] = []
-    times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, tell=told.append)
+    times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, report=told.append)
     assert told == ["round 1 of 2", "round 2 of 2"]
     assert {len(each) for each in times} == {2}
     curves = curves_of([program.operation for program in programs], times)
@@ -154,7 +154,7 @@ def test_the_command_writes_a_profile_and_a_plot_on_simulated_devices(tmp_path: 
     said = command("moe_jax.measure", "--cpu-devices", "2", "--quick", "--rounds", "2", "--out", str(path))
     profile = read_profile(path)
     assert (profile.platform, profile.devices, profile.processes, profile.node_devices) == ("cpu", 2, 1, 2)
-    assert profile.memory_bytes is None, "CPUs do not tell"
+    assert profile.memory_bytes is None, "CPUs do not report"
     assert profile.provenance["command"].startswith("python -m moe_jax.measure --cpu-devices 2")
     assert {each.name.partition(".")[0] for each in profile.curves} == {
         *("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "permute", "matmul", "attention", "copy")

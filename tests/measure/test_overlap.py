@@ -99,7 +99,7 @@ def test_a_loop_is_walked_turn_by_turn_and_hides_within_each() -> None:
     line, others = loop(4, start("s", 10), work("b", 6), done("s"))
     result = run(line, work("after", 1), others=others)
     assert len(result.collectives) == 4
-    assert [each.turn for each in result.collectives] == [0, 1, 2, 3]
+    assert [each.iteration for each in result.collectives] == [0, 1, 2, 3]
     assert us(result.exposed_s, result.step_s) == [4 * 4, 4 * 10 + 1]
     assert result.unknown_loops == ()
 

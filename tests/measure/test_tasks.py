@@ -4,7 +4,7 @@ import pytest
 
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import find_target
-from moe_jax.measure.tasks import Match, action_of, match, name_turns
+from moe_jax.measure.tasks import Match, action_of, match, name_iterations
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
@@ -106,7 +106,7 @@ def test_turns_of_loops_have_the_names_of_their_blocks_forward_from_the_lowest_b
     )
     order += "F.attend.6.0 B.dispatch.6.0 G.reduce.7.0 B.dispatch.4.0 G.reduce.5.0 B.dispatch.2.0 G.reduce.3.0"
     plan = Schedule("unified", StepShape(kinds=("moe",) * 8, forward=Parts(2, 2)), actions(order))
-    whole = name_turns(replay(toy, TOY, 2), plan)
+    whole = name_iterations(replay(toy, TOY, 2), plan)
     walked = [action_of(task.op_name) for task in whole.compute]
     assert walked == [action for action in plan.actions if action.op == "attend"]
     found = match(plan, toy, whole)

@@ -115,7 +115,7 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
     config = config_of(**CASES[name])
     platform = "cpu"
     if name.startswith("least"):  # as on TPUs
-        monkeypatch.setattr(StepDims, "keeps_least", True)
+        monkeypatch.setattr(StepDims, "min_cut_remat", True)
         platform = "tpu"
     if name.startswith("flash"):  # as on GPUs
         monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.config import Config
-from moe_jax.measure.in_turn import InTurn
+from moe_jax.measure.interleaved_timing import InterleavedTimes
 from moe_jax.models.grouped_kernel import pallas
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
 from moe_jax.models.transformer import ComputeConfig
@@ -27,10 +27,10 @@ class Timing:
     """Says that products take so long, and remembers what it was asked."""
 
     def __init__(self, seconds: dict[str, float], failed: dict[str, str] | None = None) -> None:
-        self.told = InTurn(seconds, failed or {})
+        self.told = InterleavedTimes(seconds, failed or {})
         self.asked: list[tuple[MatmulShape, list[str]]] = []
 
-    def __call__(self, shape: MatmulShape, products: Products) -> InTurn:
+    def __call__(self, shape: MatmulShape, products: Products) -> InterleavedTimes:
         self.asked.append((shape, list(products)))
         return self.told
 

@@ -1,4 +1,4 @@
-"""Values in the rooms of others: bit for bit what was put there, and nobody in another's room."""
+"""Values stored in parts of larger buffers: read back bit for bit, and no value overwrites another."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.step.pipelined.buffer_reuse import BufferSlot, find_rooms
+from moe_jax.step.pipelined.buffer_reuse import BufferSlot, assign_buffer_slots
 
 KINDS = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32}
 
@@ -44,11 +44,11 @@ def bits_of(x: jax.Array) -> np.ndarray:
     ],
 )
 def test_a_guest_comes_out_as_it_went_in_and_nothing_else_changes(host, guest) -> None:
-    (room,) = find_rooms({7: guest}, {3: host}).values()
-    assert room.place == 3
+    (buffer_slot,) = assign_buffer_slots({7: guest}, {3: host}).values()
+    assert buffer_slot.place == 3
     x, value = any_bits(shape_with(3, host), 0), any_bits(guest, 1)
-    moved = jax.jit(room.put)(x, value, 1)
-    np.testing.assert_array_equal(bits_of(jax.jit(room.get)(moved, 1)), bits_of(value))
+    moved = jax.jit(buffer_slot.put)(x, value, 1)
+    np.testing.assert_array_equal(bits_of(jax.jit(buffer_slot.get)(moved, 1)), bits_of(value))
     np.testing.assert_array_equal(bits_of(moved[0]), bits_of(x[0]))
     np.testing.assert_array_equal(bits_of(moved[2]), bits_of(x[2]))
     changed = (bits_of(moved[1]) != bits_of(x[1])).sum()
@@ -59,18 +59,18 @@ def test_guests_share_a_host_without_meeting() -> None:
     hosts = {0: shape_of("f32", 2, 64, 4), 5: shape_of("f32", 64, 4), 9: shape_of("bf16", 32)}
     sizes = {1: 8, 2: 24, 4: 40, 6: 64, 7: 16}
     guests = {number: shape_of("bf16", rows, 4) for number, rows in sizes.items()} | {3: shape_of("f32", 64, 4)}
-    rooms = find_rooms(guests, hosts)
-    assert rooms.keys() == guests.keys()
-    assert rooms[3] == BufferSlot(5, guests[3])  # its own shape
+    found = assign_buffer_slots(guests, hosts)
+    assert found.keys() == guests.keys()
+    assert found[3] == BufferSlot(5, guests[3])  # its own shape
     values = {number: any_bits(guest, number) for number, guest in guests.items()}
     x = {
         place: any_bits(jax.ShapeDtypeStruct((1, *host.shape), host.dtype), 50 + place) for place, host in hosts.items()
     }
-    for order in itertools.islice(itertools.permutations(rooms), 0, None, 97):
+    for order in itertools.islice(itertools.permutations(found), 0, None, 97):
         for number in order:
-            x[rooms[number].place] = rooms[number].put(x[rooms[number].place], values[number], 0)
-        for number, room in rooms.items():
-            np.testing.assert_array_equal(bits_of(room.get(x[room.place], 0)), bits_of(values[number]))
+            x[found[number].place] = found[number].put(x[found[number].place], values[number], 0)
+        for number, buffer_slot in found.items():
+            np.testing.assert_array_equal(bits_of(buffer_slot.get(x[buffer_slot.place], 0)), bits_of(values[number]))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_guests_share_a_host_without_meeting() -> None:
     ],
 )
 def test_there_is_no_room_for_what_does_not_fit(host, guest) -> None:
-    assert find_rooms({0: guest}, {0: host}) == {}
+    assert assign_buffer_slots({0: guest}, {0: host}) == {}
 
 
 def test_values_without_elements_are_neither_hosts_nor_in_the_way() -> None:
     """A piece of the slots may be empty."""
     hosts = {0: shape_of("f32", 2, 0, 4), 1: shape_of("f32", 0), 2: shape_of("f32", 8, 4)}
     guests = {5: shape_of("f32", 6, 4), 6: shape_of("f32", 0, 4), 7: shape_of("f32", 2, 0, 4)}
-    assert find_rooms(guests, hosts) == {5: BufferSlot(2, guests[5])}
+    assert assign_buffer_slots(guests, hosts) == {5: BufferSlot(2, guests[5])}

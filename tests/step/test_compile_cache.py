@@ -13,7 +13,7 @@ from jax.stages import Lowered
 
 from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import ConfigError
-from moe_jax.step.compile_cache import Later, compiled, kept
+from moe_jax.step.compile_cache import BackgroundCompile, cached_number, compiled
 
 ROWS = PartitionSpec("x")
 
@@ -78,9 +78,9 @@ def test_a_program_that_came_from_jaxs_cache_can_be_loaded(tmp_path: Path, monke
 
 def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1.5, 2.5, 3.5])
-    assert kept("rate", lambda: next(numbers)) == 1.5
+    assert cached_number("rate", lambda: next(numbers)) == 1.5
     monkeypatch.setenv(PROGRAMS, str(tmp_path))
-    assert [kept("rate", lambda: next(numbers)) for _ in range(2)] == [2.5, 2.5]
+    assert [cached_number("rate", lambda: next(numbers)) for _ in range(2)] == [2.5, 2.5]
 
 
 def test_a_later_program_is_compiled_once_begun_or_asked_for() -> None:
@@ -91,7 +91,7 @@ def test_a_later_program_is_compiled_once_begun_or_asked_for() -> None:
         return jax.jit(lambda x: 2 * x).lower(x)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        begun, asked, _ = (Later(pool, lower) for _ in range(3))
+        begun, asked, _ = (BackgroundCompile(pool, lower) for _ in range(3))
         assert not lowered
         begun.begin()
         begun.begin()
@@ -104,4 +104,4 @@ def test_what_stops_a_later_program_is_told_to_whoever_waits() -> None:
         raise ConfigError("model.hidden_size=0")
 
     with ThreadPoolExecutor(max_workers=1) as pool, pytest.raises(ConfigError, match="hidden_size=0"):
-        Later(pool, lower).result(timeout=60)
+        BackgroundCompile(pool, lower).result(timeout=60)

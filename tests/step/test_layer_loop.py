@@ -39,18 +39,18 @@ CASES = {
 )
 def test_a_looped_step_computes_what_the_reference_computes(name, least, monkeypatch):
     """`least`: with what other platforms keep for the backward pass."""
-    monkeypatch.setattr(StepDims, "keeps_least", least)
+    monkeypatch.setattr(StepDims, "min_cut_remat", least)
     mesh, layers, schedule, moe = CASES[name]
     moe = {"moe_layer_freq": 1} | moe
     model = {"num_layers": layers} | moe.pop("model", {})
     config = small_config(*mesh, schedule=schedule, model=model, batch_size=16, seq_len=6, **moe)
-    assert make_plan(config, mesh_of(config)).looped
+    assert make_plan(config, mesh_of(config)).scanned
     assert_equals_reference(config)
 
 
 def test_a_model_without_experts_runs_in_loops():
     config = small_config(2, 1, model={"num_layers": 3}, num_experts=0, schedule={"weight_grad": "greedy"})
-    assert make_plan(config, mesh_of(config)).looped
+    assert make_plan(config, mesh_of(config)).scanned
     params, tokens = first_params(config.model), tokens_of(config)
     expected = sharded_gradients(dataclasses.replace(config, schedule=ScheduleConfig()), params, tokens)
     chex.assert_trees_all_close(sharded_gradients(config, params, tokens), expected, rtol=1e-4, atol=1e-6)

@@ -28,7 +28,7 @@ def in_chunks(config: Config, tokens: int) -> Config:
 )
 def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
     """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
-    monkeypatch.setattr(StepDims, "keeps_least", least)
+    monkeypatch.setattr(StepDims, "min_cut_remat", least)
     assert_equals_reference(in_chunks(config, 5))
 
 

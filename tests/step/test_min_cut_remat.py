@@ -95,24 +95,24 @@ def test_no_other_choice_is_smaller(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_are_those_of_the_usual_pullback(function: Callable[..., Any]) -> None:
-    def gradients(w: Any, x: jax.Array, dy: jax.Array, *, least: bool) -> Any:
-        y, pullback = differentiate(function, w, x, least=least)
+    def gradients(w: Any, x: jax.Array, dy: jax.Array, *, min_cut: bool) -> Any:
+        y, pullback = differentiate(function, w, x, min_cut=min_cut)
         split = SplitBackward(pullback, [dy])
         return y, split.inputs(), split.weights(lambda x: x)
 
     w, x = example()
     dy = jax.random.normal(jax.random.key(1), (ROWS, WIDTH), jnp.bfloat16)
-    least, usual = (gradients(w, x, dy, least=least) for least in (True, False))
+    least, usual = (gradients(w, x, dy, min_cut=least) for least in (True, False))
     chex.assert_trees_all_equal(least, usual)  # operation by operation: no compiler rounds elsewhere
 
 
-def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, least: bool) -> list[int]:
+def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, min_cut: bool) -> list[int]:
     """Sizes of what a pullback keeps, weights aside."""
     kept: list[jax.Array] = []
 
     def keep(weights: Any, x: jax.Array) -> None:
         given = set(map(id, jax.tree.leaves(weights)))
-        leaves = jax.tree.leaves(differentiate(function, weights, x, least=least)[1])
+        leaves = jax.tree.leaves(differentiate(function, weights, x, min_cut=min_cut)[1])
         kept.extend({id(leaf): leaf for leaf in leaves if id(leaf) not in given}.values())
 
     jax.eval_shape(keep, weights, x)
@@ -120,8 +120,8 @@ def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, leas
 
 
 def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "gathered", lambda x, dim: x)  # there are no other ranks outside `shard_map`
-    monkeypatch.setattr(attention, "summed", lambda x, dim: x)
+    monkeypatch.setattr(grouped, "tp_all_gather", lambda x, dim: x)  # there are no other ranks outside `shard_map`
+    monkeypatch.setattr(attention, "tp_reduce_scatter", lambda x, dim: x)
     for module in (grouped, context):
         monkeypatch.setattr(module, "context_ranks", lambda: 1)
     model = ModelConfig(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2)
@@ -131,12 +131,12 @@ def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.M
     pairs = 2 * tokens * tokens
     x = jnp.ones((1, tokens, WIDTH), jnp.bfloat16)
     attend = functools.partial(attention.attend, model=model, view=model.views[0], way=AttentionImpl())
-    least, usual = (kept_bytes(attend, params, x, least=least) for least in (True, False))
+    least, usual = (kept_bytes(attend, params, x, min_cut=least) for least in (True, False))
     assert sum(size >= pairs for size in usual) > 3
     assert [size for size in least if size >= pairs] == [4 * pairs]
 
 
 def test_experts_keep_their_rows_and_two_products() -> None:
     w, x = example()
-    assert kept_bytes(gated, w, x, least=True) == [2 * ROWS * WIDTH] * 3
-    assert len(kept_bytes(gated, w, x, least=False)) > 3
+    assert kept_bytes(gated, w, x, min_cut=True) == [2 * ROWS * WIDTH] * 3
+    assert len(kept_bytes(gated, w, x, min_cut=False)) > 3

@@ -112,12 +112,12 @@ def test_every_pass_of_the_table_runs_once(name):
     """Each forward and backward pass of a microbatch through a chunk, alone or beside another; the ends once each."""
     config = config_of((2, 1, 2), "tied", 4, PIPELINES[name])
     plan = make_plan(config, mesh_of(config))
-    turns, chunks = plan.turns, plan.table.chunks
-    count = {scope.rsplit("_", 1)[0]: 0 for scope in turns}
-    for scope, runs in turns.items():
+    passes, chunks = plan.pass_runs, plan.table.chunks
+    count = {scope.rsplit("_", 1)[0]: 0 for scope in passes}
+    for scope, runs in passes.items():
         count[scope.rsplit("_", 1)[0]] += int(runs.sum())
     pairs = count.get("pass_together", 0)
     assert count["pass_forward"] + pairs == count["pass_backward"] + pairs == 4 * 2 * chunks
-    assert [int(turns[f"pass_{end}"].sum()) for end in ("embed", "head", "embed_back")] == [4, 4, 4]
+    assert [int(passes[f"pass_{end}"].sum()) for end in ("embed", "head", "embed_back")] == [4, 4, 4]
     assert (pairs > 0) == plan.has_pairs
     assert count.get("pass_weight", 0) == (4 * 2 * chunks if plan.table.split_weight_grad else 0)

@@ -90,7 +90,7 @@ def test_loops_that_wait_for_nothing_are_seen(settings, monkeypatch):
     """As steps were once: sums of the embedding's gradients crashed into those of the blocks."""
     nothing: dict[str, Any] = {
         "into_loop": lambda _, number_n: number_n,
-        "end_of_turn": lambda _: None,
+        "end_of_iteration": lambda _: None,
         "out_of_loop": lambda *_: None,
     }
     for name, function in nothing.items():
@@ -104,6 +104,6 @@ def test_a_whole_batch_is_what_its_parts_wait_for(monkeypatch):
     settings = "mesh.data=1 mesh.context=2 train.grad_accumulation=2 schedule.weight_grad=greedy"
     config = config_of(settings)
     check_races(step_text(config))
-    monkeypatch.setattr("moe_jax.step.scheduled.gradients.after_all", lambda x, *_: x)
+    monkeypatch.setattr("moe_jax.step.scheduled.gradients.depend_on_all", lambda x, *_: x)
     with pytest.raises(RaceError, match="ppermute"):
         check_races(step_text(dataclasses.replace(config)))

@@ -18,7 +18,7 @@ from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, partitions
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import mesh_of
@@ -38,7 +38,7 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
         facts = StepDims(config, compute, plan.schedule.shape, tokens, tokens)
-        tasks = Tasks(facts, params, Given(blocks), local_tokens(token_BN1))
+        tasks = Tasks(facts, params, BlockConsts(blocks), local_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:
             if action.direction == "F":

@@ -214,7 +214,7 @@ def test_operations_keep_their_scopes(least):
 
     def gradients(w: jax.Array, x: jax.Array) -> Any:
         with jax.named_scope("task"):
-            y, pullback = differentiate(scoped, w, x, least=least)
+            y, pullback = differentiate(scoped, w, x, min_cut=least)
         with jax.named_scope("back"):
             split = SplitBackward(pullback, [y])
             return split.inputs(), split.weights(as_is)

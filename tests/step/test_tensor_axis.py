@@ -65,7 +65,7 @@ def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, u
     whole = EXCHANGES["background"]
     halves = {name: noting(name, getattr(whole, name)) for name in ("start", "finish")}
     monkeypatch.setitem(EXCHANGES, "background", whole._replace(**halves))
-    monkeypatch.setattr(IssueOrder, "computed", noting("compute", IssueOrder.computed))
+    monkeypatch.setattr(IssueOrder, "record_compute", noting("compute", IssueOrder.record_compute))
     config = tensor_config(
         *(1, 2, 2),
         schedule=UNIFIED,

@@ -1,1 +1,3 @@
-"""A pipelined training step: all stages run one program, each what a table of ticks says."""
+"""A pipelined training step: all stages run one program, and each stage runs the passes that a table of ticks lists for
+it.
+"""

@@ -1,7 +1,8 @@
-"""Room for what weight gradients wait for, in kept values that nobody reads any more.
+"""Store what weight gradients wait for in the memory of saved residuals that are no longer read.
 
-A value of the same shape takes the place of another; others lie along its longest axis, two numbers of 16 bits in one
-of 32. The host is never reshaped, only guests are: compilers choose how it lies in memory, and would copy all of it.
+A value of the same shape replaces a residual; other values are packed along its longest axis, two 16-bit numbers into
+one of 32 bits. Only the stored value is reshaped, never the buffer: XLA chooses the buffer's layout, and a reshape
+would copy all of it.
 """
 
 import math
@@ -15,83 +16,85 @@ Shape = jax.ShapeDtypeStruct
 
 
 class BufferSlot(NamedTuple):
-    """A part of a kept value for a guest: elements from `start` on along the host's longest axis."""
+    """A part of a buffer for one value: elements from `start` on along the buffer's longest axis."""
 
-    place: int  # the number of the kept value
-    guest: Shape
+    place: int  # the number of the buffer
+    shape: Shape  # the value's shape
     start: int = 0
 
     def put(self, x: jax.Array, value: jax.Array, slot: jax.Array | int) -> jax.Array:
-        """The host's array [slots, …] with the guest in a slot."""
-        host, length = _host(x), self._length(x)
-        part = _packed(value, host.dtype).reshape(_part_shape(host, length))
-        return jax.lax.dynamic_update_slice(x, part[None], self._corner(host, slot))
+        """Return the buffer's array [slots, …] with the value written to a slot."""
+        buffer, length = _slot_shape(x), self._length(x)
+        part = _packed(value, buffer.dtype).reshape(_part_shape(buffer, length))
+        return jax.lax.dynamic_update_slice(x, part[None], self._corner(buffer, slot))
 
     def get(self, x: jax.Array, slot: jax.Array | int) -> jax.Array:
-        """The guest in a slot of the host's array."""
-        host, length = _host(x), self._length(x)
+        """Return the value in a slot of the buffer's array."""
+        buffer, length = _slot_shape(x), self._length(x)
         return _unpacked(
-            jax.lax.dynamic_slice(x, self._corner(host, slot), (1, *_part_shape(host, length))), self.guest
+            jax.lax.dynamic_slice(x, self._corner(buffer, slot), (1, *_part_shape(buffer, length))), self.shape
         )
 
     def _length(self, x: jax.Array) -> int:
-        length = _length_in(self.guest, _host(x))
+        length = _length_in(self.shape, _slot_shape(x))
         assert length is not None
         return length
 
-    def _corner(self, host: Shape, slot: jax.Array | int) -> tuple[jax.Array | int, ...]:
-        corner = [slot] + [0] * len(host.shape)
-        corner[1 + _axis(host)] = self.start
+    def _corner(self, buffer: Shape, slot: jax.Array | int) -> tuple[jax.Array | int, ...]:
+        corner = [slot] + [0] * len(buffer.shape)
+        corner[1 + _axis(buffer)] = self.start
         return tuple(corner)
 
 
-def find_rooms(guests: Mapping[int, Shape], hosts: Mapping[int, Shape]) -> dict[int, BufferSlot]:
-    """A room for as many guests as fit, by their number; hosts are kept values by theirs.
+def assign_buffer_slots(values: Mapping[int, Shape], buffers: Mapping[int, Shape]) -> dict[int, BufferSlot]:
+    """Return a part of a buffer for as many values as fit, by the number of the value. `buffers` are unread residuals,
+    by number.
 
-    Hosts of a guest's own shape first; then the largest guests in the host that has least left.
+    Values of a buffer's own shape are assigned first. Then each value, the largest first, goes to the fitting buffer
+    with the least space left.
     """
     found: dict[int, BufferSlot] = {}
-    empty = {place: host for place, host in hosts.items() if host.shape and math.prod(host.shape)}
-    for number, guest in guests.items():
-        alike = [place for place, host in empty.items() if (host.shape, host.dtype) == (guest.shape, guest.dtype)]
-        if alike:
-            found[number] = BufferSlot(alike[0], guest)
-            del empty[alike[0]]
-    left = {place: max(host.shape) for place, host in empty.items()}
-    others = (number for number in guests if number not in found)
-    for number in sorted(others, key=lambda number: _bytes(guests[number]), reverse=True):
-        needs = {place: _length_in(guests[number], host) for place, host in empty.items()}
+    free = {place: buffer for place, buffer in buffers.items() if buffer.shape and math.prod(buffer.shape)}
+    for number, value in values.items():
+        same = [place for place, buffer in free.items() if (buffer.shape, buffer.dtype) == (value.shape, value.dtype)]
+        if same:
+            found[number] = BufferSlot(same[0], value)
+            del free[same[0]]
+    left = {place: max(buffer.shape) for place, buffer in free.items()}
+    others = (number for number in values if number not in found)
+    for number in sorted(others, key=lambda number: _bytes(values[number]), reverse=True):
+        needs = {place: _length_in(values[number], buffer) for place, buffer in free.items()}
         fitting = {place: length for place, length in needs.items() if length and length <= left[place]}
         if fitting:
             place = min(fitting, key=left.__getitem__)
-            found[number] = BufferSlot(place, guests[number], max(empty[place].shape) - left[place])
+            found[number] = BufferSlot(place, values[number], max(free[place].shape) - left[place])
             left[place] -= fitting[place]
     return found
 
 
-def _host(x: jax.Array) -> Shape:
+def _slot_shape(x: jax.Array) -> Shape:
     return Shape(x.shape[1:], x.dtype)
 
 
-def _axis(host: Shape) -> int:
-    return host.shape.index(max(host.shape))
+def _axis(buffer: Shape) -> int:
+    return buffer.shape.index(max(buffer.shape))
 
 
-def _part_shape(host: Shape, length: int) -> tuple[int, ...]:
-    axis = _axis(host)
-    return (*host.shape[:axis], length, *host.shape[axis + 1 :])
+def _part_shape(buffer: Shape, length: int) -> tuple[int, ...]:
+    axis = _axis(buffer)
+    return (*buffer.shape[:axis], length, *buffer.shape[axis + 1 :])
 
 
-def _length_in(guest: Shape, host: Shape) -> int | None:
-    """How long a guest's part is; None if it cannot lie there."""
-    if guest.shape == host.shape and guest.dtype == host.dtype:
-        return max(host.shape)
-    if not all(jnp.issubdtype(value.dtype, jnp.floating) for value in (guest, host)):
+def _length_in(value: Shape, buffer: Shape) -> int | None:
+    """Return the length of a value's part of a buffer, or None if it cannot be stored there."""
+    if value.shape == buffer.shape and value.dtype == buffer.dtype:
+        return max(buffer.shape)
+    if not all(jnp.issubdtype(each.dtype, jnp.floating) for each in (value, buffer)):
         return None
-    if host.dtype != guest.dtype and (host.dtype.itemsize, guest.dtype.itemsize) != (4, 2):
+    if buffer.dtype != value.dtype and (buffer.dtype.itemsize, value.dtype.itemsize) != (4, 2):
         return None
-    across = _bytes(host) // max(host.shape)
-    return _bytes(guest) // across if _bytes(guest) % across == 0 else None
+    across = _bytes(buffer) // max(buffer.shape)
+    return _bytes(value) // across if _bytes(value) % across == 0 else None
 
 
 def _bytes(value: Shape) -> int:
@@ -99,16 +102,18 @@ def _bytes(value: Shape) -> int:
 
 
 def _packed(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Its bits, as numbers of the host's type; the first half of a guest of 16 bits beside the second."""
+    """Return a value's bits as numbers of the buffer's type; 16-bit numbers of the first half are paired with those of
+    the second half.
+    """
     if value.dtype == dtype:
         return value
     low, high = jax.lax.bitcast_convert_type(value, jnp.uint16).reshape(2, -1).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(low | high << 16, dtype)
 
 
-def _unpacked(part: jax.Array, guest: Shape) -> jax.Array:
-    if part.dtype != guest.dtype:
+def _unpacked(part: jax.Array, value: Shape) -> jax.Array:
+    if part.dtype != value.dtype:
         bits = jax.lax.bitcast_convert_type(part.ravel(), jnp.uint32)
         halves = jnp.stack([bits & 0xFFFF, bits >> 16]).astype(jnp.uint16)
-        part = jax.lax.bitcast_convert_type(halves, guest.dtype)
-    return part.reshape(guest.shape)
+        part = jax.lax.bitcast_convert_type(halves, value.dtype)
+    return part.reshape(value.shape)

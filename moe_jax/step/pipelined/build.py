@@ -1,4 +1,6 @@
-"""What a pipelined step runs: its table of ticks, the blocks of each stage, and the order of tasks inside a pass."""
+"""Build the plan of a pipelined step: its table of ticks, the blocks of each stage, and the order of tasks inside a
+pass.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,7 @@ from moe_jax.step.scheduled.build import measured_times
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedPlan:
-    """A table, and the orders of tasks for each structure that model chunks have."""
+    """A table of ticks, and the task orders for each structure of model chunks."""
 
     stages: Stages
     table: Table
@@ -31,12 +33,12 @@ class PipelinedPlan:
 
     @functools.cached_property
     def slots(self) -> Slots:
-        """Of the buffers."""
+        """The slots of the ring buffers."""
         return slots_of(self.table)
 
     @property
     def has_pairs(self) -> bool:
-        """Whether ticks have a forward beside a backward pass."""
+        """Whether ticks can run a forward pass concurrently with a backward pass."""
         return any(orders.together for orders in self.orders)
 
     @functools.cached_property
@@ -45,26 +47,26 @@ class PipelinedPlan:
         return rows_of(self.table, self.slots, self.structure_of)
 
     @property
-    def turns(self) -> dict[str, NDArray[np.int32]]:
-        """[ticks, stages] of each pass, by its scope: 1 where it runs."""
-        return {PASS_SCOPE + name: runs for name, runs in self.turns_of(self.rows).items()}
+    def pass_runs(self) -> dict[str, NDArray[np.int32]]:
+        """For each pass, by its scope, an array [ticks, stages] with 1 where it runs."""
+        return {PASS_SCOPE + name: runs for name, runs in self.runs_of(self.rows).items()}
 
-    def turns_of(self, row: Row) -> dict[str, Any]:
-        """1 where a pass runs and 0 where it does not, by its name, for any ticks and stages.
+    def runs_of(self, row: Row) -> dict[str, Any]:
+        """Return for each pass, by name, 1 where it runs and 0 where it does not, for any ticks and stages.
 
-        Passes over blocks are named with the structure of these.
+        Passes over blocks are named with the number of the blocks' structure.
         """
-        ahead, behind = row.forward, row.backward
-        both = ahead.runs & behind.runs & (ahead.structure == behind.structure) if self.has_pairs else 0 * ahead.runs
-        of_blocks = {"forward": (ahead, ahead.runs - both), "backward": (behind, behind.runs - both)}
+        fwd, bwd = row.forward, row.backward
+        both = fwd.runs & bwd.runs & (fwd.structure == bwd.structure) if self.has_pairs else 0 * fwd.runs
+        of_blocks = {"forward": (fwd, fwd.runs - both), "backward": (bwd, bwd.runs - both)}
         if self.has_pairs:
-            of_blocks |= {"take": (behind, both), "together": (behind, both)}
+            of_blocks |= {"take": (bwd, both), "together": (bwd, both)}
         if self.table.split_weight_grad:
             of_blocks["weight"] = row.weight, row.weight.runs
         return {
-            "embed": ahead.runs & ahead.at_end,
-            "head": behind.runs & behind.at_loss,
-            "embed_back": behind.runs & behind.at_end,
+            "embed": fwd.runs & fwd.at_end,
+            "head": bwd.runs & bwd.at_loss,
+            "embed_back": bwd.runs & bwd.at_end,
             **{
                 f"{name}_{number}": runs & (work.structure == number)
                 for name, (work, runs) in of_blocks.items()
@@ -74,21 +76,25 @@ class PipelinedPlan:
 
     @functools.cached_property
     def structures(self) -> tuple[tuple[GroupBlock, ...], ...]:
-        """The different ones of the groups, each once."""
+        """The distinct structures of groups of blocks."""
         return tuple(dict.fromkeys(self.stages.groups))
 
     def structure_of(self, stage: int, chunk: int) -> int:
-        """The number of a model chunk's structure."""
+        """Return the number of a model chunk's structure."""
         return self.structures.index(self.stages.groups[self.stages.group(stage, chunk)])
 
     def first_block(self, structure: int) -> int:
-        """The lowest block of the model with this place in a structure; others have the same kinds and views."""
+        """Return the lowest block of the first group with this structure; other groups have the same kinds
+        and views.
+        """
         return self.stages.first_block[self.stages.groups.index(self.structures[structure])]
 
     def moe_rows(self, structure: int) -> NDArray[np.int32]:
-        """[stages, chunks, m]: which of the model's blocks with experts are a chunk's; 0 where it is another one's."""
+        """Return [stages, chunks, m]: the index, among the model's blocks with experts, of each such block of a chunk;
+        0 for chunks with another structure.
+        """
         kinds = self.stages.model.block_kinds
-        count = sum(held.kind == "moe" for held in self.structures[structure])
+        count = sum(member.kind == "moe" for member in self.structures[structure])
         rows = np.zeros((self.table.stages, self.table.chunks, count), np.int32)
         for stage in range(self.table.stages):
             for chunk in range(self.table.chunks):
@@ -98,7 +104,7 @@ class PipelinedPlan:
         return rows
 
     def forward_rows(self) -> Row:
-        """The arrays of forward passes alone, as early as they can run."""
+        """Return the arrays of a table with forward passes only, each as early as possible."""
         name = "gpipe" if self.table.chunks == 1 else self.table.name
         table = make_table(name, self.table.stages, self.table.microbatches, self.table.chunks)
         rows = rows_of(table, slots_of(table), self.structure_of)
@@ -107,7 +113,7 @@ class PipelinedPlan:
 
 
 def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
-    """As a config says. Raises ScheduleError or ConfigError."""
+    """Build the plan that a config selects. Raises ScheduleError or ConfigError."""
     settings, sizes = config.schedule, mesh.shape
     table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
     check_table(table)
@@ -115,7 +121,7 @@ def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
     platform = ComputeConfig.of(config, mesh).platform
     orders = tuple(
         orders_of(
-            [held.kind for held in structure],
+            [member.kind for member in structure],
             config,
             sizes,
             platform,

@@ -1,6 +1,6 @@
-"""What lies below the lowest and above the highest block: embedding, last norm and head.
+"""The model before the lowest and after the highest block: embedding, last norm and head.
 
-b sequences of one microbatch on this device, N tokens of each that are its own, D model width.
+b sequences of one microbatch on this device, N local tokens of each, D model width.
 """
 
 import jax
@@ -11,49 +11,50 @@ from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
 def embedded(params: Tree, tokens: OwnTokens, compute: ComputeConfig) -> jax.Array:
-    """The residual stream below the lowest block."""
+    """Return the residual stream before the lowest block."""
     return embed(params["embedding"], tokens.input_Bn, compute)
 
 
 def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compute: ComputeConfig) -> jax.Array:
-    """Of the embedding as such."""
+    """Return the gradient of the embedding from its use as the input layer."""
     _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, compute), params["embedding"])
     return pullback(dx_bND)[0]
 
 
-def share_of_loss(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
-    """This device's share of the cross-entropy."""
-    tasks = _tasks(facts, params, x_bND, tokens)
-    for r in range(facts.microbatches):
+def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
+    """Return this device's share of the cross-entropy."""
+    tasks = _tasks(dims, params, x_bND, tokens)
+    for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
     return tasks.cross_entropy
 
 
-def through_head(
-    facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
+def head_gradients(
+    dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
 ) -> tuple[jax.Array, jax.Array, Tree]:
-    """Share of the cross-entropy, and gradients by the residual stream and by the head's parameters.
+    """Return this device's share of the cross-entropy, and its gradients with respect to the residual stream and the
+    head's parameters.
 
-    Forward and backward part by part: one part's logits are there at a time.
+    Forward and backward alternate part by part, so only one part's logits are in memory at a time.
     """
-    tasks = _tasks(facts, params, x_bND, tokens)
-    for part in range(facts.shape.backward.microbatches):
+    tasks = _tasks(dims, params, x_bND, tokens)
+    for part in range(dims.shape.backward.microbatches):
         back = Action("B", "head", NO_BLOCK, part)
-        for r in facts.microbatches_of(back):
+        for r in dims.microbatches_of(back):
             tasks.forward(Action("F", "head", NO_BLOCK, r))
         tasks.backward(back)
-        if facts.shape.split_weight_grad:
+        if dims.shape.split_weight_grad:
             tasks.weights(back._replace(direction="W"))
-    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(facts.microbatches)])
+    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(dims.microbatches)])
     return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
 
 
-def _tasks(facts: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
-    tasks = Tasks(facts, params, Given({}), tokens)
-    tasks.x = dict(enumerate(jnp.split(x_bND, facts.microbatches)))
+def _tasks(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:
+    tasks = Tasks(dims, params, BlockConsts({}), tokens)
+    tasks.x = dict(enumerate(jnp.split(x_bND, dims.microbatches)))
     return tasks

@@ -1,9 +1,11 @@
-"""The blocks of one model chunk, forward and backward: tasks in the order of a schedule, like those of a whole step.
+"""Run the blocks of one model chunk, forward and backward: tasks in the order of a schedule, like those of a whole
+step.
 
-What the forward pass keeps is taken apart into arrays, which may lie in buffers for many ticks, and put together again.
+The residuals of the forward pass are flattened into arrays, which can stay in buffers for many ticks, and restored
+later.
 
-b sequences of one microbatch on this device, N tokens of each, D model width, m blocks with experts in the chunk,
-E experts.
+b sequences of one microbatch on this device, N tokens of each, D model width, m blocks with experts in the chunk, E
+experts.
 """
 
 from collections.abc import Sequence
@@ -16,182 +18,192 @@ from moe_jax.models.dispatchers.ragged import Overflow
 from moe_jax.models.moe import RouterStats
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import ObjectiveParts, parts_of
-from moe_jax.step.pipelined.buffer_reuse import BufferSlot, find_rooms
+from moe_jax.step.pipelined.buffer_reuse import BufferSlot, assign_buffer_slots
 from moe_jax.step.pipelined.build import Orders
 from moe_jax.step.scheduled.executor import Key, Tasks
 from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
-from moe_jax.step.scheduled.scan_residuals import Given, ScanBody
+from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """What the backward pass needs from the forward pass."""
 
     pullbacks: dict[Key, Pullback]
     overflows: dict[tuple[int, int], Overflow]
-    share_mE: jax.Array | None  # of all pairs of a block that chose each expert; None without experts
-    x_bND: jax.Array  # behind the highest block
+    share_mE: jax.Array | None  # each expert's share of a block's (token, choice) pairs; None without experts
+    x_bND: jax.Array  # after the highest block
 
 
 class ForwardResult(NamedTuple):
-    """What comes out of a forward pass."""
+    """The results of a forward pass."""
 
-    x_bND: jax.Array  # the residual stream behind the chunk
-    parts: ObjectiveParts | None  # of the objective; None without experts
-    kept: list[jax.Array]  # for the backward pass
+    x_bND: jax.Array  # the residual stream after the chunk
+    parts: ObjectiveParts | None  # terms of the objective; None without experts
+    residuals: list[jax.Array]  # for the backward pass
 
 
 class Backward(NamedTuple):
-    """What comes out of a backward pass."""
+    """The results of a backward pass."""
 
     dx_bND: jax.Array  # gradient of the chunk's input
-    grads: list[Tree]  # of each block's parameters
+    grads: list[Tree]  # by block, like its parameters
 
 
 class InputGradient(NamedTuple):
-    """What comes out of a backward pass without weight gradients."""
+    """The results of a backward pass without weight gradients."""
 
     dx_bND: jax.Array
-    moved: list[jax.Array]  # what weight gradients wait for: for the rooms among what is kept
-    held: list[jax.Array]  # and for buffers of its own
+    reused: list[jax.Array]  # for weight gradients: values for `buffer_slots` of the residuals
+    buffered: list[jax.Array]  # for weight gradients: values for separate buffers
 
 
 class ModelChunk:
-    """A chunk whose passes have these orders. Made inside `shard_map`; `given` are shapes.
+    """The passes of a model chunk, in these task orders. Constructed inside `shard_map`; `consts` are shapes.
 
-    `saved_shapes` are those of the arrays that the forward pass keeps. If weight gradients are apart, activation
-    gradients leave them arrays in `rooms` of others that nobody reads any more, and beside these `held_shapes`.
+    `saved_shapes` are the shapes of the forward pass's residuals. If weight gradients are separate, the backward pass
+    stores what they need in `buffer_slots` of residuals that are no longer read, and the rest in buffers of
+    `buffered_shapes`.
     """
 
-    def __init__(self, facts: StepDims, orders: Orders, x_bND: jax.ShapeDtypeStruct, given: Given):
-        self.facts, self._orders = facts, orders
-        self._microbatches = range(facts.microbatches)
-        self._num_blocks = len(facts.shape.kinds)
-        self._moe = [block for block, kind in enumerate(facts.shape.kinds) if kind == "moe"]
-        self._turn = ScanBody(self._run_forward, x_bND, given)
-        self.saved_shapes = self._turn.stacked_shapes
-        self.rooms: list[BufferSlot] = []
-        self.held_shapes: list[jax.ShapeDtypeStruct] = []
+    def __init__(self, dims: StepDims, orders: Orders, x_bND: jax.ShapeDtypeStruct, consts: BlockConsts):
+        self.dims, self._orders = dims, orders
+        self._microbatches = range(dims.microbatches)
+        self._num_blocks = len(dims.shape.kinds)
+        self._moe = [block for block, kind in enumerate(dims.shape.kinds) if kind == "moe"]
+        self._forward_body = ScanBody(self._run_forward, x_bND, consts)
+        self.saved_shapes = self._forward_body.stacked_shapes
+        self.buffer_slots: list[BufferSlot] = []
+        self.buffered_shapes: list[jax.ShapeDtypeStruct] = []
         if orders.weight:
-            self._turn_back = ScanBody(self._run_input_gradient, (x_bND, self.saved_shapes), given)
-            # what is kept of the forward pass anyway, behind the gradient in the turn's carry
-            self._kept = [None if leaf is None else leaf - 1 for leaf in self._turn_back.stacked_inputs]
-            waiting = {i: shape for i, shape in enumerate(self._turn_back.stacked_shapes) if self._kept[i] is None}
-            unread = {i: shape for i, shape in enumerate(self.saved_shapes) if i not in self._kept}
-            rooms = find_rooms(waiting, unread)
-            self._moved, self.rooms = list(rooms), list(rooms.values())
-            self._held = [i for i in waiting if i not in rooms]
-            self.held_shapes = [waiting[i] for i in self._held]
+            self._backward_body = ScanBody(self._run_input_gradient, (x_bND, self.saved_shapes), consts)
+            # needed values that are residuals already: leaves of the carry after its first, the gradient
+            self._residual_of = [None if leaf is None else leaf - 1 for leaf in self._backward_body.stacked_inputs]
+            waiting = {
+                i: shape for i, shape in enumerate(self._backward_body.stacked_shapes) if self._residual_of[i] is None
+            }
+            unread = {i: shape for i, shape in enumerate(self.saved_shapes) if i not in self._residual_of}
+            buffer_slots = assign_buffer_slots(waiting, unread)
+            self._reused, self.buffer_slots = list(buffer_slots), list(buffer_slots.values())
+            self._buffered = [i for i in waiting if i not in buffer_slots]
+            self.buffered_shapes = [waiting[i] for i in self._buffered]
 
-    def forward(self, x_bND: jax.Array, given: Given) -> ForwardResult:
-        """The forward pass."""
-        return ForwardResult(*self._turn(x_bND, given))
+    def forward(self, x_bND: jax.Array, consts: BlockConsts) -> ForwardResult:
+        """Run the forward pass."""
+        return ForwardResult(*self._forward_body(x_bND, consts))
 
-    def output(self, given: Given, kept: Sequence[jax.Array]) -> jax.Array:
-        """The residual stream behind the chunk, from what was kept."""
-        return self._turn.rebuild(given, kept).x_bND
+    def output(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> jax.Array:
+        """Return the residual stream after the chunk, from the residuals."""
+        return self._forward_body.rebuild(consts, residuals).x_bND
 
-    def backward(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> Backward:
-        """The backward pass."""
-        tasks = self._start_backward(dx_bND, given, kept)
+    def backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Backward:
+        """Run the backward pass."""
+        tasks = self._start_backward(dx_bND, consts, residuals)
         run(self._orders.backward, tasks, self._sums(tasks))
         return Backward(self._joined(tasks.dx), self._gradients(tasks))
 
     def together(
         self,
         x_bND: jax.Array,
-        ahead_given: Given,
+        forward_consts: BlockConsts,
         dx_bND: jax.Array,
-        behind_given: Given,
-        kept: Sequence[jax.Array],
+        backward_consts: BlockConsts,
+        residuals: Sequence[jax.Array],
     ) -> tuple[ForwardResult, Backward | InputGradient]:
-        """The forward pass of one microbatch beside the backward pass of another, without its weight gradients if these
-        are apart.
+        """Run the forward pass of one microbatch concurrently with the backward pass of another.
+
+        The backward pass has no weight gradients if these are separate.
         """
-        ahead, behind = (
-            self._start_forward(x_bND, ahead_given),
-            self._start_backward(dx_bND, behind_given, kept),
+        fwd, bwd = (
+            self._start_forward(x_bND, forward_consts),
+            self._start_backward(dx_bND, backward_consts, residuals),
         )
-        behind.ties = ahead.ties
-        behind.awaits_rows = True  # the forward pass is there to hide exchanges
-        sides = {"F": (ahead, self._sums(ahead)), "B": (behind, self._sums(behind))}
+        bwd.order = fwd.order
+        bwd.awaits_rows = True  # the forward pass is there to hide exchanges
+        sides = {"F": (fwd, self._sums(fwd)), "B": (bwd, self._sums(bwd))}
         for side, action in self._orders.together:
             run([action], *sides[side])
         x_bND, parts, saved = self._end_forward(*sides["F"])
-        forward = ForwardResult(x_bND, parts, self._turn.stacked_of(saved))
+        forward = ForwardResult(x_bND, parts, self._forward_body.stacked_of(saved))
         if not self._orders.weight:
-            return forward, Backward(self._joined(behind.dx), self._gradients(behind))
-        return forward, self._left(self._joined(behind.dx), self._turn_back.stacked_of(_waiting(behind)))
+            return forward, Backward(self._joined(bwd.dx), self._gradients(bwd))
+        return forward, self._left(self._joined(bwd.dx), self._backward_body.stacked_of(_waiting(bwd)))
 
-    def input_gradient(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> InputGradient:
-        """The gradient of the chunk's input, and what `weight_gradients` needs beside what is left as it was."""
-        dx_bND, _, stacked = self._turn_back((dx_bND, list(kept)), given)
+    def input_gradient(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> InputGradient:
+        """Return the gradient of the chunk's input, and what `weight_gradients` needs besides the unchanged
+        residuals.
+        """
+        dx_bND, _, stacked = self._backward_body((dx_bND, list(residuals)), consts)
         return self._left(dx_bND, stacked)
 
     def weight_gradients(
-        self, given: Given, kept: Sequence[jax.Array], moved: Sequence[jax.Array], held: Sequence[jax.Array]
+        self,
+        consts: BlockConsts,
+        residuals: Sequence[jax.Array],
+        reused: Sequence[jax.Array],
+        buffered: Sequence[jax.Array],
     ) -> list[Tree]:
-        """Gradients of each block's parameters."""
-        stacked = {i: kept[place] for i, place in enumerate(self._kept) if place is not None}
-        stacked |= dict(zip([*self._moved, *self._held], [*moved, *held], strict=True))
-        waiting, rare = self._turn_back.rebuild(given, [stacked[i] for i in range(len(stacked))])
-        tasks = self._tasks(given)
-        tasks.waiting = {key: self._traced.waiting[key].holding(values) for key, values in waiting.items()}
-        tasks.rare.hold(rare, self._traced.rare)
+        """Return the gradients of each block's parameters."""
+        stacked = {i: residuals[place] for i, place in enumerate(self._residual_of) if place is not None}
+        stacked |= dict(zip([*self._reused, *self._buffered], [*reused, *buffered], strict=True))
+        waiting, rare = self._backward_body.rebuild(consts, [stacked[i] for i in range(len(stacked))])
+        tasks = self._tasks(consts)
+        tasks.waiting = {key: self._traced.waiting[key].with_residuals(values) for key, values in waiting.items()}
+        tasks.lane_overflow.restore(rare, self._traced.lane_overflow)
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _run_forward(self, x_bND: jax.Array, given: Given) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
-        tasks = self._start_forward(x_bND, given)
+    def _run_forward(self, x_bND: jax.Array, consts: BlockConsts) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
+        tasks = self._start_forward(x_bND, consts)
         sums = self._sums(tasks)
         run(self._orders.forward, tasks, sums)
         return self._end_forward(tasks, sums)
 
     def _run_input_gradient(
-        self, behind: tuple[jax.Array, list[jax.Array]], given: Given
+        self, bwd: tuple[jax.Array, list[jax.Array]], consts: BlockConsts
     ) -> tuple[jax.Array, None, Tree]:
-        tasks = self._traced = self._start_backward(behind[0], given, behind[1])
+        tasks = self._traced = self._start_backward(bwd[0], consts, bwd[1])
         run(self._orders.backward, tasks, self._sums(tasks))
         return self._joined(tasks.dx), None, _waiting(tasks)
 
     def _left(self, dx_bND: jax.Array, stacked: list[jax.Array]) -> InputGradient:
         return InputGradient(
             dx_bND,
-            moved=[stacked[i] for i in self._moved],
-            held=[stacked[i] for i in self._held],
+            reused=[stacked[i] for i in self._reused],
+            buffered=[stacked[i] for i in self._buffered],
         )
 
-    def _start_forward(self, x_bND: jax.Array, given: Given) -> Tasks:
-        tasks = self._tasks(given)
+    def _start_forward(self, x_bND: jax.Array, consts: BlockConsts) -> Tasks:
+        tasks = self._tasks(consts)
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
         return tasks
 
     def _end_forward(self, tasks: Tasks, sums: GradientReducer) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
         for r in self._microbatches:
-            tasks.settle(r, self._num_blocks)
+            tasks.add_combine_to_residual(r, self._num_blocks)
         self._widths = tasks.widths
         stats: RouterStats | None = sums.stats()
         parts = None
         if stats is not None:
-            parts = parts_of(jnp.float32(0), stats, sums.count_ME, self.facts.global_tokens, sums.model.moe)
+            parts = parts_of(jnp.float32(0), stats, sums.count_ME, self.dims.global_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
-        saved = _Saved(tasks.pullbacks, tasks.rare.overflows, sums.share_ME if self._moe else None, x_bND)
+        saved = _Saved(tasks.pullbacks, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND)
         return x_bND, parts, saved
 
-    def _start_backward(self, dx_bND: jax.Array, given: Given, kept: Sequence[jax.Array]) -> Tasks:
-        saved: _Saved = self._turn.rebuild(given, kept)
-        tasks = self._tasks(given)
-        tasks.pullbacks, tasks.rare.overflows = saved.pullbacks, saved.overflows
+    def _start_backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Tasks:
+        saved: _Saved = self._forward_body.rebuild(consts, residuals)
+        tasks = self._tasks(consts)
+        tasks.pullbacks, tasks.lane_overflow.overflows = saved.pullbacks, saved.overflows
         tasks.widths = self._widths
         share_mE = saved.share_mE
         if share_mE is not None:
             tasks.share = lambda block: share_mE[self._moe.index(block)]
         tasks.dx = dict(enumerate(jnp.split(dx_bND, len(self._microbatches))))
         for r in reversed(self._microbatches):
-            tasks.settle_back(r, self._num_blocks)
+            tasks.add_combine_to_residual_back(r, self._num_blocks)
         return tasks
 
     def _joined(self, parts: dict[int, jax.Array]) -> jax.Array:
@@ -201,8 +213,8 @@ class ModelChunk:
         sums = self._sums(tasks)
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
-    def _tasks(self, given: Given) -> Tasks:
-        return Tasks(self.facts, None, given)
+    def _tasks(self, consts: BlockConsts) -> Tasks:
+        return Tasks(self.dims, None, consts)
 
     def _sums(self, tasks: Tasks) -> GradientReducer:
         nothing = Reduction(vectors=(), cuts=(), chunks=())
@@ -210,5 +222,5 @@ class ModelChunk:
 
 
 def _waiting(tasks: Tasks) -> Tree:
-    """What weight gradients wait for."""
-    return {key: pullback.held() for key, pullback in tasks.waiting.items()}, tasks.rare.held()
+    """Return what the weight gradients need."""
+    return {key: pullback.residuals() for key, pullback in tasks.waiting.items()}, tasks.lane_overflow.residuals()

@@ -1,4 +1,4 @@
-"""Parameters and gradients of a model chunk's blocks, in the stacked arrays of a stage."""
+"""Read parameters and add gradients of a model chunk's blocks, in the stacked arrays of a stage."""
 
 import functools
 
@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.parallel.trees import Tree
+from moe_jax.step.pipelined.buffers import get, put
 from moe_jax.step.pipelined.build import PipelinedPlan
-from moe_jax.step.pipelined.slot_ops import get, put
 
 
 def weights_of(params: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
-    """Of each block of a model chunk."""
+    """Return the parameters of each block of a model chunk."""
     weights = {}
-    for block, held in enumerate(plan.structures[structure]):
+    for block, member in enumerate(plan.structures[structure]):
         take = functools.partial(get, place=_row(plan, structure, block, chunk))
-        weights[block] = jax.tree.map(take, params["segments"][held.segment][held.place])
+        weights[block] = jax.tree.map(take, params["segments"][member.segment][member.place])
     return weights
 
 
-def no_sums(params: Tree, plan: PipelinedPlan) -> Tree:
-    """Sums of gradients, like the parameters, of nothing. Each row of blocks has arrays of its own, [chunks, …]."""
+def zero_gradients(params: Tree, plan: PipelinedPlan) -> Tree:
+    """Return zeros for sums of gradients, like the parameters. Each row of blocks has separate arrays [chunks, …]."""
 
     def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
         shape = (plan.table.chunks, *leaf.shape[1:])
@@ -32,24 +32,24 @@ def no_sums(params: Tree, plan: PipelinedPlan) -> Tree:
     return zeros | {"segments": apart}
 
 
-def added(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
-    """With gradients of a model chunk's blocks."""
+def add_gradients(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
+    """Return the sums with the gradients of a model chunk's blocks added."""
     segments = {segment: dict(places) for segment, places in sums["segments"].items()}
     place = 0 if plan.table.chunks == 1 else chunk
 
-    for block, held in enumerate(plan.structures[structure]):
+    for block, member in enumerate(plan.structures[structure]):
 
-        def with_row(grad: jax.Array, rows: list[jax.Array], row: int = held.row) -> list[jax.Array]:
+        def with_row(grad: jax.Array, rows: list[jax.Array], row: int = member.row) -> list[jax.Array]:
             total = put(rows[row], get(rows[row], place) + grad, place)
             return [*rows[:row], total, *rows[row + 1 :]]
 
-        totals = segments[held.segment][held.place]
-        segments[held.segment][held.place] = jax.tree.map(with_row, new[block], totals)
+        totals = segments[member.segment][member.place]
+        segments[member.segment][member.place] = jax.tree.map(with_row, new[block], totals)
     return sums | {"segments": segments}
 
 
-def like_parameters(sums: Tree) -> Tree:
-    """The sums, stacked."""
+def stack_gradients(sums: Tree) -> Tree:
+    """Return the sums stacked like the parameters."""
 
     def stacked(rows: list[jax.Array]) -> jax.Array:
         return jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])  # chunk by chunk
@@ -58,7 +58,7 @@ def like_parameters(sums: Tree) -> Tree:
 
 
 def _row(plan: PipelinedPlan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:
-    held = plan.structures[structure][block]
+    member = plan.structures[structure][block]
     if plan.table.chunks == 1:
-        return held.row
-    return chunk * plan.stages.rows[held.segment] + held.row
+        return member.row
+    return chunk * plan.stages.rows[member.segment] + member.row

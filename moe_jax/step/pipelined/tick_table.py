@@ -1,4 +1,4 @@
-"""A table of ticks as arrays, from which every stage reads what it does."""
+"""Convert a table of ticks to arrays, from which every stage reads its passes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,45 +9,46 @@ from moe_jax.schedule.pipelines.dependencies import activation_from, gradient_fr
 from moe_jax.schedule.pipelines.memory import Slots
 from moe_jax.schedule.pipelines.table import DIRECTIONS, ChunkPass, Table, TableTask
 
-PASS_SCOPE = "pass_"  # around a pass in the program, in front of its name
+PASS_SCOPE = "pass_"  # prefix of the named scope around a pass
 
 
 class TickPass(NamedTuple):
-    """One direction of every tick; arrays [ticks, stages]. Of a tick without this direction only `runs` counts.
+    """One direction of every tick; arrays [ticks, stages]. If a tick has no pass in this direction, only `runs` is
+    meaningful.
 
-    Arrays of numpy when a table is made, of jax inside a step, and single numbers when a tick is filled in.
+    The arrays are numpy's when a table is built, jax's inside a step, and single numbers when a tick is filled in.
     """
 
-    runs: Any  # 1: it does, 0: it does not
+    runs: Any  # 1: the pass runs, 0: it does not
     microbatch: Any
     chunk: Any
-    structure: Any  # of the chunk's blocks: a number of `Stages`
-    at_end: Any  # 1: of the lowest blocks
-    at_loss: Any  # 1: of the highest blocks
+    structure: Any  # number of the structure of the chunk's blocks
+    at_end: Any  # 1: the chunk has the lowest block
+    at_loss: Any  # 1: the chunk has the highest block
     saved: Any  # slots of buffers, see `schedule.pipelines.memory`
     weight: Any
     received: Any
 
 
 class Row(NamedTuple):
-    """What happens in a tick: passes, and arrivals."""
+    """The passes and transfers of a tick."""
 
     forward: TickPass
     backward: TickPass
     weight: TickPass
-    activation_to: Any  # the slot for what the stage before computes in this tick, received at its end
-    activation_part: Any  # [ticks, stages, 2]: whether this stage sends what it computes in this tick, and receives
-    gradient_to: Any  # for what the stage behind computed in the tick before, or in this one
-    gradient_part: Any  # whether this stage sends what it computes in this tick, and receives what comes in the next
+    activation_to: Any  # the slot for what the previous stage computes in this tick, received at its end
+    activation_part: Any  # [ticks, stages, 2]: whether this stage sends its result of this tick, and receives
+    gradient_to: Any  # the slot for what the next stage computed in the previous tick, or in this one
+    gradient_part: Any  # whether this stage sends its result of this tick, and receives in the next
 
 
 def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int], gradients_at_end: bool = False) -> Row:
-    """The table's arrays. `structure_of(stage, chunk)` numbers the structures of model chunks.
+    """Return the table's arrays. `structure_of(stage, chunk)` is the number of a model chunk's structure.
 
-    With `gradients_at_end` a tick also receives gradients of its own at its end, else in the next one.
+    With `gradients_at_end`, a tick also receives its own gradients at its end, else in the next tick.
 
-    The slot behind the last one of received activations, and of gradients, takes what nobody waits for, and what a
-    stage at either end of the model receives from itself.
+    Received activations and gradients each have one extra slot at the end, for values that no stage waits for, and for
+    what a stage at either end of the model receives from itself.
     """
     nothing_x, nothing_dx = slots.activations.num_slots, slots.gradients.num_slots
     shape = (len(table.ticks), table.stages)
@@ -78,7 +79,7 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int],
     activations = activation_to != nothing_x
     gradients = gradient_to != nothing_dx
     if not gradients_at_end:
-        gradients = np.roll(gradients, -1, axis=0)  # nobody receives any in the first tick
+        gradients = np.roll(gradients, -1, axis=0)  # no stage receives any in the first tick
     return Row(
         passes["F"],
         passes["B"],

@@ -1,1 +1,1 @@
-"""A step whose tasks follow a schedule, so that communication overlaps computation."""
+"""A training step whose tasks follow a schedule, so that communication overlaps computation."""

@@ -1,6 +1,7 @@
-"""What a scheduled step runs: the order of its tasks, and how the gradients of each owner are summed.
+"""Build the plan of a scheduled step: the order of its tasks, and how each owner's gradients are summed.
 
-An owner of gradients is the embedding (0), a block (its number + 1), or the last norm with the head.
+An owner is a group of parameters whose gradients are reduced together: the embedding (0), a block (its number + 1), or
+the last norm with the head.
 """
 
 import dataclasses
@@ -36,44 +37,46 @@ from moe_jax.step.scheduled.grad_buckets import Reduction
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledPlan:
-    """A schedule and how the gradients of its owners are summed."""
+    """A schedule, and how the gradients of each owner are summed over devices."""
 
     schedule: Schedule
-    reductions: tuple[Reduction, ...]  # of each owner: embed, the blocks, head
-    cuts: Cuts  # of gradients: what the reductions leave of them is cut over devices
-    looped: ScannedSchedule | None  # the same tasks, where turns of blocks run in loops
+    reductions: tuple[Reduction, ...]  # by owner: embed, the blocks, head
+    cuts: Cuts  # how reduced gradients are sharded over devices
+    scanned: ScannedSchedule | None  # the same tasks, with equal groups of blocks in a scan; None: no scan
 
     def without_reductions(self) -> "ScheduledPlan":
-        """The same with gradients left as they are on each device."""
+        """Return the same plan without gradient sums: gradients stay local to each device."""
         actions = tuple(action for action in self.schedule.actions if not is_reduction(action))
         nothing = dataclasses.replace(self.reductions[0], vectors=(), chunks=())
         return ScheduledPlan(
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
             no_cuts(self.cuts),
-            self.looped and self.looped.without_reductions(),
+            self.scanned and self.scanned.without_reductions(),
         )
 
 
 def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
-    """The schedule that a config asks for, with the chunks of its reductions. Raises ScheduleError or ConfigError."""
+    """Build the schedule that a config selects, and the buckets of its reductions. Raises ScheduleError or
+    ConfigError.
+    """
     settings = config.schedule
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = ComputeConfig.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     times = order_times(config, mesh.shape, platform, sent, measured_times(config))
-    looped = None
-    if turns := turns_of(config)[1]:
-        schedule, looped = make_scanned(settings.policy, shape, turns, times.of(shape), two_streams)
+    scanned = None
+    if scan_blocks := scanned_blocks(config)[1]:
+        schedule, scanned = make_scanned(settings.policy, shape, scan_blocks, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), looped)
+    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), scanned)
 
 
 def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:
-    """How the gradients of each owner are summed: embed, the blocks, head."""
+    """Return how the gradients of each owner are summed, in the order embedding, blocks, head."""
     model = config.model
     specs, cuts = partitions(param_dims(model), expert_axis(config.mesh)), state_cuts(config, mesh)
 
@@ -94,7 +97,9 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
 
 
 def measured_times(config: Config) -> Mapping[str, TaskStage]:
-    """Times that a file gives, the same on all processes: collectives in another order would wait for each other."""
+    """Read measured task times from a file; all processes use the same ones, since collectives issued in different
+    orders would deadlock.
+    """
     path = config.schedule.task_times
     if path is None:
         return {}
@@ -102,8 +107,8 @@ def measured_times(config: Config) -> Mapping[str, TaskStage]:
     return read_alike(lambda: read_times(path, kinds), f"schedule.task_times={path}").compute
 
 
-def turns_of(config: Config) -> tuple[int, ScannedBlocks | None]:
-    """The segment with most periods, and its blocks in turns, if they are worth a loop."""
+def scanned_blocks(config: Config) -> tuple[int, ScannedBlocks | None]:
+    """Return the segment with most periods, and its blocks as scan iterations, or None if a loop is not worthwhile."""
     runs = segments(config.model)
     number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
     first = sum(len(run.kinds) * run.repeats for run in runs[:number])
@@ -111,7 +116,9 @@ def turns_of(config: Config) -> tuple[int, ScannedBlocks | None]:
 
 
 def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int], Any]) -> Tree:
-    """An owner's part of a tree like the parameters; `take(leaf, period)` gives a block's share of a stacked leaf."""
+    """Return an owner's part of a tree like the parameters; `take(leaf, period)` selects a block's share of a stacked
+    leaf.
+    """
     if owner == 0:
         return tree["embedding"]
     if owner == model.num_layers + 1:
@@ -122,7 +129,7 @@ def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int],
 
 @functools.cache
 def places(model: ModelConfig) -> list[tuple[int, int, int]]:
-    """Segment, period and place in it of each block."""
+    """Return the segment, the period and the place in the period of each block."""
     return [
         (number, period, place)
         for number, segment in enumerate(segments(model))

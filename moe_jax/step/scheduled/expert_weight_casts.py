@@ -1,4 +1,4 @@
-"""The experts' weights of each block in the form that a product needs now, for ragged exchanges."""
+"""Casts of each block's expert weights to the type that a product needs, for ragged exchanges."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,35 +10,37 @@ from moe_jax.step.scheduled.step_dims import StepDims
 
 
 class ExpertWeights:
-    """`blocks` are parameters by block number; `stored` gives a block's experts where they lie (None: in a loop)."""
+    """Expert weights by block. `blocks` are parameters by block number; `stored` returns a block's experts in the
+    stacked array (None inside a loop).
+    """
 
-    def __init__(self, facts: StepDims, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
-        self._compute, self._blocks = facts.compute, blocks
-        # XLA:GPU takes a block's weights out of the stack in every product; the casts it keeps cost 2 % of the memory.
-        self._stored = None if facts.compute.platform == "gpu" else stored
+    def __init__(self, dims: StepDims, blocks: dict[int, Tree], stored: Callable[[int], Stored] | None):
+        self._compute, self._blocks = dims.compute, blocks
+        # XLA:GPU slices a block's weights out of the stack in every product; storing the casts costs 2 % of the memory.
+        self._stored = None if dims.compute.platform == "gpu" else stored
         self._casts: dict[tuple[str, int], Tree] = {}  # by direction and block
 
     def forward(self, block: int, x: jax.Array) -> Tree:
-        """For products with `x` in forward tasks."""
+        """Return the weights for products with `x` in forward tasks."""
         return self._experts(block) if self._stored is None else self._cast("F", block, x)
 
-    def instead(self, block: int, x: jax.Array) -> Sequence[tuple[jax.Array, jax.Array]]:
-        """Pairs of what forward products kept, and what backward products with `x` are to take in its place.
+    def replacements(self, block: int, x: jax.Array) -> Sequence[tuple[jax.Array, jax.Array]]:
+        """Return pairs of a value that the forward products saved, and its replacement for backward products with `x`.
 
-        One cast for both would be kept from the forward to the backward pass, for all blocks at once.
+        A cast shared by both passes would stay in memory from the forward to the backward pass, for all blocks at once.
         """
-        kept = self._casts.get(("F", block))
-        if kept is None:
+        saved = self._casts.get(("F", block))
+        if saved is None:
             return []
         new = self._cast("B", block, x)
-        return [(kept[name], new[name]) for name in kept if not name.endswith("_bias")]  # of which nothing is kept
+        return [(saved[name], new[name]) for name in saved if not name.endswith("_bias")]  # products save no biases
 
     def stored(self, block: int) -> Stored:
-        """As branches and loops take them."""
+        """Return the weights in the form that branches and loops take."""
         if self._stored is not None:
             return self._stored(block)
         weights = self._experts(block)
-        if self._compute.platform == "gpu":  # it has the lanes' casts in memory, and would slice float32 for these
+        if self._compute.platform == "gpu":  # lanes' casts are in memory already; without this, float32 would be sliced
             weights = jax.tree.map(lambda w: w.astype(self._compute.dtype), weights)
         return Stored(jax.tree.map(lambda w: w[None], weights), 0)
 

@@ -1,6 +1,7 @@
-"""Gradients of one owner (embedding, a block, the head) as flat vectors, summed over devices chunk by chunk.
+"""Gradients of one owner (embedding, a block, the head) as flat vectors, reduced over devices bucket by bucket.
 
-A sum goes to all devices as [n], or each of P ranks gets its own part, [n], of a vector [P, n].
+A sum either goes to all devices, as [n], or a vector [P, n] is reduce-scattered and each of P ranks gets its own part
+[n].
 """
 
 import math
@@ -18,23 +19,25 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
 from moe_jax.schedule.grad_buckets import Bucket, split_into_buckets
 
-_SMALL = 2**20  # elements: smaller gradients travel together
+_SMALL = 2**20  # elements: smaller gradients share a vector
 _ITEM_BYTES = 4
 
 
 class ReduceGroup(NamedTuple):
-    """Mesh axes of a sum: those whose ranks get a part each, and the others, whose ranks get the same."""
+    """The mesh axes of a sum: those over which the result is scattered, and the others, whose ranks all get the same
+    result.
+    """
 
     scattered: tuple[Axis, ...]
     others: tuple[Axis, ...]
 
 
 class GradientBucket(NamedTuple):
-    """Gradients that are flattened into one vector, or one for each rank's part, and summed over the same axes."""
+    """Gradients that are flattened into one vector, or into one per rank, and summed over the same axes."""
 
     over: ReduceGroup
     ranks: int  # P; 1 if nothing is scattered
-    leaves: tuple[int, ...]  # of the owner's tree
+    leaves: tuple[int, ...]  # numbers of leaves in the owner's tree
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,18 @@ class Reduction:
     """How an owner's gradients are summed: its vectors, and chunks of them in order of issue."""
 
     vectors: tuple[GradientBucket, ...]
-    cuts: tuple[ShardSpec, ...]  # of each leaf
-    chunks: tuple[Bucket, ...]  # of n
+    cuts: tuple[ShardSpec, ...]  # how each leaf is sharded
+    chunks: tuple[Bucket, ...]  # pieces of the vectors' last dimension n
 
     @classmethod
     def of(
         cls, shapes: Tree, specs: Tree, cuts: Tree, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
     ) -> "Reduction":
-        """For gradients of these shapes (per device); chunks of at most `bucket_cap_mb` MB (None: no limit).
+        """Build the reduction of gradients with these shapes (per device), in chunks of at most `bucket_cap_mb` MB
+        (None: no limit).
 
-        Of what `cuts` cut, each device gets the sum of its own part only. Gradients that no other device shares need no
-        sum.
+        Each device gets only its own shard of the sum of a gradient that `cuts` shards. Gradients of parameters that no
+        other device has are not summed.
         """
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
         cut_of = tuple(jax.tree.leaves(cuts))
@@ -73,11 +77,13 @@ class Reduction:
         return cls(tuple(vectors), cut_of, split_into_buckets(totals, bucket_cap_mb, item_bytes))
 
     def over(self, chunk: int) -> ReduceGroup:
-        """The mesh axes that a chunk is summed over."""
+        """Return the mesh axes that a chunk is summed over."""
         return self.vectors[self.chunks[chunk].group].over
 
     def sent_bytes(self, mesh_shape: Mapping[str, int]) -> list[float]:
-        """What leaves a device for each chunk: its share goes around once to be scattered, and otherwise comes back."""
+        """Return the bytes that leave a device for each chunk: the size times (P - 1)/P for a reduce-scatter, twice
+        that for an all-reduce.
+        """
         return [self._sent(self.vectors[group], stop - start, mesh_shape) for group, start, stop in self.chunks]
 
     def _sent(self, vector: GradientBucket, size: int, mesh_shape: Mapping[str, int]) -> float:
@@ -85,7 +91,7 @@ class Reduction:
         return ((vector.ranks - 1) + 2 * (others - 1) / others) * size * _ITEM_BYTES
 
     def flatten(self, grads: Tree) -> list[Num[Array, "*P n"]]:
-        """The owner's gradients as vectors; those that are in none may be None."""
+        """Return the owner's gradients as vectors; gradients that are in no vector may be None."""
         leaves = jax.tree.leaves(grads, is_leaf=lambda leaf: leaf is None)
         parts = [
             [self.cuts[number].by_rank(leaves[number], vector.ranks) for number in vector.leaves]
@@ -94,13 +100,13 @@ class Reduction:
         return [part[0] if len(part) == 1 else jnp.concatenate(part, axis=-1) for part in parts]
 
     def take(self, vectors: Sequence[jax.Array], chunk: int) -> Num[Array, "*P n"]:
-        """One chunk of the vectors."""
+        """Return one chunk of the vectors."""
         group, start, stop = self.chunks[chunk]
         whole = stop - start == vectors[group].shape[-1]
         return vectors[group] if whole else jax.lax.slice_in_dim(vectors[group], start, stop, axis=-1)
 
     def restore(self, grads: Tree, sums: Sequence[Num[Array, " n"]]) -> Tree:
-        """The owner's gradients with every chunk replaced by its sum, or by this device's part of it."""
+        """Return the owner's gradients with every chunk replaced by its sum, or by this device's shard of the sum."""
         leaves, structure = jax.tree.flatten(grads)
         for group, vector in enumerate(self.vectors):
             parts = [total for chunk, total in zip(self.chunks, sums, strict=True) if chunk.group == group]

@@ -1,7 +1,7 @@
-"""Sums over devices of a step's gradients and counts, task by task.
+"""Sum a step's gradients and token counts over devices, task by task.
 
-Owners of gradients are counted: 0 is the embedding, b + 1 block b, the last one the norm and the head.
-M blocks with experts, E experts.
+Owners of gradients are numbered: 0 is the embedding, b + 1 is block b, the last one is the norm and the head. M blocks
+with experts, E experts.
 """
 
 import functools
@@ -20,32 +20,32 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_buckets import ReduceGroup, Reduction
 
 
-class Started(NamedTuple):
-    """A sum that was started."""
+class StartedSum(NamedTuple):
+    """A sum over devices that has been started."""
 
-    way: ReduceImpl
-    under_way: tuple[Any, ...]
+    impl: ReduceImpl
+    in_flight: tuple[Any, ...]
 
 
 class GradientReducer:
-    """Runs the sums over devices of a step, or of a turn of a loop, and collects what comes out.
+    """Runs the sums over devices of a step, or of a scan iteration, and collects the results.
 
-    `earlier` gives gradients of an owner that are to be added before.
+    `earlier` returns an owner's gradients of earlier accumulation steps, which are added before the sum.
     """
 
     def __init__(self, reductions: tuple[Reduction, ...], tasks: Tasks, earlier: Callable[[int], Tree] | None):
         self.reductions, self.tasks, self.earlier = reductions, tasks, earlier
-        self.model = tasks.facts.config.model
-        self.from_turns: dict[int, Tree] = {}  # gradients of owners whose tasks are those of another turn
-        self.stats_of_turns: dict[int, RouterStats] = {}  # of all blocks of a loop, by its first block
+        self.model = tasks.dims.config.model
+        self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks ran in another scan iteration
+        self.loop_stats: dict[int, RouterStats] = {}  # statistics of all blocks of a scan, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        name = tasks.facts.config.exchange.reduction
-        self.way, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.facts.compute.platform)
-        self.under_way: dict[int, list[Started]] = {}
-        self.counts: Started | None = None  # of all routers, under way
+        name = tasks.dims.config.exchange.reduction
+        self.impl, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.dims.compute.platform)
+        self.in_flight: dict[int, list[StartedSum]] = {}
+        self.counts: StartedSum | None = None  # token counts of all routers, in flight
 
     def run(self, action: Action) -> None:
-        """Run a G task."""
+        """Run a G (gradient sum) task."""
         if action.op == "counts":
             self._count()
             return
@@ -54,44 +54,44 @@ class GradientReducer:
         if owner not in self.vectors:
             self.vectors[owner] = reduction.flatten(self.own(owner))
         chunk = reduction.take(self.vectors[owner], action.part)
-        self.under_way.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
+        self.in_flight.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
 
-    def _chunk(self, x: jax.Array, over: ReduceGroup) -> Started:
+    def _chunk(self, x: jax.Array, over: ReduceGroup) -> StartedSum:
         if not over.scattered:
-            return self._started(self.way, x, over.others)
+            return self._started(self.impl, x, over.others)
         scattered = self._started(self.scatter, x, over.scattered)
         if not over.others:
             return scattered
-        return self._started(self.way, self.scatter.finish(scattered.under_way), over.others)
+        return self._started(self.impl, self.scatter.finish(scattered.in_flight), over.others)
 
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        way = self.way if self.way.only_starts else REDUCTIONS["all_reduce"]  # the others are for many numbers
+        impl = self.impl if self.impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for large arrays
         count_n = stats.count_E.ravel()
-        if self.tasks.facts.compute.platform == "tpu":
-            # a small sum is synchronous there: in order, it would be the end of what hides the exchange before
-            self.counts = Started(way, way.start(count_n, TOKEN_AXES))
+        if self.tasks.dims.compute.platform == "tpu":
+            # a small sum is synchronous there: issued in order, it would end the overlap of the exchange before it
+            self.counts = StartedSum(impl, impl.start(count_n, TOKEN_AXES))
         else:
-            self.counts = self._started(way, count_n, TOKEN_AXES)
-        moe = [block for block, kind in enumerate(self.tasks.facts.shape.kinds) if kind == "moe"]
+            self.counts = self._started(impl, count_n, TOKEN_AXES)
+        moe = [block for block, kind in enumerate(self.tasks.dims.shape.kinds) if kind == "moe"]
         self.tasks.share = lambda block: self.share_ME[moe.index(block)]
 
     @functools.cached_property
     def count_ME(self) -> jax.Array | None:
-        """Pairs of all devices that chose each expert; None without routers."""
+        """Number of (token, choice) pairs on all devices that chose each expert; None without routers."""
         if self.counts is None:
             return None
         return self._arrived(self.counts).reshape(-1, self.model.moe.num_experts)
 
     @functools.cached_property
     def share_ME(self) -> jax.Array:
-        """What the load-balance loss multiplies probabilities with."""
+        """The factor of each expert's probability in the load-balance loss."""
         assert self.count_ME is not None
         return balance_shares(self.count_ME, self.model.moe)
 
     def stats(self) -> RouterStats | None:
-        """Router statistics of all microbatches with a leading dimension M; None without routers."""
+        """Return the router statistics summed over microbatches, with a leading dimension M; None without routers."""
         of_block: dict[int, list[RouterStats]] = {}
         for (block, _), stats in self.tasks.stats.items():
             of_block.setdefault(block, []).append(stats)
@@ -99,14 +99,14 @@ class GradientReducer:
             block: jax.tree.map(lambda *parts: jnp.expand_dims(sum(parts), 0), *parts)
             for block, parts in of_block.items()
         }
-        rows |= self.stats_of_turns
+        rows |= self.loop_stats
         in_order = [rows[block] for block in sorted(rows)]
         return jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *in_order) if in_order else None
 
     def own(self, owner: int) -> Tree:
-        """An owner's gradients of this device."""
-        if owner in self.from_turns:
-            return self.from_turns[owner]
+        """Return an owner's gradients on this device."""
+        if owner in self.loop_gradients:
+            return self.loop_gradients[owner]
         own = self._of_this_part(owner)
         if self.earlier is None:
             return own
@@ -124,33 +124,35 @@ class GradientReducer:
         block = grads["attend", owner - 1]
         if "moe" not in block:
             return block
-        # a reduction of this block may come before the gradients of experts that nobody shares
+        # a reduction of this block may run before the gradients of unreplicated experts exist
         experts = grads.get(("expert", owner - 1))
         if experts is None:
             experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
         return block | {"moe": block["moe"] | {"experts": experts}}
 
     def total(self, owner: int) -> Tree:
-        """An owner's gradients, summed over devices as far as reductions were run; own parts of what is cut."""
-        chunks = [self._arrived(chunk) for chunk in self.under_way.get(owner, [])]
+        """Return an owner's gradients, summed over devices as far as its reductions have run; sharded ones are this
+        device's shard.
+        """
+        chunks = [self._arrived(chunk) for chunk in self.in_flight.get(owner, [])]
         return self.reductions[owner].restore(self.own(owner), chunks)
 
-    def _started(self, way: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> Started:
-        """A sum in the order of the schedule."""
-        if self.tasks.facts.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
-            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. In order,
-            # XLA:GPU would end them first, as they would be its critical path, and leave exchanges with nothing above.
-            return Started(way, way.start(x, axes))
-        under_way = way.start(self.tasks.ties.in_order(x, way.only_starts), axes)
-        self.tasks.ties.issued(under_way[-1], way.only_starts)
-        return Started(way, under_way)
+    def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
+        """Start a sum in the order of the schedule."""
+        if self.tasks.dims.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
+            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. Issued in
+            # order, they would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
+            return StartedSum(impl, impl.start(x, axes))
+        in_flight = impl.start(self.tasks.order.after_comm(x, impl.only_starts), axes)
+        self.tasks.order.record_comm(in_flight[-1], impl.only_starts)
+        return StartedSum(impl, in_flight)
 
-    def _arrived(self, started: Started) -> jax.Array:
-        """What a sum came to, read behind the tasks so far where waiting for it would hold them up."""
-        *others, last = started.under_way
-        if self.tasks.facts.compute.platform == "cpu":
-            last = self.tasks.ties.in_turn(last)
-        return started.way.finish((*others, last))
+    def _arrived(self, started: StartedSum) -> jax.Array:
+        """Return the result of a sum; on CPUs it is read after the tasks so far, so that they do not wait for it."""
+        *others, last = started.in_flight
+        if self.tasks.dims.compute.platform == "cpu":
+            last = self.tasks.order.after_compute(last)
+        return started.impl.finish((*others, last))
 
 
 def _is_missing(leaf: Any) -> bool:

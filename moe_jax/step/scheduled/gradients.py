@@ -1,7 +1,7 @@
-"""The gradients of a scheduled step: the tasks of a plan, issued one after another.
+"""Compute the gradients of a scheduled step: issue the tasks of a plan one after another.
 
-B sequences of this device, in A accumulated parts of b; N tokens of each and N1 = N + 1; M blocks with experts,
-E experts.
+B sequences of this device, in A parts of b sequences for gradient accumulation; N tokens of each and N1 = N + 1; M
+blocks with experts, E experts.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.plain import accumulate
-from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, turns_of
+from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, scanned_blocks
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import LayerScan, Stacked, run
-from moe_jax.step.scheduled.scan_residuals import Given
+from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
 def scheduled_gradients(
     params: Params, inputs: StepInputs, context: StepContext, plan: ScheduledPlan
 ) -> tuple[Grads, ObjectiveParts]:
-    """The same as `plain.gradients`, to round-off.
+    """Compute the same values as `plain.gradients`, up to rounding.
 
-    Parts of a batch run one after another. The schedule of the last one sums the gradients of all parts over devices;
-    with `optimizer.zero=2` each part's schedule sums its own.
+    The parts of a batch run one after another. The schedule of the last part sums the gradients of all parts over
+    devices; with `optimizer.zero=2` each part's schedule sums its own gradients.
     """
     count, platform = context.config.train.grad_accumulation, context.compute.platform
 
@@ -50,7 +50,7 @@ def scheduled_gradients(
         return accumulate(partial(of_part, plan), part_AbN1)
     earlier, parts_before = accumulate(partial(of_part, plan.without_reductions()), part_AbN1[:-1])
     last_bN1 = part_AbN1[-1]
-    if platform == "cpu":  # whose collectives would run concurrently with those of the loop: see measure/races.py
+    if platform == "cpu":  # else collectives could run concurrently with those of the loop: see measure/races.py
         last_bN1 = depend_on_all(last_bN1, jax.tree.leaves(earlier), platform)
     grads, parts = of_part(plan, last_bN1, count - 1, earlier)
     return grads, jax.tree.map(jnp.add, parts_before, parts)
@@ -59,28 +59,29 @@ def scheduled_gradients(
 def _gradients_of_part(
     params: Params, inputs: StepInputs, context: StepContext, plan: ScheduledPlan, earlier: Grads | None
 ) -> tuple[Grads, ObjectiveParts]:
-    """Gradients of one part of a batch, summed as the plan's schedule does, and this device's parts of the objective.
+    """Return the gradients of one part of a batch, reduced by the plan's schedule, and this device's share of the
+    objective.
 
-    `earlier` are gradients of this device that are added before the sums. Of an array that `plan.cuts` cut, a device
-    gets the sum of its own part.
+    `earlier` are this device's gradients of earlier parts, added before the sums. If `plan.cuts` shards an array, each
+    device gets the sum of its own shard.
     """
-    model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
+    model, scanned, slot_ME = context.config.model, plan.scanned, inputs.slot_ME
     tokens = local_tokens(inputs.token_BN1)
-    facts = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
-    issued = plan.schedule.actions if looped is None else (*looped.prologue, *looped.middle)
+    dims = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    tasks = Tasks(facts, params, Given(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
+    tasks = Tasks(dims, params, BlockConsts(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
     )
-    if looped is None:
+    if scanned is None:
         run(issued, tasks, sums)
         return _gathered(sums.total, model, {}), _parts(sums, context)
-    number, _ = turns_of(context.config)
+    number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
         plan.cuts["segments"][number],
@@ -88,22 +89,22 @@ def _gradients_of_part(
         router_inputs,
         slot_ME,
     )
-    loops = LayerScan(looped, segments(model)[number], sums, stacked)
-    run(looped.prologue, tasks, sums)
-    loops.up()
-    run(looped.middle, tasks, sums)
-    loops.down()
-    run(looped.epilogue, tasks, sums)
+    loops = LayerScan(scanned, segments(model)[number], sums, stacked)
+    run(scanned.prologue, tasks, sums)
+    loops.forward()
+    run(scanned.middle, tasks, sums)
+    loops.backward()
+    run(scanned.epilogue, tasks, sums)
     loops.reduce()
-    run(looped.last_reductions, tasks, sums)
-    for block in range(looped.blocks.last, model.num_layers):
+    run(scanned.last_reductions, tasks, sums)
+    for block in range(scanned.blocks.last, model.num_layers):
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
 
 
 def _stored(params: Params, model: ModelConfig, block: int) -> Stored:
-    """The weights of a block's experts, not taken out."""
+    """Return the weights of a block's experts as a stacked array and an index, without slicing."""
     number, period, place = places(model)[block]
     return Stored(params["segments"][number][place]["moe"]["experts"], period)
 
@@ -113,7 +114,9 @@ def _slice(leaf: jax.Array, period: int) -> jax.Array:
 
 
 def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[int, Tree]) -> Grads:
-    """Gradients in the layout of the parameters, of all owners and the segments that are stacked already."""
+    """Return the gradients in the layout of the parameters, from those of all owners and of the segments that are
+    already stacked.
+    """
     trees: dict[int, Tree] = dict(stacked)
     for number, segment in enumerate(segments(model)):
         if number not in stacked:

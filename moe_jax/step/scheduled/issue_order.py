@@ -1,4 +1,6 @@
-"""The order of a schedule inside a program: compute tasks behind compute tasks, collectives behind collectives."""
+"""Enforce the order of a schedule in a compiled program: compute tasks after compute tasks, collectives after
+collectives.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,52 +9,55 @@ from moe_jax.parallel.ordering import depend_on
 
 
 class IssueOrder:
-    """Ties each task to the one before it on its stream."""
+    """Adds a dependency from each task to the previous one on its stream."""
 
     def __init__(self, platform: str):
         self._platform = platform
-        self._computed: jax.Array | None = None  # result of the compute task before
-        self._issued: jax.Array | None = None  # result of the collective before
+        self._last_compute: jax.Array | None = None  # result of the previous compute task
+        self._last_comm: jax.Array | None = None  # result of the previous collective
 
-    def in_turn(self, x: jax.Array) -> jax.Array:
-        """`x`, which a compute task starts with."""
-        return self._behind(x, self._computed)
+    def after_compute(self, x: jax.Array) -> jax.Array:
+        """Return `x`, the input of a compute task, ordered after the previous compute task."""
+        return self._depend(x, self._last_compute)
 
-    def computed(self, result: jax.Array) -> None:
-        """Note what a compute task came to; a result without elements cannot be waited for."""
-        self._computed = result if result.size else self._computed
+    def record_compute(self, result: jax.Array) -> None:
+        """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it."""
+        self._last_compute = result if result.size else self._last_compute
 
-    def in_order(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
-        """`x`, which a collective sends.
+    def after_comm(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
+        """Return `x`, the input of a collective, ordered after the previous collective.
 
-        `only_starts`: the collective only starts here, and its start is a compute task like others.
+        `only_starts`: the collective is only started here, and its start is ordered like a compute task, too.
         """
-        x = self._behind(x, self._issued)
-        return self.in_turn(x) if only_starts else x
+        x = self._depend(x, self._last_comm)
+        return self.after_compute(x) if only_starts else x
 
-    def issued(self, result: jax.Array, only_starts: bool = False) -> None:
-        """Note what a collective, or its start, came to."""
-        self._issued = result
+    def record_comm(self, result: jax.Array, only_starts: bool = False) -> None:
+        """Record the result of a collective, or of its start."""
+        self._last_comm = result
         if only_starts:
-            self._computed = result
+            self._last_compute = result
 
     def into_loop(self, number_n: jax.Array) -> jax.Array:
-        """The numbers of a loop's turns, so that it begins after the collective before it.
+        """Return the iteration numbers of a loop, ordered after the previous collective.
 
-        XLA:CPU orders collectives of one computation by itself, but those of a loop run concurrently with all that does
-        not wait for the loop (`measure/races.py`). Compilers for other platforms order all of them.
+        XLA:CPU orders the collectives of one computation by itself, but those of a loop run concurrently with
+        everything that does not wait for the loop (`measure/races.py`). Compilers for other platforms order all
+        collectives.
         """
-        return self.in_order(number_n) if self._platform == "cpu" else number_n
+        return self.after_comm(number_n) if self._platform == "cpu" else number_n
 
-    def end_of_turn(self) -> jax.Array | None:
-        """What a turn of the loop hands out for `out_of_loop`: an element of its last collective's result."""
-        if self._platform != "cpu" or self._issued is None:
+    def end_of_iteration(self) -> jax.Array | None:
+        """Return an element of the last collective's result, which each loop iteration outputs for `out_of_loop`; None
+        if not needed.
+        """
+        if self._platform != "cpu" or self._last_comm is None:
             return None
-        return self._issued.ravel()[0].astype(jnp.float32)
+        return self._last_comm.ravel()[0].astype(jnp.float32)
 
     def out_of_loop(self, end_n: jax.Array | None) -> None:
-        """Note that a loop has ended: the next collective begins after it."""
-        self._issued = self._issued if end_n is None else end_n
+        """Record the end of a loop: the next collective starts after it."""
+        self._last_comm = self._last_comm if end_n is None else end_n
 
-    def _behind(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
+    def _depend(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
         return x if earlier is None or not x.size else depend_on(x, earlier, self._platform)

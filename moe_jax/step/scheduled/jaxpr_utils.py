@@ -1,4 +1,4 @@
-"""Traced programs, operation by operation."""
+"""Inspect and evaluate jaxprs (traced programs), equation by equation."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Values = dict[Var, Any]
 
 
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without calls, so that operations inside them can be told apart."""
+    """Return an equivalent program with all calls inlined, so that the operations inside them are visible."""
 
     def run(*inputs: Any) -> list[Any]:
         values = values_of(program, inputs)
@@ -21,20 +21,20 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def values_of(program: ClosedJaxpr, inputs: Iterable[Any]) -> Values:
-    """What a program's operations start from."""
+    """Return the values of a program's constants and inputs, by variable."""
     values: Values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     return values | dict(zip(program.jaxpr.invars, inputs, strict=True))
 
 
 def evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
-    """Run operations in order, in their scopes; `values` holds what they read, and gets what they make."""
+    """Run equations in order, in their scopes; `values` holds their inputs and receives their results."""
     for eqn in eqns:
         inputs = [value_of(values, var) for var in eqn.invars]
         body = body_of_call(eqn)
         scope = str(eqn.source_info.name_stack)
         with jax.named_scope(scope), eqn.ctx.manager:
             if body is not None:
-                if eqn.params.get("prevent_cse"):  # a second computation that must not be merged with the first
+                if eqn.params.get("prevent_cse"):  # rematerialization, not to be merged with the first computation
                     inputs = jax.lax.optimization_barrier(inputs)
                 called = values_of(body, inputs)
                 evaluate(body.jaxpr.eqns, called)
@@ -45,9 +45,9 @@ def evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
         values.update(zip(eqn.outvars, outputs, strict=True))
 
 
-def needed_for(wanted: Iterable[Any], eqns: Sequence[JaxprEqn], given: Iterable[Var] = ()) -> list[JaxprEqn]:
-    """The operations, in order, that `wanted` is made by from `given` and a program's inputs."""
-    known = set(given)
+def needed_for(wanted: Iterable[Any], eqns: Sequence[JaxprEqn], known_vars: Iterable[Var] = ()) -> list[JaxprEqn]:
+    """Return the equations, in order, that compute `wanted` from `known_vars` and the program's inputs."""
+    known = set(known_vars)
     missing = set(variables(wanted)) - known
     needed = []
     for eqn in reversed(eqns):
@@ -58,17 +58,17 @@ def needed_for(wanted: Iterable[Any], eqns: Sequence[JaxprEqn], given: Iterable[
 
 
 def variables(operands: Iterable[Any]) -> list[Var]:
-    """Those that are no literals."""
+    """Return the operands that are variables, not literals."""
     return [operand for operand in operands if isinstance(operand, Var)]
 
 
 def value_of(values: Values, var: Any) -> Any:
-    """Of a variable or literal."""
+    """Return the value of a variable or literal."""
     return var.val if isinstance(var, Literal) else values[var]
 
 
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a jit or checkpoint calls; None for everything else."""
+    """Return the program that a jit or checkpoint equation calls; None for other equations."""
     if eqn.primitive.name not in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
         return None
     body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]

@@ -1,4 +1,4 @@
-"""Rows that do not fit into their expert's lane, through a step: see `models.dispatchers.ragged.Overflow`."""
+"""The state of a step for rows that do not fit into their expert's lane: see `models.dispatchers.ragged.Overflow`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,73 +13,79 @@ from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
-class Held(NamedTuple):
-    """Of one block and piece."""
+class OverflowResiduals(NamedTuple):
+    """What the weight gradients of one block and piece need of its overflowed rows."""
 
     overflow: Overflow
     rows_R: jax.Array
     d_rest_R: jax.Array
 
 
-class RareRows:
-    """What lies between the tasks that such rows pass through, by block and piece."""
+class LaneOverflow:
+    """The values that tasks pass on for overflowed rows, by block and piece."""
 
-    def __init__(self, facts: StepDims, weights: ExpertWeights):
-        self._facts, self._weights, self._moe = facts, weights, facts.config.model.moe
+    def __init__(self, dims: StepDims, weights: ExpertWeights):
+        self._dims, self._weights, self._moe = dims, weights, dims.config.model.moe
         self.overflows: dict[tuple[int, int], Overflow] = {}
-        self._sources: dict[int, RowSource] = {}  # of each piece under way
+        self._sources: dict[int, RowSource] = {}  # by piece in flight
         self._rest: dict[tuple[int, int], Rest] = {}  # for the backward pass
         self._d_rest: dict[tuple[int, int], jax.Array] = {}
 
     def sent(self, p: int, source: RowSource) -> None:
-        """Note what a piece's rows were made of."""
+        """Record the source of a piece's rows."""
         self._sources[p] = source
 
     def forward(self, block: int, p: int, lanes: ragged.Lanes, filled_L: jax.Array) -> jax.Array:
-        """What the experts make of these rows."""
+        """Return the experts' outputs for the overflowed rows."""
         overflow = self.overflows[block, p] = Overflow.of(self._sources.pop(p), lanes, filled_L)
         rest = Rest(lanes.rest_R, lanes.main_LbD.shape[1])
-        if block == self._facts.last_moe:  # its backward pass comes next
+        if block == self._dims.last_moe:  # its backward pass is next
             self._rest[block, p] = rest
         return overflow.forward(self._weights.stored(block), rest, self._moe)
 
     def count_PE(self, block: int, p: int) -> jax.Array:
-        """How many rows each rank sent to each expert."""
+        """Return how many rows each rank sent to each expert."""
         return self.overflows[block, p].count_PE
 
-    def send_again(self, block: int, p: int, in_order: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
-        """Have the rows at their experts' rank once more; returns them if that took an exchange.
+    def send_again(self, block: int, p: int, after_comm: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+        """Send the overflowed rows to their experts' rank again for the backward pass, and return them if that took an
+        exchange.
 
-        `in_order` ties it to the exchange before.
+        `after_comm` orders the exchange after the previous one.
         """
         if (block, p) in self._rest:
             return None
-        overflow, compute = self.overflows[block, p], self._facts.compute
-        widths = self._facts.ragged_exchange.widths
+        overflow, compute = self.overflows[block, p], self._dims.compute
+        widths = self._dims.ragged_exchange.widths
         rows = ragged.rest_lanes(
-            in_order(overflow.sent()), overflow.count_PE, widths, compute.expert_axis, compute.platform
+            after_comm(overflow.sent()), overflow.count_PE, widths, compute.expert_axis, compute.platform
         )
         self._rest[block, p] = Rest(rows, widths.main)
         return rows if rows.size else None
 
     def backward(self, block: int, p: int, d_rest_R: jax.Array) -> jax.Array:
-        """The rows' gradient."""
+        """Return the gradient of the overflowed rows."""
         self._d_rest[block, p] = d_rest_R
         weights, rest = self._weights.stored(block), self._rest[block, p]
         return self.overflows[block, p].backward(weights, rest, d_rest_R, self._moe)
 
-    def held(self) -> dict[tuple[int, int], Held]:
-        """What `add_weights` reads of all pieces that have been backward, without what is no array."""
-        return {key: Held(self.overflows[key], self._rest[key].rows_R, d_rest) for key, d_rest in self._d_rest.items()}
+    def residuals(self) -> dict[tuple[int, int], OverflowResiduals]:
+        """Return the arrays that `add_weights` reads, for all pieces whose backward pass has run."""
+        return {
+            key: OverflowResiduals(self.overflows[key], self._rest[key].rows_R, d_rest)
+            for key, d_rest in self._d_rest.items()
+        }
 
-    def hold(self, held: dict[tuple[int, int], Held], other: "RareRows") -> None:
-        """Go on in another trace with what `other` held."""
-        for key, (overflow, rows_R, d_rest_R) in held.items():
+    def restore(self, residuals: dict[tuple[int, int], OverflowResiduals], other: "LaneOverflow") -> None:
+        """Continue in another trace with the residuals of `other`."""
+        for key, (overflow, rows_R, d_rest_R) in residuals.items():
             self.overflows[key], self._d_rest[key] = overflow, d_rest_R
             self._rest[key] = other._rest[key]._replace(rows_R=rows_R)
 
     def add_weights(self, block: int, gradient: Tree) -> Tree:
-        """The gradient of a block's experts, with these rows' part of all pieces that have been backward."""
+        """Add the overflowed rows' part to the gradient of a block's experts, for all pieces whose backward pass has
+        run.
+        """
         for key in [key for key in self._d_rest if key[0] == block]:
             gradient = self.overflows.pop(key).add_weights(
                 gradient, self._weights.stored(block), self._rest.pop(key), self._d_rest.pop(key), self._moe

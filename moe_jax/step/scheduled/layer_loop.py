@@ -1,7 +1,8 @@
-"""Loops over equal groups of blocks: `lax.scan` runs the turns of a schedule, forward and backward.
+"""Run equal groups of blocks in a loop: `lax.scan` runs a schedule's tasks in every iteration, forward and backward.
 
-A forward turn hands the settled residual stream on and stacks what its pullbacks keep. A backward turn makes its
-pullbacks again, runs its tasks, and sums the gradients of the turn above.
+A forward iteration passes on the residual stream, with the last block's combine added, and stacks the residuals of its
+pullbacks. A backward iteration rebuilds its pullbacks, runs its tasks, and sums the gradients of the iteration above
+it.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,8 +19,8 @@ from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.scanned import ScannedSchedule
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
-from moe_jax.step.scheduled.layer_loop_grads import StackLayout, TurnGradients
-from moe_jax.step.scheduled.scan_residuals import Given, ScanBody
+from moe_jax.step.scheduled.layer_loop_grads import LoopGradients, StackLayout
+from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 
 
 def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
@@ -31,157 +32,164 @@ def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
 
 
 class Stacked(NamedTuple):
-    """What each turn takes its share of. The first three are the looped segment's, by place in its period."""
+    """Arrays from which each scan iteration takes its share. The first three belong to the scanned segment, by place in
+    its period.
+    """
 
     params: Tree
-    cuts: Tree  # of its parameters
-    earlier: Tree | None  # gradients that are added to those of the turns
-    router_inputs: RouterInputs | None  # what gates look at besides features, below the blocks
-    slot_ME: jax.Array | None  # where the experts of all blocks lie; None: in their order
+    cuts: Tree  # how its parameters are sharded by ZeRO
+    earlier: Tree | None  # gradients that are added to those of the iterations
+    router_inputs: RouterInputs | None  # what gates read besides features, before block 0
+    slot_ME: jax.Array | None  # placement of all blocks' experts; None: experts in order
 
 
 class LayerScan:
-    """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
+    """The forward and backward scans of a step over a segment. `sums` and its tasks run everything outside
+    the scans.
+    """
 
-    def __init__(self, looped: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
-        self.looped, self.turns = looped, looped.blocks
+    def __init__(self, scanned: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
+        self.scanned, self.scan_blocks = scanned, scanned.blocks
         self.sums, self.tasks = sums, sums.tasks
         self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
-        self.layout = StackLayout(self.turns, len(segment.kinds))
-        self.microbatches = range(self.tasks.facts.microbatches)
-        self.gradients: TurnGradients
-        self.moe = [b for b in self._blocks if self.tasks.facts.shape.kinds[b] == "moe"]
+        self.layout = StackLayout(self.scan_blocks, len(segment.kinds))
+        self.microbatches = range(self.tasks.dims.microbatches)
+        self.gradients: LoopGradients
+        self.moe = [b for b in self._blocks if self.tasks.dims.shape.kinds[b] == "moe"]
 
     @property
     def _blocks(self) -> range:
-        """Those of turn 0, whose names all turns have inside a loop."""
-        return range(self.turns.first, self.turns.first + self.turns.size)
+        """The blocks of iteration 0, whose numbers all iterations use inside the scan."""
+        return range(self.scan_blocks.first, self.scan_blocks.first + self.scan_blocks.size)
 
-    def _given(self, turn: int | jax.Array) -> Given:
-        weights = {block: self.layout.take(self.params, turn, block) for block in self._blocks}
-        slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, turn, b) for b in self.moe}
-        return Given(weights, self.router_inputs and self.router_inputs.above(turn * self.turns.size), slots)
+    def _consts(self, iteration: int | jax.Array) -> BlockConsts:
+        weights = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+        slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, iteration, b) for b in self.moe}
+        return BlockConsts(
+            weights, self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size), slots
+        )
 
-    def up(self) -> None:
-        """Run the forward turns."""
+    def forward(self) -> None:
+        """Run the forward scan."""
         for r in self.microbatches:
-            self.tasks.settle(r, self.turns.first)
+            self.tasks.add_combine_to_residual(r, self.scan_blocks.first)
 
-        def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.facts, None, given)
+        def run_forward(x: list[jax.Array], consts: BlockConsts) -> tuple[Tree, Tree, Tree]:
+            tasks = Tasks(self.tasks.dims, None, consts)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
-            run(self.looped.forward_body, tasks, self.sums)
+            run(self.scanned.forward_body, tasks, self.sums)
             for r in self.microbatches:
-                tasks.settle(r, self.turns.first + self.turns.size)
+                tasks.add_combine_to_residual(r, self.scan_blocks.first + self.scan_blocks.size)
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            results = stats, tasks.ties.end_of_turn()
-            return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.rare.overflows)
+            results = stats, tasks.order.end_of_iteration()
+            return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.lane_overflow.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
-        given = jax.eval_shape(lambda: self._given(0))
-        self.turn = ScanBody(turn, jax.eval_shape(lambda: x), given)
+        consts = jax.eval_shape(lambda: self._consts(0))
+        self.body = ScanBody(run_forward, jax.eval_shape(lambda: x), consts)
 
         def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
-            x, results, kept = self.turn(x, self._given(number))
-            return x, (results, kept)
+            x, results, residuals = self.body(x, self._consts(number))
+            return x, (results, residuals)
 
-        numbers = self.tasks.ties.into_loop(jnp.arange(self.turns.count))
-        x, ((stats, ends), self.kept) = jax.lax.scan(step, x, numbers)
-        self.tasks.ties.out_of_loop(ends)
+        numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
+        x, ((stats, ends), self.residuals) = jax.lax.scan(step, x, numbers)
+        self.tasks.order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if self.moe:
             in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
-            self.sums.stats_of_turns[self.turns.first] = jax.tree.map(
+            self.sums.loop_stats[self.scan_blocks.first] = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
             )
-        highest = self.turns.count - 1
-        self._restore(self.tasks, highest, self._given(highest), highest * self.turns.size)
+        highest = self.scan_blocks.count - 1
+        self._restore(self.tasks, highest, self._consts(highest), highest * self.scan_blocks.size)
 
-    def _restore(self, tasks: Tasks, turn: int | jax.Array, given: Given, shift: int = 0) -> None:
-        """Give tasks what a forward turn kept; blocks' numbers grow by `shift`."""
-        kept = [jax.lax.dynamic_index_in_dim(leaf, turn, keepdims=False) for leaf in self.kept]
-        pullbacks, overflows = self.turn.rebuild(given, kept)
+    def _restore(self, tasks: Tasks, iteration: int | jax.Array, consts: BlockConsts, shift: int = 0) -> None:
+        """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
+        residuals = [jax.lax.dynamic_index_in_dim(leaf, iteration, keepdims=False) for leaf in self.residuals]
+        pullbacks, overflows = self.body.rebuild(consts, residuals)
         tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
-        tasks.rare.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
+        tasks.lane_overflow.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
         tasks.widths = self.tasks.widths
 
-    def down(self) -> None:
-        """Run the backward turns below the highest, whose backward pass has been run."""
-        highest = self.turns.count - 1
-        self.gradients = TurnGradients(
-            self.layout, self.cuts, self.params, self.turns.count if self.looped.reduction_body else 1
+    def backward(self) -> None:
+        """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
+        highest = self.scan_blocks.count - 1
+        self.gradients = LoopGradients(
+            self.layout, self.cuts, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1
         )
         for block in self._blocks:
-            self.gradients.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
-        late = any(map(is_reduction, self.looped.backward_body))
-        share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
+            self.gradients.put(highest, block, self.sums.own(block + highest * self.scan_blocks.size + 1))
+        late = any(map(is_reduction, self.scanned.backward_body))
+        share_ME = self.sums.share_ME if self.moe else None  # computed outside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
             dx, self.gradients.state = carry
-            given = self._given(number)
-            tasks = Tasks(self.tasks.facts, None, Given(given.blocks))
-            self._restore(tasks, number, given)
+            consts = self._consts(number)
+            tasks = Tasks(self.tasks.dims, None, BlockConsts(consts.blocks))
+            self._restore(tasks, number, consts)
             sums = GradientReducer(self.sums.reductions, tasks, self._earlier(number))
             if share_ME is not None:
                 tasks.share = partial(self._of_moe_block, share_ME, number)
             tasks.dx = dict(zip(self.microbatches, dx, strict=True))
             if late:
-                self._take(sums, number + 1, self.turns.size)
+                self._take(sums, number + 1, self.scan_blocks.size)
             for r in reversed(self.microbatches):
-                tasks.settle_back(r, self.turns.first + self.turns.size)
-            run(self.looped.backward_body, tasks, sums)
+                tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
+            run(self.scanned.backward_body, tasks, sums)
             if late:
-                self._put_totals(sums, number + 1, self.turns.size)
+                self._put_totals(sums, number + 1, self.scan_blocks.size)
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
-            return ([tasks.dx[r] for r in self.microbatches], self.gradients.state), tasks.ties.end_of_turn()
+            dx = [tasks.dx[r] for r in self.microbatches]
+            return (dx, self.gradients.state), tasks.order.end_of_iteration()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
-        numbers = self.tasks.ties.into_loop(jnp.arange(highest))
+        numbers = self.tasks.order.into_loop(jnp.arange(highest))
         (dx, self.gradients.state), ends = jax.lax.scan(step, (dx, self.gradients.state), numbers, reverse=True)
-        self.tasks.ties.out_of_loop(ends)
+        self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):
-            self.tasks.settle_back(r, self.turns.first)
+            self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first)
         self._take(self.sums, 0)
 
     def reduce(self) -> None:
-        """Run the reductions behind the backward pass."""
-        if not self.looped.reduction_body:
+        """Run the reductions that follow the backward pass."""
+        if not self.scanned.reduction_body:
             self._put_totals(self.sums, 0)
             return
 
         def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state
-            sums = GradientReducer(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
+            sums = GradientReducer(self.sums.reductions, Tasks(self.tasks.dims, None, BlockConsts({})), None)
             self._take(sums, number)
-            run(self.looped.reduction_body, sums.tasks, sums)
+            run(self.scanned.reduction_body, sums.tasks, sums)
             self._put_totals(sums, number)
-            return self.gradients.state, sums.tasks.ties.end_of_turn()
+            return self.gradients.state, sums.tasks.order.end_of_iteration()
 
-        numbers = self.tasks.ties.into_loop(jnp.arange(self.turns.count))
+        numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
         self.gradients.state, ends = jax.lax.scan(step, self.gradients.state, numbers, reverse=True)
-        self.tasks.ties.out_of_loop(ends)
+        self.tasks.order.out_of_loop(ends)
 
-    def _take(self, sums: GradientReducer, turn: int | jax.Array, shift: int = 0) -> None:
-        """Hand gradients of a turn to the sums."""
+    def _take(self, sums: GradientReducer, iteration: int | jax.Array, shift: int = 0) -> None:
+        """Pass the gradients of an iteration to `sums`."""
         for block in self._blocks:
-            sums.from_turns[block + shift + 1] = self.gradients.take(turn, block)
+            sums.loop_gradients[block + shift + 1] = self.gradients.take(iteration, block)
 
-    def _put_totals(self, sums: GradientReducer, turn: int | jax.Array, shift: int = 0) -> None:
+    def _put_totals(self, sums: GradientReducer, iteration: int | jax.Array, shift: int = 0) -> None:
         for block in self._blocks:
             owner = block + shift + 1
-            self.gradients.put_sum(turn, block, sums.total(owner), sums.from_turns[owner])
+            self.gradients.put_sum(iteration, block, sums.total(owner), sums.loop_gradients[owner])
 
-    def _earlier(self, turn: jax.Array) -> Callable[[int], Tree] | None:
+    def _earlier(self, iteration: jax.Array) -> Callable[[int], Tree] | None:
         if self.earlier is None:
             return None
-        return lambda owner: self.layout.take(self.earlier, turn, owner - 1)
+        return lambda owner: self.layout.take(self.earlier, iteration, owner - 1)
 
-    def _of_moe_block(self, of_all_M: jax.Array, turn: int | jax.Array, block: int) -> jax.Array:
-        """What belongs to a block of a turn."""
-        below = self.tasks.facts.shape.kinds[: self.turns.first].count("moe")
-        place = below + turn * len(self.moe) + self.moe.index(block)
+    def _of_moe_block(self, of_all_M: jax.Array, iteration: int | jax.Array, block: int) -> jax.Array:
+        """Return the entry of a block in an iteration, from an array over all blocks with experts."""
+        below = self.tasks.dims.shape.kinds[: self.scan_blocks.first].count("moe")
+        place = below + iteration * len(self.moe) + self.moe.index(block)
         return jax.lax.dynamic_index_in_dim(of_all_M, place, keepdims=False)

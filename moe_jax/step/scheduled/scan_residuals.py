@@ -1,4 +1,4 @@
-"""What a turn of a loop over blocks keeps for its backward pass: as little as the loop can stack."""
+"""Choose what a scan iteration over blocks saves for its backward pass: as little as possible."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,32 +14,32 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
 
 
-class Given(NamedTuple):
-    """What the tasks of some blocks are given besides the residual stream."""
+class BlockConsts(NamedTuple):
+    """The inputs of some blocks' tasks besides the residual stream: the constants of a scan body."""
 
     blocks: dict[int, Tree]  # weights, by the block's number
-    router_inputs: RouterInputs | None = None  # what gates look at besides features, below these blocks
-    slots: Mapping[int, jax.Array] = MappingProxyType({})  # where a block's experts lie, if not in their order
+    router_inputs: RouterInputs | None = None  # what gates read besides features, before these blocks
+    slots: Mapping[int, jax.Array] = MappingProxyType({})  # placement of a block's experts, if not in order
 
 
 class ScanBody:
-    """`function(carry, given)` → carry, results, saved: one turn of a scan, traced once.
+    """A scan body `function(carry, consts)` → carry, results, saved; it is traced once.
 
-    The carry may leave in another form than it came.
+    The returned carry may have another structure than the input.
 
-    Of `saved`, a value that several leaves share is stacked once, and what follows from what is given (weights, their
-    casts, masks, random numbers) not at all: `rebuild` computes it again.
+    A value that several leaves of `saved` share is stacked once. Values that only depend on `consts` (weights, their
+    casts, masks, random numbers) are not stacked: `rebuild` recomputes them.
     """
 
-    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, given: Tree):
-        structures: list[PyTreeDef] = []  # of carry, results and saved
+    def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, consts: Tree):
+        structures: list[PyTreeDef] = []  # trees of carry, results and saved
 
-        def flat(carry: Tree, given: Tree) -> list[jax.Array]:
-            leaves, structure = zip(*map(jax.tree.flatten, function(carry, given)), strict=True)
+        def flat(carry: Tree, consts: Tree) -> list[jax.Array]:
+            leaves, structure = zip(*map(jax.tree.flatten, function(carry, consts)), strict=True)
             structures[:] = structure
             return [leaf for part in leaves for leaf in part]
 
-        self._traced = jax.make_jaxpr(flat)(carry, given)
+        self._traced = jax.make_jaxpr(flat)(carry, consts)
         self._of_carry, self._of_results, self._of_saved = structures
         self._num_carry, self._num_carried = len(jax.tree.leaves(carry)), self._of_carry.num_leaves
         jaxpr, num_saved = self._traced.jaxpr, self._of_saved.num_leaves
@@ -51,25 +51,25 @@ class ScanBody:
         self._places = [of_place[var] for var in self._stacked]
         self._fixed = [var for var in saved if var not in moving]
         wanted = set(map(of_place.__getitem__, self._fixed))
-        of_given, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+        of_consts, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
         self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
-        self._of_given = jaxpr_as_fun(ClosedJaxpr(of_given, self._traced.consts))
+        self._of_consts = jaxpr_as_fun(ClosedJaxpr(of_consts, self._traced.consts))
 
     @property
     def stacked_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what is to be stacked."""
+        """The shapes of the values to stack."""
         avals: list[Any] = [var.aval for var in self._stacked]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     @property
     def stacked_inputs(self) -> list[int | None]:
-        """Which leaf of the carry each value that is to be stacked is, if it is one."""
+        """For each value to stack, the number of the leaf of the input carry that it is identical to, or None."""
         place = {var: i for i, var in enumerate(self._traced.jaxpr.invars[: self._num_carry])}
         return [place.get(var) for var in self._stacked]
 
-    def __call__(self, carry: Tree, given: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
-        """Carry, results, and what is to be stacked."""
-        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, given)))
+    def __call__(self, carry: Tree, consts: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
+        """Return the carry, the results, and the values to stack."""
+        out = jaxpr_as_fun(self._traced)(*jax.tree.leaves((carry, consts)))
         results = out[self._num_carried : len(out) - len(self._saved)]
         return (
             jax.tree.unflatten(self._of_carry, out[: self._num_carried]),
@@ -78,23 +78,23 @@ class ScanBody:
         )
 
     def stacked_of(self, saved: Tree) -> list[jax.Array]:
-        """What is to be stacked, from the `saved` of a function that computes the same in another order."""
+        """Return the values to stack, from the `saved` of a function that computes the same in another order."""
         leaves, traced = jax.tree.leaves(saved), list(self._saved)
         assert len(leaves) == len(traced), "another function"
         return [leaves[traced.index(var)] for var in self._stacked]
 
-    def rebuild(self, given: Tree, stacked: Sequence[jax.Array]) -> Tree:
-        """`saved` of a turn, from what it was given and what was stacked."""
+    def rebuild(self, consts: Tree, stacked: Sequence[jax.Array]) -> Tree:
+        """Return `saved` of an iteration, from its `consts` and its stacked values."""
         unused = [None] * self._num_carry
-        inputs = [*unused, *jax.tree.leaves(given)]
-        fixed = self._of_given(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
+        inputs = [*unused, *jax.tree.leaves(consts)]
+        fixed = self._of_consts(*(leaf for leaf, used in zip(inputs, self._used, strict=True) if used))
         values = dict(zip(self._fixed, fixed, strict=True)) | dict(zip(self._stacked, stacked, strict=True))
         leaves = [value_of(values, var) for var in self._saved]
         return jax.tree.unflatten(self._of_saved, leaves)
 
 
 def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The sources and all that is computed from them; calls are looked into."""
+    """Return the sources and everything computed from them, including inside calls."""
     moving = set(sources)
     for eqn in eqns:
         from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]

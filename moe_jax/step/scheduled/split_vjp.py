@@ -1,9 +1,9 @@
-"""Backward passes whose weight gradients can wait, while their input gradients go on.
+"""Backward passes whose weight gradients can be deferred (zero-bubble B and W passes).
 
-Differentiating y = x·W gives two products, dX = dY·Wᵀ, which the block below waits for, and dW = Xᵀ·dY, which nobody
-does. The pullback of a whole task is taken apart by what each of its operations is needed for: first everything that
-input gradients need, later the rest. No operation runs twice. Gradients of vectors, as norms have them, come first,
-too: they are sums over what is at hand then, which would have to be kept in float32.
+Differentiating y = x·W gives two products: dX = dY·Wᵀ, which the block below waits for, and dW = Xᵀ·dY, which nothing
+waits for. The pullback of a whole task is split by what each of its operations is needed for: first everything that
+input gradients need, later the rest. No operation runs twice. Gradients of vectors, such as norms, are also computed
+first: they are sums over values that exist at that point, and deferring them would mean saving these values in float32.
 """
 
 import copy
@@ -24,29 +24,29 @@ _MATRIX_DIMS = 2
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf of a tree has gradients."""
+    """Whether a leaf of a tree has a gradient."""
     return bool(jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact))
 
 
 def floats_of(tree: Tree) -> list[jax.Array]:
-    """The leaves that have gradients."""
+    """Return the leaves that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def with_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
-    """A tree with the leaves that have gradients replaced, in order."""
+    """Return a tree with the leaves that have gradients replaced, in order."""
     leaves, structure = jax.tree.flatten(tree)
     new = iter(floats)
     return jax.tree.unflatten(structure, [next(new) if is_float(leaf) else leaf for leaf in leaves])
 
 
 def differentiate(
-    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, least: bool = False
+    function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, min_cut: bool = False
 ) -> tuple[Tree, Pullback]:
-    """`function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the weights
-    and of the inputs' float leaves. Leaves that are no floats pass through without a gradient.
+    """Return `function(weights, inputs)` and its pullback: cotangents of the result's float leaves → gradients of the
+    weights and of the inputs' float leaves. Leaves that are not floats pass through without a gradient.
 
-    `least`: the pullback keeps as little as it can, see `residual_cut`.
+    `min_cut`: the pullback saves as little as possible, see `min_cut_remat.cut_residuals`.
     """
     traced: list[tuple[PyTreeDef, list[bool]]] = []
 
@@ -55,7 +55,7 @@ def differentiate(
         traced.append((structure, [is_float(leaf) for leaf in leaves]))
         return floats_of(leaves), [leaf for leaf in leaves if not is_float(leaf)]
 
-    pull: Any = _least if least else partial(jax.vjp, has_aux=True)
+    pull: Any = _min_cut_vjp if min_cut else partial(jax.vjp, has_aux=True)
     floats, pullback, others = pull(on_floats, weights, floats_of(inputs))
     structure, kinds = traced[-1]
     of_kind = {True: iter(floats), False: iter(others)}
@@ -63,17 +63,19 @@ def differentiate(
 
 
 class _Forward(NamedTuple):
-    """What a traced forward pass returns: results, values without gradients, and residuals, as flat lists."""
+    """The structure of a traced forward pass, which returns results, values without gradients, and residuals as flat
+    lists.
+    """
 
     num_results: int
     num_residuals: int
-    structure: PyTreeDef  # of the pullback whose leaves residuals are
+    structure: PyTreeDef  # the pullback's tree, of which residuals are the leaves
 
 
-def _least(
+def _min_cut_vjp(
     function: Callable[[Tree, list[jax.Array]], Any], weights: Tree, floats: list[jax.Array]
 ) -> tuple[list[jax.Array], Pullback, list[jax.Array]]:
-    """`jax.vjp` with `has_aux`, whose pullback keeps less."""
+    """Like `jax.vjp` with `has_aux`, but the pullback saves less."""
     traced: list[_Forward] = []
 
     def forward(weights: Tree, floats: list[jax.Array]) -> list[Any]:
@@ -89,26 +91,28 @@ def _least(
     evaluate(program.jaxpr.eqns, values)
     outputs = [value_of(values, var) for var in program.jaxpr.outvars[: len(program.jaxpr.outvars) - num_residuals]]
 
-    def pull(kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
-        return jax.tree.unflatten(structure, remake(kept, cotangents[0]))(cotangents)
+    def pull(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(structure, remake(residuals, cotangents[0]))(cotangents)
 
     return outputs[:num_results], Partial(pull, [values[var] for var in cut]), outputs[num_results:]
 
 
 class SplitBackward:
-    """One call of a pullback in two parts: inside one trace, or in two with `held` and `holding`."""
+    """One call of a pullback in two parts. Both parts run in one trace, or in two with `residuals` and
+    `with_residuals`.
+    """
 
     def __init__(
         self,
         pullback: Pullback,
         cotangents: Sequence[jax.Array],
-        instead: Iterable[tuple[jax.Array, jax.Array]] = (),
+        replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
     ):
-        """`instead`: values that the pullback keeps, and what takes their place."""
+        """`replacements` are pairs of a value that the pullback has saved, and a value to use in its place."""
         traced, shapes = jax.make_jaxpr(lambda *ct: pullback(list(ct)), return_shape=True)(*cotangents)
         traced = inlined(traced)
         jaxpr = traced.jaxpr
-        new_of = {id(kept): new for kept, new in instead}
+        new_of = {id(old): new for old, new in replacements}
         assert new_of.keys() <= set(map(id, traced.consts)), "the pullback does not keep what is to be replaced"
         consts = [new_of.get(id(value), value) for value in traced.consts]
         self._values = values_of(ClosedJaxpr(jaxpr, consts), cotangents)
@@ -125,31 +129,31 @@ class SplitBackward:
         self._rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in first]
 
     def inputs(self) -> Any:
-        """Gradients of the inputs; to be called before `weights`."""
+        """Return the gradients of the inputs; must be called before `weights`."""
         evaluate(self._first, self._values)
         return jax.tree.unflatten(self._structures[1], [value_of(self._values, var) for var in self._input_vars])
 
-    def held(self) -> list[jax.Array]:
-        """What `weights` reads; to be called behind `inputs`."""
+    def residuals(self) -> list[jax.Array]:
+        """Return what `weights` reads; must be called after `inputs`."""
         return [self._values[var] for var in self._read]
 
-    def holding(self, values: Sequence[jax.Array]) -> "SplitBackward":
-        """The same in another trace, which has these values of `held`."""
+    def with_residuals(self, values: Sequence[jax.Array]) -> "SplitBackward":
+        """Return the same call in another trace, with these values of `residuals`."""
         other = copy.copy(self)
         other._values = dict(zip(self._read, values, strict=True))
         return other
 
     @property
     def _read(self) -> list[Var]:
-        """In the same order on all processes."""
+        """The variables that `weights` reads, in the same order on all processes."""
         made = {var for eqn in self._rest for var in eqn.outvars}
         read = variables([operand for eqn in self._rest for operand in eqn.invars] + list(self._weight_vars))
         return list(dict.fromkeys(var for var in read if var not in made))
 
     def weights(self, tie: Callable[[jax.Array], jax.Array]) -> Tree:
-        """Gradients of the weights: all that `inputs` did not need.
+        """Return the gradients of the weights: run all operations that `inputs` did not need.
 
-        `tie` is applied to every cotangent that they are made of, so that they can be kept from starting early.
+        `tie` is applied to every cotangent that they are computed from, to delay them.
         """
         made = {var for eqn in self._first for var in eqn.outvars} | set(self._cotangents)
         for var in filter(made.__contains__, self._read):

@@ -1,7 +1,7 @@
-"""What does not change during a step: sizes, and which microbatches and pieces an action covers.
+"""Sizes that are constant during a step, and the microbatches and pieces that an action covers.
 
-A microbatch is a part of a device's sequences. A *piece* is the finest cut of the rows that exchanges and experts see:
-where forward and backward chunks differ, a chunk is several pieces.
+A microbatch is a part of a device's sequences. A *piece* is the finest split of the rows that exchanges and experts
+process: where forward and backward chunks differ, a chunk consists of several pieces.
 """
 
 import math
@@ -25,17 +25,17 @@ from moe_jax.schedule.shape import StepShape
 
 @dataclass(frozen=True)
 class StepDims:
-    """What does not change during a step."""
+    """Everything about a step's tasks that is constant during the step."""
 
     config: Config
     compute: ComputeConfig
     shape: StepShape
     global_tokens: int
-    tokens: int  # of this device
-    first_block: int | None = None  # of the model, where the shape's blocks are those of a pipeline stage
+    tokens: int  # on this device
+    first_block: int | None = None  # the first block of a pipeline stage; None without stages
 
     def view(self, block: int) -> AttentionView:
-        """How a block's attention sees tokens."""
+        """Return how a block's attention is masked."""
         return self.config.model.views[(self.first_block or 0) + block]
 
     @property
@@ -45,63 +45,65 @@ class StepDims:
 
     @property
     def last_moe(self) -> int:
-        """The highest block with experts; none where its backward pass is not what comes next."""
+        """The highest block with experts; NO_BLOCK if its backward pass does not directly follow its forward pass."""
         if self.first_block is not None:
             return NO_BLOCK
         return max((block for block, kind in enumerate(self.shape.kinds) if kind == "moe"), default=NO_BLOCK)
 
     @property
     def microbatches(self) -> int:
-        """Of the forward pass; the backward pass may take several at once."""
+        """Microbatches of the forward pass; the backward pass may process several at once."""
         return self.shape.forward.microbatches
 
     @property
     def ragged(self) -> bool:
-        """Whether only existing rows are exchanged; each microbatch is one piece then."""
+        """Whether only existing rows are exchanged (no padding); each microbatch is then one piece."""
         return EXCHANGE_FACTS.of(self.compute.exchange).ragged
 
     @property
-    def keeps_least(self) -> bool:
-        """Whether tasks keep less for their backward pass than differentiation does (see `residual_cut`).
+    def min_cut_remat(self) -> bool:
+        """Whether tasks save less for their backward pass than differentiation does (see
+        `min_cut_remat.cut_residuals`).
 
-        XLA:CPU and XLA:GPU fuse no pass into a product, so they would write again what is made again.
+        XLA:CPU and XLA:GPU do not fuse elementwise operations into a product, so recomputed values would be written
+        again.
         """
         return self.compute.remat == "none" and self.compute.platform == "tpu"
 
     @property
     def dispatcher(self) -> TokenDispatcher:
-        """How tokens become rows."""
+        """The dispatcher that permutes tokens into rows."""
         return dispatcher_of(self.config.model.moe, self.ragged)
 
     @property
     def slots(self) -> int:
-        """Of an expert for the device's whole batch, however it is cut."""
+        """Capacity of an expert for the device's whole batch, however it is split."""
         return expert_capacity(self.config.model.moe, self.tokens)
 
     @property
     def buffer(self) -> Buffer | None:
-        """How many rows an expert rank can receive; inside `shard_map`."""
+        """Limit on the rows that an expert rank can receive. Used inside `shard_map`."""
         config, ep_size = self.config, self.compute.ep_size()
         own = config.data.seq_len // (jax.lax.axis_size(Axis.TENSOR) * context_ranks())
         return buffer_of(config.model.moe, self.compute.rank_capacity_factor, own, ep_size)
 
     @property
     def ragged_exchange(self) -> RaggedExchange:
-        """How a microbatch's rows travel if only existing ones do; inside `shard_map`."""
+        """The ragged exchange of a microbatch's rows. Used inside `shard_map`."""
         tokens, ranks = self.tokens // self.microbatches, self.compute.route.ranks
         widths = lane_widths(self.slots, self.microbatches, tokens, ranks.size())
         return RaggedExchange(ranks, widths, tokens * self.config.model.moe.top_k)
 
     def microbatches_of(self, action: Action) -> range:
-        """The forward microbatches that an action covers."""
+        """Return the forward microbatches that an action covers."""
         return _share(action.part, self.shape.num_parts(action.direction, action.op), self.microbatches)
 
     def pieces_of(self, action: Action) -> range:
-        """The pieces that an action covers."""
+        """Return the pieces that an action covers."""
         return _share(action.part, self.shape.num_parts(action.direction, action.op), self.num_pieces)
 
     def pieces_of_microbatch(self, microbatch: int) -> range:
-        """The pieces that a microbatch's rows are cut into."""
+        """Return the pieces that a microbatch's rows are split into."""
         return _share(microbatch, self.microbatches, self.num_pieces)
 
 

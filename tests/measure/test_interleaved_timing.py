@@ -5,8 +5,8 @@ import itertools
 import jax
 import pytest
 
-from moe_jax.measure import in_turn
-from moe_jax.measure.in_turn import time_in_turn
+from moe_jax.measure import interleaved_timing
+from moe_jax.measure.interleaved_timing import time_interleaved
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.log: list[str] = []
-        monkeypatch.setattr(in_turn.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(interleaved_timing.time, "perf_counter", lambda: self.now)
 
     def call(self, name: str, *seconds: float):
         """Made into a call that takes these seconds, one after another, again and again."""
@@ -31,7 +31,7 @@ class Clock:
 def test_calls_run_back_and_forth_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     made = {"even": clock.call("even", 1.0), "uneven": clock.call("uneven", 1.0, 1.0, 9.0, 2.0, 3.0)}
-    found = time_in_turn(made, rounds=3)
+    found = time_interleaved(made, rounds=3)
     assert found.seconds == {"even": 1.0, "uneven": 3.0}, "of what is behind the first two calls"
     assert not found.failed
     assert clock.log[4:] == ["uneven", "even", "even", "uneven", "uneven", "even"]
@@ -39,7 +39,7 @@ def test_calls_run_back_and_forth_and_the_median_counts(monkeypatch: pytest.Monk
 
 def test_a_short_call_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    found = time_in_turn({"short": clock.call("short", 0.001)}, rounds=2, round_s=0.02)
+    found = time_interleaved({"short": clock.call("short", 0.001)}, rounds=2, round_s=0.02)
     assert found.seconds == {"short": pytest.approx(0.001)}
     assert len(clock.log) == 2 + 2 * 20
 
@@ -51,12 +51,12 @@ def refused():
 def test_what_does_not_work_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     made = {"good": clock.call("good", 1.0), "not compiled": refused, "not run": lambda: refused}
-    found = time_in_turn(made, rounds=2)
+    found = time_interleaved(made, rounds=2)
     assert found.seconds == {"good": 1.0}
     assert found.failed == dict.fromkeys(["not compiled", "not run"], "NotImplementedError: no such kernel")
 
 
 def test_a_call_is_timed_until_its_result_is_there() -> None:
     function = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
-    found = time_in_turn({"product": lambda: lambda: function(jax.numpy.ones((64, 64)))}, rounds=2, round_s=0.001)
+    found = time_interleaved({"product": lambda: lambda: function(jax.numpy.ones((64, 64)))}, rounds=2, round_s=0.001)
     assert found.seconds["product"] > 0
