@@ -268,8 +268,8 @@ MUTATIONS = (
     Mutation(
         "not_summed_over_stages",
         "parallel/grad_sync.py",
-        "for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in taken)",
-        "for axis in TOKEN_AXES if axis not in taken)",
+        "for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded)",
+        "for axis in TOKEN_AXES if axis not in sharded)",
         "pipeline stages have other embeddings and heads",
         PIPELINE,
         ["tests/step/test_pipeline.py"],
@@ -351,7 +351,7 @@ MUTATIONS = (
     Mutation(
         "strangers_let_in",
         "parallel/p2p_transport.py",
-        "if given == secret and process in",
+        "if received_secret == secret and process in",
         "if process in",
         "anybody who calls takes a process's place, and its numbers",
         ["tests/parallel/test_background.py", "-k", "strangers"],
@@ -401,8 +401,8 @@ MUTATIONS = (
     Mutation(
         "own_node_twice",
         "parallel/all_to_all/halo.py",
-        "others = jnp.where(_numbers(nodes - 1, x) < _node(ranks), blocks[:-1], blocks[1:])",
-        "others = jnp.where(_numbers(nodes - 1, x) <= _node(ranks), blocks[:-1], blocks[1:])",
+        "others = jnp.where(_indices(nodes - 1, x) < _node(ranks), blocks[:-1], blocks[1:])",
+        "others = jnp.where(_indices(nodes - 1, x) <= _node(ranks), blocks[:-1], blocks[1:])",
         "rows of the own node take the place of another node's",
         ["tests/parallel/test_node_exchanges.py"],
     ),

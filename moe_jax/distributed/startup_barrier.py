@@ -94,7 +94,7 @@ def _wait_for_others(server: socket.socket, meeting: Meeting) -> None:
                 attendance.dismiss(refused=problem, late=True)
                 raise AbsentError(problem)
             patience.say(f"waiting for {_listed(missing)} at {meeting.address} ({here})")
-            for connection, said in reception.hear(_LOOK_S):
+            for connection, said in reception.receive(_LOOK_S):
                 attendance.admit(connection, said)
     attendance.dismiss(all_here=True)  # jax's service can listen here now
 

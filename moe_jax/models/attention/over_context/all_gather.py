@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.models.attention.core import seen_before, weighted_values
 from moe_jax.models.attention.over_context.ring import Make, Pair
-from moe_jax.parallel.context import context_ranks, gathered_tokens, own_positions, positions_of
+from moe_jax.parallel.context import all_gather_tokens, context_ranks, own_positions, positions_of
 
 
 def values(
@@ -27,6 +27,6 @@ def values(
     own = query_BnHK.shape[1]
     position_N = jnp.concatenate([positions_of(rank, own) for rank in range(context_ranks())])
     seen_nN = seen_before(own_positions(own), position_N, window)
-    everyone = gathered_tokens(held[0]), gathered_tokens(held[1])
+    everyone = all_gather_tokens(held[0]), all_gather_tokens(held[1])
     key_BNGK, value_BNGV = everyone if make is None else make(weights, everyone)
     return weighted_values(query_BnHK, key_BNGK, value_BNGV, seen_nN, scale, sink_H)
