@@ -24,11 +24,8 @@ class Axis(StrEnum):
 ALL_AXES = tuple(Axis)  # in the order by which devices are numbered
 Axes = Axis | tuple[Axis, ...]  # the axes of a collective: one, or several that act as one
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are sharded over both
-TOKEN_AXES = (
-    *BATCH_AXES,
-    Axis.CONTEXT,
-    Axis.TENSOR,
-)  # the tokens of a sequence are sharded over context and tensor ranks
+# the tokens of a sequence are sharded over context and tensor ranks
+TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)
 
 
 def mesh_sizes(settings: config.MeshConfig, num_devices: int) -> dict[Axis, int]:

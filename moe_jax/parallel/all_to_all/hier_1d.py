@@ -25,9 +25,8 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
     rows = x.reshape(nodes, local, *x.shape[1:])  # [to node, to member]
     with jax.named_scope("gather"):
         gathered = [permuted(rows, ranks.axis, ranks.inside(m, _LEADER)) for m in members]
-    blocks = jnp.stack(
-        [rows, *gathered], axis=1
-    )  # valid on leaders only, as everything below: [to node, from member, to member]
+    # valid on leaders only, as everything below: [to node, from member, to member]
+    blocks = jnp.stack([rows, *gathered], axis=1)
     with jax.named_scope("between"):
         blocks = _between_leaders(blocks, ranks)
     with jax.named_scope("scatter"):  # [from node, from member]

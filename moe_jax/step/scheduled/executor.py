@@ -121,7 +121,7 @@ class Tasks:
         for r in facts.microbatches_of(action):
             self.settle(r, block)
             if facts.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view, way=facts.compute.attention))
+                function = self._remat(partial(dense_block, model=model, view=view, impl=facts.compute.attention))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.ties.computed(self.x[r])
                 continue
