@@ -31,7 +31,7 @@ def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
         sharded = sharded_axes(spec) | {*cut.axes}
         axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded)
         with jax.named_scope("grad_reduce"):
-            own = cut.summed(grad, platform)
+            own = cut.reduce_scatter(grad, platform)
             return jax.lax.psum(own, axes) if axes else own
 
     return jax.tree.map(sync, grads, specs, cuts)

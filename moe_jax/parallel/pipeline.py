@@ -61,7 +61,7 @@ def receive_transfer(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Receive
 
 
 def sum_over_stages(tree: Tree) -> Tree:
-    """Sum every leaf over the stages. Not to be differentiated."""
+    """Sum every leaf over the stages. Not differentiable."""
     with jax.named_scope("sum_over_stages"):
         return jax.lax.psum(tree, Axis.PIPELINE)
 

@@ -30,21 +30,21 @@ class ShardSpec:
     dim: int = 0
     axes: tuple[Axis, ...] = ()
 
-    def own(self, x: jax.Array) -> jax.Array:
+    def local_shard(self, x: jax.Array) -> jax.Array:
         """Return this device's shard."""
         if not self.axes:
             return x
         size = x.shape[self.dim] // ranks_of(self.axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, self.dim)
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def all_gather(self, x: jax.Array) -> jax.Array:
         """All-gather the shards of all devices."""
         if not self.axes:
             return x
         with jax.named_scope("gather_parameters"):
             return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)
 
-    def summed(self, x: jax.Array, platform: str) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, platform: str) -> jax.Array:
         """Reduce-scatter over the axes: return this device's shard of the sum.
 
         On TPU there is one reduce-scatter per axis, because XLA:TPU makes an all-reduce of one over several axes.
@@ -96,12 +96,12 @@ def no_cuts(specs: Tree) -> Tree:
     return jax.tree.map(lambda _: ShardSpec(), specs)
 
 
-def own_parts(cuts: Tree, tree: Tree) -> Tree:
+def local_shards(cuts: Tree, tree: Tree) -> Tree:
     """Return this device's shards of a tree of whole arrays."""
-    return jax.tree.map(lambda cut, x: cut.own(x), cuts, tree)
+    return jax.tree.map(lambda cut, x: cut.local_shard(x), cuts, tree)
 
 
-def gathered(cuts: Tree, tree: Tree, platform: str) -> Tree:
+def all_gather_params(cuts: Tree, tree: Tree, platform: str) -> Tree:
     """All-gather a tree of shards into whole arrays, one after another.
 
     Without this order compilers combine the collectives and assemble the pieces in other memory.
@@ -110,11 +110,11 @@ def gathered(cuts: Tree, tree: Tree, platform: str) -> Tree:
     before: jax.Array | None = None
     for i, cut in enumerate(jax.tree.leaves(cuts)):
         if cut.axes:
-            leaves[i] = before = cut.whole(leaves[i] if before is None else depend_on(leaves[i], before, platform))
+            leaves[i] = before = cut.all_gather(leaves[i] if before is None else depend_on(leaves[i], before, platform))
     return jax.tree.unflatten(structure, leaves)
 
 
-def part_specs(cuts: Tree, specs: Tree) -> Tree:
+def shard_partition_specs(cuts: Tree, specs: Tree) -> Tree:
     """Return the shardings of a tree of shards."""
     return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
 
