@@ -120,8 +120,8 @@ def kept_bytes(function: Callable[..., Any], weights: Any, x: jax.Array, *, leas
 
 
 def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "gathered", lambda x, dim: x)  # there are no other ranks outside `shard_map`
-    monkeypatch.setattr(attention, "summed", lambda x, dim: x)
+    monkeypatch.setattr(grouped, "tp_all_gather", lambda x, dim: x)  # there are no other ranks outside `shard_map`
+    monkeypatch.setattr(attention, "tp_reduce_scatter", lambda x, dim: x)
     for module in (grouped, context):
         monkeypatch.setattr(module, "context_ranks", lambda: 1)
     model = ModelConfig(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2)
