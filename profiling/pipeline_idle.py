@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from moe_jax.config import Config
 from moe_jax.measure.trace import TracedOperation, joined
 from moe_jax.parallel import background
-from moe_jax.parallel.pipeline import arriving, post, stage
+from moe_jax.parallel.pipeline import receive_transfer, stage, start_transfer
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.schedule.pipelines.bubble import bubble, uneven_bubble
 from moe_jax.schedule.pipelines.table import Table
@@ -30,8 +30,9 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
     def there_and_back(x: jax.Array) -> jax.Array:
         background.new_program()
         first, both = stage() == 0, jax.ShapeDtypeStruct(x.shape, x.dtype)
-        came = arriving(post(x, "to_next", jnp.stack([first, ~first])), both)(x)
-        return arriving(post(jnp.where(first, x, came), "to_previous", jnp.stack([~first, first])), both)(came)
+        arrived = receive_transfer(start_transfer(x, "to_next", jnp.stack([first, ~first])), both)(x)
+        sent = start_transfer(jnp.where(first, x, arrived), "to_previous", jnp.stack([~first, first]))
+        return receive_transfer(sent, both)(arrived)
 
     on_mesh = jax.shard_map(there_and_back, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
     way, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
-from moe_jax.models.gates.weights import weights_of
+from moe_jax.models.gates.weights import expert_weights
 
 _SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
 _ALWAYS = 100.0  # more than random numbers are apart
@@ -29,7 +29,7 @@ def _drawn(logit_TE: jax.Array, moe: MoEConfig, more_E: jax.Array) -> TopKRoutin
     likely_E = more_E - _SPAN * jnp.linspace(0, 1, moe.num_experts)
     expert_Tk = jax.lax.top_k(gumbel_TE + likely_E, moe.top_k)[1]
     prob_TE = jax.nn.softmax(logit_TE)
-    weight_Tk = weights_of(jnp.take_along_axis(prob_TE, expert_Tk, axis=1), moe)
+    weight_Tk = expert_weights(jnp.take_along_axis(prob_TE, expert_Tk, axis=1), moe)
     return TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=prob_TE)
 
 

@@ -96,7 +96,7 @@ def _wait_for_others(server: socket.socket, barrier: StartupBarrier) -> None:
                 arrivals.answer_all(refused=problem, late=True)
                 raise AbsentError(problem)
             timeout.report(f"waiting for {_listed(missing)} at {barrier.address} ({here})")
-            for connection, line in reception.hear(_POLL_S):
+            for connection, line in reception.receive(_POLL_S):
                 arrivals.add(connection, line)
     arrivals.answer_all(all_here=True)  # jax's service can listen here now
 

@@ -1,1 +1,1 @@
-"""WHAT is computed: parameters declared with Flax nnx, and the mathematics as plain functions."""
+"""The model: parameters declared with Flax nnx, and the mathematics as plain functions."""

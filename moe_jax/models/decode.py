@@ -1,6 +1,6 @@
-"""Sampling text, one token at a time, with cached keys and values or latents; runs inside `shard_map` over one device.
+"""Text sampling, one token at a time, with cached keys and values or latents.
 
-B sequences, S tokens in the cache, D model width, V vocabulary.
+Runs inside `shard_map` over one device. B sequences, S tokens in the cache, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.config import ModelConfig
 from moe_jax.models import moe as moe_layer
-from moe_jax.models.attention import attend_next, form_of
+from moe_jax.models.attention import attend_next, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.parameters import block_params
 from moe_jax.models.transformer import ComputeConfig
 
-Cache = list[Any]  # of each block
+Cache = list[Any]  # one entry per block
 
 
 def sample(
@@ -31,17 +31,18 @@ def sample(
     model: ModelConfig,
     compute: ComputeConfig,
 ) -> Int[Array, "B S"]:
-    """The prompt's first `prompt_length` tokens and sampled ones behind them, S in all. Temperature 0: the likeliest.
+    """Return the first `prompt_length` tokens of the prompt followed by sampled tokens, S in total.
 
-    No token is dropped, whatever capacity the model was trained with. Where experts choose tokens in training, a token
-    has its likeliest experts here: others that it would be compared with do not exist yet.
+    With temperature 0 the likeliest token is taken. No token is dropped, whatever capacity the model was trained with.
+    For gates whose experts choose tokens in training, a token gets its likeliest experts here, because the tokens that
+    it would be compared with do not exist yet.
     """
-    alone: dict[str, Any] = dict(model.moe.gate_facts.sampled_as)
-    moe = dataclasses.replace(model.moe, **alone)
+    overrides: dict[str, Any] = dict(model.moe.gate_facts.sampled_as)
+    moe = dataclasses.replace(model.moe, **overrides)
     model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
     batch, length = prompt_BS.shape
     blocks = block_params(params, model)
-    cache: Cache = [form_of(model).first_cache(model, batch, length, compute.dtype) for _ in blocks]
+    cache: Cache = [kind_of(model).first_cache(model, batch, length, compute.dtype) for _ in blocks]
 
     def step(carry: tuple[Cache, jax.Array], position: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
         cache, sampled_B = carry
@@ -65,25 +66,25 @@ def _next_logits(
     model: ModelConfig,
     compute: ComputeConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits of the token behind `token_B`, which stands at `position`, and the cache with it."""
+    """Return the logits of the token after `token_B`, which is at `position`, and the updated cache."""
     x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(compute.dtype)
     updated: Cache = []
     router_inputs = RouterInputs(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
-    for number, (p, view, of_block) in enumerate(zip(blocks, model.views, cache, strict=True)):
-        y_B1D, of_block = attend_next(p["attention"], x_B1D, of_block, position, model, view)
-        updated.append(of_block)
+    for number, (block, view, block_cache) in enumerate(zip(blocks, model.views, cache, strict=True)):
+        y_B1D, block_cache = attend_next(block["attention"], x_B1D, block_cache, position, model, view)
+        updated.append(block_cache)
         x_B1D += y_B1D
-        h_BD = rms_norm(x_B1D, p["norm"], model.rms_norm_eps)[:, 0]
-        x_B1D += _feed_forward(p, h_BD, model, compute, router_inputs.above(number))[:, None]
+        h_BD = rms_norm(x_B1D, block["norm"], model.rms_norm_eps)[:, 0]
+        x_B1D += _feed_forward(block, h_BD, model, compute, router_inputs.above(number))[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated
 
 
 def _feed_forward(
-    p: Any, h_BD: jax.Array, model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
+    block: Any, h_BD: jax.Array, model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
 ) -> jax.Array:
-    if "mlp" in p:
-        return mlp(p["mlp"], h_BD)
-    sent, metadata, _ = moe_layer.route(p["moe"], h_BD, model.moe, ep_size=1, router_inputs=router_inputs)
-    returned = moe_layer.run_experts(p["moe"]["experts"], sent, model.moe, compute.product)
+    if "mlp" in block:
+        return mlp(block["mlp"], h_BD)
+    sent, metadata, _ = moe_layer.route(block["moe"], h_BD, model.moe, ep_size=1, router_inputs=router_inputs)
+    returned = moe_layer.run_experts(block["moe"]["experts"], sent, model.moe, compute.product)
     y_BD = moe_layer.unpermute(returned, metadata, model.moe)
-    return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(p["moe"])), start=y_BD)
+    return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(block["moe"])), start=y_BD)

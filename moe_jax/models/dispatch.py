@@ -39,7 +39,7 @@ Tie = Callable[[jax.Array], jax.Array]  # returns its argument, to be used only 
 
 
 class TokenExchange(NamedTuple):
-    """Dispatch or combine: of rows, or `backward` of their cotangents."""
+    """Dispatch or combine, of rows or (`backward`) of their cotangents."""
 
     phase: Phase
     route: DispatchRoute
@@ -53,22 +53,24 @@ class TokenExchange(NamedTuple):
 
     @property
     def codec(self) -> WireCodec:
-        """The form in which rows travel."""
+        """The codec of the rows of this exchange."""
         return self.hooks.codec(self.phase, backward=self.backward)
 
     @property
     def transposed(self) -> "TokenExchange":
-        """The exchange that cotangents take."""
+        """The exchange of the cotangents."""
         return self._replace(backward=not self.backward)
 
     def run(self, x: ExpertRows) -> ExpertRows:
         """Start and finish. Block p goes to rank p, and block p of the result came from rank p."""
         with jax.named_scope(self.phase):
-            return ExpertRows(self._over_tensor(x.rows, self._whole_rows), self._exchanged_sizes(x.sizes))
+            return ExpertRows(self._over_tensor(x.rows, self._exchange_rows), self._exchange_sizes(x.sizes))
 
     def hop(self, block: ExpertRows, distance: int) -> ExpertRows:
-        """One block [1, …] to the rank `distance` after this one; returns that of the rank before. If it stays
-        (0), the codec still rounds it. What tensor ranks do is left to the caller."""
+        """Send one block [1, …] to the rank `distance` after this one, and return the block of the rank before.
+
+        A block that stays (distance 0) is rounded by the codec, too. The caller gathers or sums over tensor ranks.
+        """
         there, back = (partial(shift, distance=hops, ranks=self.route.ranks) for hops in (distance, -distance))
         with jax.named_scope(self.phase):
             rows = _encoded(self, there, back, block.rows)
@@ -81,43 +83,46 @@ class TokenExchange(NamedTuple):
         """
         rows = pieces[0].rows if len(pieces) == 1 else jnp.concatenate([x.rows for x in pieces], axis=slot_axis)
         under_way, finish = self._start(rows, tie)
-        sizes = [self._exchanged_sizes(x.sizes) for x in pieces]
+        sizes = [self._exchange_sizes(x.sizes) for x in pieces]
         return InFlight(under_way, finish, [x.rows.shape[slot_axis] for x in pieces], slot_axis, sizes)
 
     def _start(self, rows: jax.Array, tie: Tie) -> tuple[UnderWay, Callable[[UnderWay], jax.Array]]:
-        """What is under way, and the function that makes rows of it.
+        """Return what is in flight, and the function that turns it into rows.
 
         With several tensor ranks a collective of XLA also finishes here, because its result is gathered or summed. An
         exchange in the background finishes here only if it is split into chunks.
         """
         exchange, ranks, codec = self.route.exchange, self.route.ranks, self.codec
         transfer = self.route.transfer(to_experts=self.to_experts)
-        post_comm: Send = _same
+        post_comm: Send = _identity
         if jax.lax.axis_size(Axis.TENSOR) == 1:
             under_way = exchange.start(tie(codec.encode(rows)), ranks)
         elif exchange.only_starts and isinstance(transfer, Unchunked):
             under_way = exchange.start(codec.encode(transfer.pre_comm(tie(rows))), ranks)
             post_comm = transfer.post_comm
         else:
-            return (self._over_tensor(tie(rows), self._whole_rows),), operator.itemgetter(0)
+            return (self._over_tensor(tie(rows), self._exchange_rows),), operator.itemgetter(0)
         return under_way, lambda under_way: post_comm(codec.decode(exchange.finish(under_way, ranks), rows.dtype))
 
     def _over_tensor(self, x: jax.Array, send: Send) -> jax.Array:
         return self.route.all_to_all(x, send, to_experts=self.to_experts)
 
-    def _whole(self, x: jax.Array) -> jax.Array:
+    def _exchange_blocks(self, x: jax.Array) -> jax.Array:
         return self.route.exchange(x, self.route.ranks)
 
-    def _whole_rows(self, x: jax.Array) -> jax.Array:
-        return _encoded(self, self._whole, self._whole, x)
+    def _exchange_rows(self, x: jax.Array) -> jax.Array:
+        return _encoded(self, self._exchange_blocks, self._exchange_blocks, x)
 
-    def _exchanged_sizes(self, sizes: Int[Array, "..."] | None) -> Int[Array, "..."] | None:
-        return None if sizes is None else self._over_tensor(sizes, self._whole)
+    def _exchange_sizes(self, sizes: Int[Array, "..."] | None) -> Int[Array, "..."] | None:
+        return None if sizes is None else self._over_tensor(sizes, self._exchange_blocks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _encoded(exchange: TokenExchange, there: Send, back: Send, x: jax.Array) -> jax.Array:
-    """Rows sent `there` by the codec of an exchange; their cotangents go `back` by the codec of the transposed one."""
+    """Send rows by `there`, with the codec of an exchange.
+
+    Their cotangents are sent by `back`, with the codec of the transposed exchange.
+    """
     codec = exchange.codec
     return codec.decode(there(codec.encode(x)), x.dtype)
 
@@ -133,17 +138,17 @@ def _encoded_backward(exchange: TokenExchange, there: Send, back: Send, _: None,
 _encoded.defvjp(_encoded_forward, _encoded_backward)
 
 
-def _same(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
 def dispatch_compute_combine(
     sent: ExpertRows, experts: Callable[[ExpertRows], jax.Array], route: DispatchRoute, moe: MoEConfig
 ) -> jax.Array:
-    """The experts' outputs for all rows, back in their places [P, …]. For steps that schedule nothing in between.
+    """Return the experts' outputs for all rows, back in their places [P, …], for steps that schedule nothing between.
 
-    On a ring blocks go by hops: in hop s rank r sends block r + s, and its outputs come back the same way. Blocks that
-    stay (s = 0) need no link, so their experts fill the time of the first hop.
+    On a ring blocks travel one by one: in hop s rank r sends block r + s, and its outputs return along the same links.
+    Blocks that stay (s = 0) need no link, so their experts overlap with the first hop.
     """
     hooks = hooks_of(moe)
     dispatch, combine = TokenExchange("dispatch", route, hooks), TokenExchange("combine", route, hooks)
@@ -166,7 +171,7 @@ def dispatch_compute_combine(
 
 
 class InFlight:
-    """Pieces between the start and the finish of their exchange. It finishes when the first piece is needed."""
+    """Pieces between the start and the finish of their exchange, which finishes when the first piece is needed."""
 
     def __init__(
         self,
@@ -182,15 +187,15 @@ class InFlight:
 
     @property
     def num_rows(self) -> int:
-        """Slots of all pieces together; 0: nothing is under way."""
+        """The slots of all pieces together; 0: nothing is in flight."""
         return sum(self._widths)
 
     def pieces(self) -> "list[Arrival]":
-        """One for each piece."""
+        """Return one `Arrival` for each piece."""
         return [Arrival(self, number) for number in range(len(self._widths))]
 
     def piece(self, number: int, tie: Tie) -> ExpertRows:
-        """A piece that is needed now; `tie` is applied to what arrives last."""
+        """Return a piece that is needed now. `tie` is applied to the array that arrives last."""
         if self._rows is None:
             *others, last = self.under_way
             bounds = [sum(self._widths[:i]) for i in range(1, len(self._widths))]
@@ -205,29 +210,29 @@ class Arrival(NamedTuple):
     number: int
 
     def finish(self, tie: Tie) -> ExpertRows:
-        """Its rows and sizes."""
+        """Return its rows and sizes."""
         return self.exchange.piece(self.number, tie)
 
 
 class RaggedExchange(NamedTuple):
-    """An exchange with sizes: each row goes straight into the lane of its expert. It knows no hooks and tensor ranks.
+    """An exchange with sizes: each row is sent straight into the lane of its expert.
 
-    The two phases are each other's transposes.
+    It supports neither hooks nor several tensor ranks. The two phases are transposes of each other.
     """
 
     ranks: Ranks
     widths: ragged.Widths  # of the lanes
-    num_rows: int  # that a rank sends at most, S
+    num_rows: int  # S, the most that a rank sends
 
     def sizes(self, count_E: Int[Array, " E"]) -> Int[Array, "P E"]:
-        """How many rows each rank sends to each expert, known to all."""
+        """Return how many rows each rank sends to each expert. All ranks get the whole table."""
         return ragged.gather_sizes(count_E, self.ranks.axis)
 
     def dispatch(self, rows_S: Float[Array, "S ..."], count_PE: Int[Array, "P E"]) -> ragged.Lanes:
-        """Rows sorted by expert, into lanes."""
+        """Send rows that are sorted by expert into lanes."""
         axis, platform = self.ranks.axis, self.ranks.platform
         return ragged.Lanes(*ragged.to_lanes(rows_S, count_PE, self.widths, axis, platform), count_PE)
 
     def combine(self, lanes: ragged.Lanes) -> ExpertRows:
-        """Back from the lanes, each row to where it came from [S, …]."""
+        """Send rows back from the lanes, each to where it came from: [S, …]."""
         return ExpertRows(ragged.from_lanes(*lanes, self.num_rows, self.ranks.axis, self.ranks.platform))

@@ -1,7 +1,7 @@
-"""Rows sorted by group, each group times its own matrix. S rows, L groups, D and F widths.
+"""Products of rows that are sorted by group with the matrix of their group. S rows, L groups, D and F widths.
 
-Groups are padded with rows of 0 to whole tiles, so that no tile of rows has two matrices: a product's `tile` says how
-many rows that is, and sizes are multiples of it. Rows beyond the groups may hold anything.
+Groups are padded with rows of 0 to whole tiles, so that a tile of rows has one matrix. `tile` is the number of rows of
+a tile, and sizes of groups are multiples of it. Rows beyond the groups may hold anything.
 """
 
 import functools
@@ -18,7 +18,7 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array]
 def blocks(
     x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "S F"]:
-    """One tile of rows after another, as many as there are; rows beyond the groups give 0.
+    """Multiply one tile of rows after another, as many as there are. Rows beyond the groups give 0.
 
     XLA's own grouped product multiplies every row by every group's matrix on CPU, and copies every row for every group
     on GPU.
@@ -27,43 +27,43 @@ def blocks(
 
 
 def group_of_tiles(size_L: Int[Array, " L"], tiles: int, tile: int) -> Int[Array, " tiles"]:
-    """The group of each of so many tiles; L beyond the groups."""
+    """Return the group of each of `tiles` tiles, and L for tiles beyond the groups."""
     return jnp.searchsorted(jnp.cumsum(size_L), jnp.arange(tiles) * tile, side="right", method="compare_all")
 
 
 def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int) -> jax.Array:
-    """Rows times their matrix, summed over its dimension 1 or 2."""
+    """Multiply rows by the matrix of their group, summed over dimension 1 or 2 of the matrix."""
     end_L = jnp.cumsum(size_L)
     group_of = group_of_tiles(size_L, len(x) // tile, tile)
 
-    def turn(i: jax.Array, y: jax.Array) -> jax.Array:
+    def body(i: jax.Array, y: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(x, i * tile, tile)
         matrix = jax.lax.dynamic_index_in_dim(w, group_of[i], keepdims=False)
         out = jax.lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
         return jax.lax.dynamic_update_slice_in_dim(y, out, i * tile, axis=0)
 
-    nothing = jnp.zeros((len(x), w.shape[3 - contracted]), x.dtype)
-    return jax.lax.fori_loop(0, end_L[-1] // tile, turn, nothing)
+    zeros = jnp.zeros((len(x), w.shape[3 - contracted]), x.dtype)
+    return jax.lax.fori_loop(0, end_L[-1] // tile, body, zeros)
 
 
-def _keep(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Callable[..., jax.Array]) -> tuple:
+def _forward(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Callable[..., jax.Array]) -> tuple:
     return product(x, w, size_L, tile), (x, w, size_L)
 
 
 def weight_gradient(
     x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "L D F"]:
-    """One group after another, each summed over its tiles in float32."""
+    """Return the gradient of the matrix of each group: one group after another, summed over its tiles in float32."""
     shape = x_SD.shape[1], dy_SF.shape[1]
 
     def group(first: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def turn(i: jax.Array, total_DF: jax.Array) -> jax.Array:
+        def body(i: jax.Array, total_DF: jax.Array) -> jax.Array:
             rows, d_rows = (jax.lax.dynamic_slice_in_dim(each, first + i * tile, tile) for each in (x_SD, dy_SF))
             return total_DF + jax.lax.dot_general(
                 rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
 
-        total_DF = jax.lax.fori_loop(0, size // tile, turn, jnp.zeros(shape, jnp.float32))
+        total_DF = jax.lax.fori_loop(0, size // tile, body, jnp.zeros(shape, jnp.float32))
         return first + size, total_DF.astype(x_SD.dtype)
 
     return jax.lax.scan(group, jnp.int32(0), size_L)[1]
@@ -74,16 +74,17 @@ def _blocks_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Ar
     return _tile_by_tile(dy_SF, w, size_L, tile, 2), weight_gradient(x, dy_SF, size_L, tile), None
 
 
-blocks.defvjp(functools.partial(_keep, product=blocks), _blocks_backward)
+blocks.defvjp(functools.partial(_forward, product=blocks), _blocks_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ragged(
     x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "S F"]:
-    """XLA's own grouped product, a kernel on TPU; but not its weight gradient, which is none there.
+    """Multiply with XLA's own grouped product, which is a kernel on TPU.
 
-    XLA:TPU makes that one of every row times every group's mask.
+    The weight gradient does not use it, because XLA:TPU has no kernel for that: it would multiply every row by every
+    group's mask.
     """
     return jax.lax.ragged_dot(x_SD, w_LDF, size_L)
 
@@ -94,4 +95,4 @@ def _ragged_backward(tile: int, saved: _Saved, dy_SF: jax.Array) -> tuple[jax.Ar
     return dx_SD, weight_gradient(x, dy_SF, size_L, tile), None
 
 
-ragged.defvjp(functools.partial(_keep, product=ragged), _ragged_backward)
+ragged.defvjp(functools.partial(_forward, product=ragged), _ragged_backward)

@@ -1,4 +1,4 @@
-"""The grouped products that there are on each platform, and which one a config asks for."""
+"""The grouped products of each platform, and the one that a config asks for."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,22 +16,25 @@ from moe_jax.models.layers import Product
 
 
 class GroupedProduct(NamedTuple):
-    """A product (rows, matrices, sizes, tile) and the tiles that it likes on a platform: powers of 2."""
+    """A product (rows, matrices, sizes, tile) and the range of tiles that suit it on a platform: powers of 2."""
 
     multiply: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
-    least: int
-    most: int
-    divides: int = 1  # widths have to be multiples of it
-    # rows, cotangents, sizes, tile → a matrix of each group
+    min_tile: int
+    max_tile: int
+    width_multiple: int = 1  # widths must be multiples of it
+    # rows, cotangents, sizes, tile → one matrix per group
     weight_gradient: Callable[..., jax.Array] = weight_gradient
 
     def tile(self, rows: int, groups: int) -> int:
-        """Of so many rows in all: no more than an even share, so that padding stays below the rows themselves."""
+        """Return the tile for this many rows and groups.
+
+        It is at most an even share of the rows, so that padding adds fewer rows than there are.
+        """
         share = max(rows // groups, 1)
-        return min(max(1 << (share.bit_length() - 1), self.least), self.most)
+        return min(max(1 << (share.bit_length() - 1), self.min_tile), self.max_tile)
 
     def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
-        """As experts take it, for buffers of so many rows."""
+        """Return the product as experts call it, for buffers of `rows` rows."""
 
         def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
             return self.multiply(x, w.astype(x.dtype), size_L, tile)
@@ -43,29 +46,29 @@ class GroupedProduct(NamedTuple):
         return Product(multiply, of_rows, partial(self.weight_gradient, tile=tile), (size_L,))
 
 
-# By what train.grouped_product calls them. A platform's first is that of auto where nothing is timed.
+# By the names of train.grouped_product. The first of a platform is the one for `auto`, unless products are timed.
 GROUPED_PRODUCTS = {
-    "cpu": {"blocks": GroupedProduct(blocks, least=8, most=64)},
+    "cpu": {"blocks": GroupedProduct(blocks, min_tile=8, max_tile=64)},
     "gpu": {
-        "blocks": GroupedProduct(blocks, least=64, most=512),
-        "ragged": GroupedProduct(ragged, least=64, most=512),
+        "blocks": GroupedProduct(blocks, min_tile=64, max_tile=512),
+        "ragged": GroupedProduct(ragged, min_tile=64, max_tile=512),
         "pallas": GroupedProduct(
             grouped_kernel.pallas,
-            least=64,
-            most=128,
-            divides=grouped_kernel.LEAST_WIDTH,
+            min_tile=64,
+            max_tile=128,
+            width_multiple=grouped_kernel.MIN_WIDTH,
             weight_gradient=grouped_kernel.weight_gradient,
         ),
     },
     "tpu": {
-        "ragged": GroupedProduct(ragged, least=128, most=512),
-        "blocks": GroupedProduct(blocks, least=128, most=512),
+        "ragged": GroupedProduct(ragged, min_tile=128, max_tile=512),
+        "blocks": GroupedProduct(blocks, min_tile=128, max_tile=512),
     },
 }
 
 
 def product_name(config: Config, platform: str, tensor_ranks: int) -> str:
-    """What `train.grouped_product` stands for, of `GROUPED_PRODUCTS`. Raises ConfigError."""
+    """Return the name in `GROUPED_PRODUCTS` that `train.grouped_product` stands for. Raises ConfigError."""
     products, name = GROUPED_PRODUCTS[platform], config.train.grouped_product
     if name == "auto":
         return next(iter(products))
@@ -83,9 +86,9 @@ def product_name(config: Config, platform: str, tensor_ranks: int) -> str:
 
 
 def _check_width(setting: str, width: int, tensor_ranks: int, name: str, product: GroupedProduct) -> None:
-    if width // tensor_ranks % product.divides:
-        cut = f" / mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
+    if width // tensor_ranks % product.width_multiple:
+        division = f" / mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
         raise ConfigError(
-            f"train.grouped_product={name} cuts widths into multiples of {product.divides}, and {setting}={width}{cut} "
-            f"is none: use another width, or train.grouped_product=auto"
+            f"train.grouped_product={name} cuts widths into multiples of {product.width_multiple}, and {setting}="
+            f"{width}{division} is none: use another width, or train.grouped_product=auto"
         )

@@ -1,7 +1,4 @@
-"""The small functions that every block uses.
-
-D model width, F hidden width, R rows.
-"""
+"""Small functions that every block uses. D model width, F hidden width, R rows."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -12,24 +9,24 @@ from jaxtyping import Array, Float
 
 from moe_jax.parallel.tensor_axis import share_of_sum
 
-_CLIP, _SLOPE = 7.0, 1.702  # of gpt-oss
+_CLIP, _SLOPE = 7.0, 1.702  # the constants of gpt-oss
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) · scale, computed in float32 (Zhang and Sennrich 2019)."""
+    """Return x / rms(x) · scale, computed in float32 (Zhang and Sennrich 2019)."""
     wide = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * inverse_rms * scale).astype(x.dtype)
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w in the precision of x."""
+    """Return x @ w in the precision of x."""
     return x @ w.astype(x.dtype)
 
 
 def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w with operands in the precision of x, and a result in float32."""
-    # a product of one type with a result of another would be transposed with mixed types
+    """Return x @ w with operands in the precision of x, and the result in float32."""
+    # with `preferred_element_type` alone, the transpose of the product would have operands of mixed types
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == jnp.bfloat16 else None
     return jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
@@ -37,22 +34,23 @@ def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 class Product(NamedTuple):
     """How rows are multiplied by the matrices that they belong to, in the precision of the rows.
 
-    The functions hold no arrays, and take `groups` behind their arguments.
+    The functions capture no arrays, and take `groups` after their other arguments.
     """
 
     multiply: Callable[..., jax.Array]  # rows, matrices → rows
-    of_rows: Callable[..., jax.Array]  # a vector of each matrix → one of each row
-    weight_gradient: Callable[..., jax.Array]  # rows, cotangents → a matrix of each group of rows
-    groups: tuple[jax.Array, ...] = ()  # which rows belong to which matrix, if shapes do not tell
+    of_rows: Callable[..., jax.Array]  # a vector per matrix → a vector per row
+    weight_gradient: Callable[..., jax.Array]  # rows, cotangents → a matrix per group of rows
+    groups: tuple[jax.Array, ...] = ()  # which rows belong to which matrix, where shapes do not determine it
 
 
-ONE = Product(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # matrix for all rows
+ONE = Product(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # one matrix for all rows
 
 
 def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = ONE) -> jax.Array:
-    """SwiGLU where there is a gate matrix, clipped or not, else GELU; with a token gate, times its sigmoid.
+    """Apply SwiGLU if there is a gate matrix (clipped for `clipped_gate`), otherwise GELU.
 
-    Of a part of the hidden width its part of the result.
+    With a token gate the result is multiplied by its sigmoid. Given a shard of the hidden width, the result is that
+    shard's part of the sum.
     """
 
     def linear(x: jax.Array, name: str) -> jax.Array:
@@ -73,7 +71,10 @@ def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = ONE) -
 
 
 def _clipped_swiglu(gate: Float[Array, "*R F"], up: Float[Array, "*R F"]) -> Float[Array, "*R F"]:
-    """The MLP's activation of gpt-oss (OpenAI 2025, model card, section 2.1): clipped, and with a residual of 1."""
+    """Apply the activation of the MLP of gpt-oss (OpenAI 2025, model card, section 2.1).
+
+    It is a SwiGLU that is clipped and has a residual of 1.
+    """
     gate = jnp.minimum(gate, _CLIP)
     return gate * jax.nn.sigmoid(_SLOPE * gate) * (jnp.clip(up, -_CLIP, _CLIP) + 1)
 
@@ -86,4 +87,5 @@ def _batched_gradient(x_LRD: jax.Array, dy_LRF: jax.Array) -> jax.Array:
     return jnp.einsum("lrd,lrf->ldf", x_LRD, dy_LRF)
 
 
-EACH = Product(_batched, lambda vector_LF: vector_LF[:, None], _batched_gradient)  # of L matrices for its own R rows
+# each of L matrices for its own R rows
+EACH = Product(_batched, lambda vector_LF: vector_LF[:, None], _batched_gradient)

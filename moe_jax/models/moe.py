@@ -1,7 +1,7 @@
 """The MoE layer: three functions, with an exchange (`models/dispatch.py`) between each two.
 
-T tokens of this device, k choices of each, D model width, E experts, P expert ranks, M blocks with experts.
-`*M` is there once blocks are collected.
+T tokens of this device, k choices of each, D model width, E experts, P expert ranks, M blocks with experts. `*M` is
+present in arrays of several blocks.
 
     route ──► dispatch ──► run_experts ──► combine ──► unpermute
 """
@@ -27,17 +27,17 @@ from moe_jax.parallel.trees import Params
 
 
 class RouterStats(NamedTuple):
-    """What one block's router did with this device's tokens; sums, so that devices and blocks add up."""
+    """Statistics of one block's router for this device's tokens: sums, so that they add up over devices and blocks."""
 
-    count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included; or slots that it fills
-    # gate probabilities, summed over tokens; those of each sequence times its own shares if that is what balances
+    count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included; or slots filled
+    # gate probabilities, summed over tokens; with balance per sequence, those of a sequence times its own shares
     prob_sum_E: Float[Array, " *M E"]
     z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
-    num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no room in the buffer
+    num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no space in the buffer
 
 
 class RoutedTokens(NamedTuple):
-    """What leaves the router."""
+    """The results of the router."""
 
     sent: ExpertRows
     metadata: DispatchMetadata
@@ -56,11 +56,12 @@ def route(
     sequences: int | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> RoutedTokens:
-    """Gate and permute: the rows to send to each expert rank, what brings them back, and what was chosen.
+    """Gate and permute: return the rows for each expert rank, the metadata to restore tokens, and statistics.
 
-    Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left;
-    `router_inputs` what else the gate reads, if it does. `sequences` is how many sequences the tokens belong to; None:
-    nothing is balanced. `slot_E` is the slot of each expert, if not in their order (`models/placement.py`).
+    Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left.
+    `router_inputs` is what the gate reads besides features, if it does. `sequences` is how many sequences the tokens
+    belong to; None: nothing is balanced per sequence. `slot_E` is the slot of each expert; None: slots are in the order
+    of experts (`models/placement.py`).
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, router_inputs, moe)
@@ -87,13 +88,16 @@ def _prob_sum(decision: Decision, moe: MoEConfig, sequences: int | None) -> Floa
 
 
 def shared_experts(params: Params) -> list[Params]:
-    """The parameters of a layer's MLPs that every token goes through: shared experts, and the MLP of a dense block."""
+    """Return the parameters of a layer's MLPs that every token goes through.
+
+    These are the shared experts, and the MLP of a dense residual.
+    """
     return [params[name] for name in ("shared", "dense") if name in params]
 
 
 @jax.named_scope("experts")
 def run_experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> jax.Array:
-    """This rank's experts on the rows they were sent."""
+    """Apply this rank's experts to the rows that they were sent."""
     return dispatcher_of(moe).experts(params, received, moe, product)
 
 
@@ -101,16 +105,16 @@ def run_experts(params: Params, received: ExpertRows, moe: MoEConfig, product: G
 def unpermute(
     returned: jax.Array, metadata: DispatchMetadata, moe: MoEConfig, ragged: bool = False
 ) -> Float[Array, "T D"]:
-    """Each token's weighted sum of what its experts returned."""
+    """Return each token's weighted sum of what its experts returned."""
     return hooks_of(moe).after_layer(dispatcher_of(moe, ragged).unpermute(returned, metadata))
 
 
 def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoEConfig) -> Float[Array, "M E"]:
-    """What the load-balance loss multiplies each summed probability with: `f` below."""
+    """Return f, by which the load-balance loss multiplies each summed probability (see `load_balance_loss`)."""
     if moe.load_balancing_type == "sequence":
-        return jnp.ones(global_count_ME.shape)  # the sums have shares in them already
+        return jnp.ones(global_count_ME.shape)  # the sums include the shares already
     if moe.load_balancing_type == "pooled":
-        count_E = global_count_ME.astype(jnp.float32).sum(axis=0)  # of all blocks: more than 32 bits count
+        count_E = global_count_ME.astype(jnp.float32).sum(axis=0)  # over all blocks, which can exceed 32 bits
         return jnp.broadcast_to(count_E / count_E.sum() / len(global_count_ME), global_count_ME.shape)
     return global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)
 
@@ -118,12 +122,13 @@ def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoEConfig) -> Float[
 def load_balance_loss(
     stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int, moe: MoEConfig
 ) -> Float[Array, ""]:
-    """This device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per block.
+    """Return this device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per
+    block.
 
-    f_e is the share of all pairs that chose expert e and P_e the mean probability of e, both over the whole global
-    batch; or both over each sequence, averaged over these (DeepSeek-V3 2024, eq. 17 to 20); or both over the tokens of
-    all blocks, as one sum instead of one per block (Hugging Face's Mixtral). f has no gradient, so the parts of all
-    devices add up to the loss and their gradients to its gradient.
+    f_e is the share of all pairs that chose expert e and P_e the mean probability of e. Both are over the whole global
+    batch; or both over each sequence, averaged over sequences (DeepSeek-V3 2024, eq. 17 to 20); or both over the tokens
+    of all blocks, as one sum instead of one per block (Hugging Face's Mixtral). f has no gradient, so the parts of all
+    devices add up to the loss, and their gradients to its gradient.
     """
     share_ME = jax.lax.stop_gradient(balance_shares(global_count_ME, moe))
     return moe.num_experts * jnp.sum(share_ME * stats.prob_sum_E) / global_tokens

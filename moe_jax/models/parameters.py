@@ -1,7 +1,7 @@
-"""The model's parameters, declared: names, shapes, dimensions and first values.
+"""Declarations of the model's parameters: names, shapes, dimensions and initial values.
 
-Blocks of one segment are stacked: a segment is a run of equal periods (e.g. dense, moe, dense, moe, …), and
-each parameter of a period's block has a leading dimension over the periods, so that a scan can walk them.
+Blocks of one segment are stacked: a segment is a run of equal periods (e.g. dense, moe, dense, moe, …), and each
+parameter of a period's block has a leading dimension over the periods, over which a scan iterates.
 """
 
 from collections.abc import Callable
@@ -17,33 +17,34 @@ from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
 from moe_jax.parallel.trees import ParamDims, Params, Tree
 
-_GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}  # matrices by whose names an MLP is known
-_ROUTER_STD = 0.01  # small: at first every expert is about as likely as any other
+# names of gate matrices, which determine the kind of an MLP
+_GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}
+_ROUTER_STD = 0.01  # small: initially all experts are about equally likely
 
 
 class _Declare:
-    """Makes the parameters of one block, stacked over `repeats` periods (None: not stacked)."""
+    """Declares the parameters of one block, stacked over `repeats` periods (None: not stacked)."""
 
     def __init__(self, rngs: nnx.Rngs, repeats: int | None = None):
         self._rngs, self._repeats = rngs, repeats
 
     def matrix(self, std: float, **dims: int) -> nnx.Param:
-        """A normal matrix with dimensions of these names and sizes."""
+        """Return a normal matrix with dimensions of these names and sizes."""
         shape, names = self._stacked(dims)
         return nnx.Param(std * jax.random.normal(self._rngs.params(), shape), dims=names)
 
     def scale(self, **dims: int) -> nnx.Param:
-        """Ones, to be multiplied with."""
+        """Return ones, to multiply by."""
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.ones(shape), dims=names)
 
     def constant(self, value: float, **dims: int) -> nnx.Param:
-        """All the same."""
+        """Return an array filled with `value`."""
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.full(shape, value), dims=names)
 
     def offset(self, **dims: int) -> nnx.Param:
-        """Zeros, to be added."""
+        """Return zeros, to be added."""
         shape, names = self._stacked(dims)
         return nnx.Param(jnp.zeros(shape), dims=names)
 
@@ -54,7 +55,7 @@ class _Declare:
 
 
 def _output_matrix(model: ModelConfig, declare: _Declare) -> nnx.Param:
-    """From values of heads to the model width."""
+    """Return the projection from values of heads to the model width."""
     std = (model.num_attention_heads * model.v_width * 2 * model.num_layers) ** -0.5
     return declare.matrix(std, heads=model.num_attention_heads, head=model.v_width, model=model.hidden_size)
 
@@ -77,9 +78,9 @@ class GroupedAttention(nnx.Module):
             if model.attention.out_bias:
                 self.out_bias = declare.offset(model=model.hidden_size)
         if model.qk_norm:
-            of_all = model.qk_norm_over == "projection"
-            self.query_norm = declare.scale(**(queries if of_all else {"head": width}))
-            self.key_norm = declare.scale(**(keys if of_all else {"head": width}))
+            over_projection = model.qk_norm_over == "projection"
+            self.query_norm = declare.scale(**(queries if over_projection else {"head": width}))
+            self.key_norm = declare.scale(**(keys if over_projection else {"head": width}))
         if model.attention.sinks:
             self.sink = declare.offset(heads=model.num_attention_heads)
 
@@ -109,7 +110,7 @@ class LatentAttention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
+    """The matrices of an MLP, or of many at once (`experts=E` in `stack`)."""
 
     def __init__(self, model: ModelConfig, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
         in_std, out_std = model.hidden_size**-0.5, (hidden * 2 * model.num_layers) ** -0.5
@@ -126,13 +127,13 @@ class MLP(nnx.Module):
 
 
 class MoELayer(nnx.Module):
-    """Router, routed experts, shared experts and an MLP beside them."""
+    """The router, routed experts, shared experts, and the MLP of a dense residual."""
 
     def __init__(self, model: ModelConfig, declare: _Declare):
         moe = model.moe
-        # "choices", not "experts": the router is whole on every device
-        for name, (dims, first) in gate_parameters(model).items():
-            setattr(self, name, _first_of_gate(declare, first, dims))
+        # "choices", not "experts": the router is replicated on every device
+        for name, (dims, initial) in gate_parameters(model).items():
+            setattr(self, name, _gate_parameter(declare, initial, dims))
         self.experts = MLP(model, moe.intermediate_size, declare, moe.bias, experts=moe.num_experts)
         if moe.num_shared_experts:
             self.shared = MLP(model, moe.intermediate_size * moe.num_shared_experts, declare)
@@ -142,12 +143,12 @@ class MoELayer(nnx.Module):
             self.dense = MLP(model, model.intermediate_size, declare)
 
 
-def _first_of_gate(declare: _Declare, first: str | float, dims: dict[str, int]) -> nnx.Param:
-    if isinstance(first, float):
-        return declare.constant(first, **dims)
-    if first == "zeros":
+def _gate_parameter(declare: _Declare, initial: str | float, dims: dict[str, int]) -> nnx.Param:
+    if isinstance(initial, float):
+        return declare.constant(initial, **dims)
+    if initial == "zeros":
         return declare.offset(**dims)
-    return declare.matrix(_ROUTER_STD if first == "router" else next(iter(dims.values())) ** -0.5, **dims)
+    return declare.matrix(_ROUTER_STD if initial == "router" else next(iter(dims.values())) ** -0.5, **dims)
 
 
 class Block(nnx.Module):
@@ -178,35 +179,35 @@ class Transformer(nnx.Module):
 
 
 def init_params(model: ModelConfig, seed: int) -> Params:
-    """First parameters: nested dicts of float32 arrays, the same for a seed on every mesh."""
+    """Return initial parameters: nested dicts of float32 arrays, the same for a seed on every mesh."""
     return nnx.to_pure_dict(nnx.state(Transformer(model, nnx.Rngs(seed)), nnx.Param))
 
 
 def param_shapes(model: ModelConfig) -> Params:
-    """The parameters as ShapeDtypeStructs; nothing is allocated."""
+    """Return the parameters as ShapeDtypeStructs; nothing is allocated."""
     return jax.eval_shape(lambda: init_params(model, 0))
 
 
 def param_dims(model: ModelConfig) -> ParamDims:
-    """The parameters' tree with each array replaced by the names of its dimensions."""
+    """Return the parameters' tree with each array replaced by the names of its dimensions."""
     state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
     named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
 
 
 def blocks_of(tree: Tree, model: ModelConfig, take: Callable[[Any, int], Any]) -> list[Tree]:
-    """Each block's own part of a tree laid out like the parameters, from the bottom up.
+    """Return each block's own part of a tree laid out like the parameters, from the bottom up.
 
-    `take(leaf, turn)` gives one block's share of a leaf that is stacked over the periods of a segment.
+    `take(leaf, period)` returns one block's share of a leaf that is stacked over the periods of a segment.
     """
     return [
-        jax.tree.map(lambda leaf, turn=turn: take(leaf, turn), tree["segments"][number][place])
+        jax.tree.map(lambda leaf, period=period: take(leaf, period), tree["segments"][number][place])
         for number, segment in enumerate(segments(model))
-        for turn in range(segment.repeats)
+        for period in range(segment.repeats)
         for place in range(len(segment.kinds))
     ]
 
 
 def block_params(params: Params, model: ModelConfig) -> list[Tree]:
-    """Each block's own parameters, from the bottom up."""
-    return blocks_of(params, model, lambda leaf, turn: leaf[turn])
+    """Return each block's own parameters, from the bottom up."""
+    return blocks_of(params, model, lambda leaf, period: leaf[period])

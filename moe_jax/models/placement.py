@@ -1,10 +1,11 @@
-"""Where experts lie: each in a slot, of which rank r has those from r·L to (r+1)·L - 1. By default e is in slot e.
+"""The placement of experts in slots. Rank r has slots r·L to (r+1)·L - 1; by default expert e is in slot e.
 
-`slot_E` tells it of a block. If experts may have copies there are S > E slots, and what tells it is `expert_S`: the
-expert of each slot, E of a free one. Who only passes it on calls both slot_E.
+`slot_E` is the slot of each expert of a block. If experts may have copies, there are S > E slots, and `expert_S`
+describes the placement instead: the expert of each slot, E for a free slot. Code that only passes either on calls both
+slot_E.
 
-Gates, counts and losses know experts by their numbers. Dispatchers know slots only: a decision is renamed for them,
-which changes neither the order of an expert's rows nor that of a token's choices.
+Gates, counts and losses index experts. Dispatchers index slots only: a decision is renumbered for them, which changes
+neither the order of an expert's rows nor that of a token's choices.
 
 E experts, L slots of each rank, M blocks with experts, R rows of a stack of blocks.
 """
@@ -25,7 +26,7 @@ from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
 
 
 def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
-    """`expert_S` without any copy: all in their order, and the last slots of each rank free."""
+    """Return `expert_S` without copies: experts in order, and the last slots of each rank free."""
     own_PL = np.arange(experts, dtype=np.int32).reshape(ranks, -1)
     return np.pad(own_PL, ((0, 0), (0, replicas)), constant_values=experts).ravel()
 
@@ -33,50 +34,61 @@ def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
 def in_slots(
     decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoEConfig
 ) -> tuple[Decision, CapacityState | None, MoEConfig]:
-    """A decision, and what earlier parts of the batch used, with slots instead of experts; and a layer of so many."""
+    """Renumber a decision, and what earlier parts of the batch used, from experts to slots.
+
+    Returns both with the settings of a layer that has this number of slots.
+    """
     if slot_E is None:
         return decision, capacity, moe
     assert isinstance(decision, TopKRouting), "gates that fill slots load all experts alike"
-    if len(slot_E) > moe.num_experts:  # without a capacity: what was used does not matter
+    if len(slot_E) > moe.num_experts:  # without a capacity, what was used does not matter
         slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts)
         return decision._replace(expert_Tk=slot_Tk), capacity, dataclasses.replace(moe, num_experts=len(slot_E))
-    nobody_too_E = jnp.append(slot_E, len(slot_E))  # a choice that a token does without
+    slot_or_none_E = jnp.append(slot_E, len(slot_E))  # index E: no expert
     if capacity is not None:
         used_E = jnp.zeros_like(capacity.used_E).at[slot_E].set(capacity.used_E, unique_indices=True)
         capacity = capacity._replace(used_E=used_E)
-    return decision._replace(expert_Tk=nobody_too_E[decision.expert_Tk]), capacity, moe
+    return decision._replace(expert_Tk=slot_or_none_E[decision.expert_Tk]), capacity, moe
 
 
 def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int) -> Int[Array, "T k"]:
-    """Where each pair goes: an expert's copies take tokens in turn. S: a choice that a token does without."""
+    """Return the slot of each pair. The copies of an expert take tokens in turn.
+
+    Slot S means no expert: the token skips this choice.
+    """
     copies_E = tokens_per_expert(expert_S[:, None], experts)
-    slot_S = jnp.argsort(expert_S)  # copies of an expert are neighbours
+    slot_S = jnp.argsort(expert_S)  # makes copies of an expert neighbours
     first_E = jnp.cumsum(copies_E) - copies_E
     chosen_Tk = jnp.minimum(expert_Tk, experts - 1)
-    turn_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
-    slot_Tk = slot_S[first_E[chosen_Tk] + turn_T1 % copies_E[chosen_Tk]]
+    token_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
+    slot_Tk = slot_S[first_E[chosen_Tk] + token_T1 % copies_E[chosen_Tk]]
     return jnp.where(expert_Tk < experts, slot_Tk, len(expert_S))
 
 
 def first_slots(slot_ME: Int[Array, "M _"], experts: int) -> Int[Array, "M E"]:
-    """The slot of each expert; of copies the first one's."""
+    """Return the slot of each expert; of an expert with copies, the slot of the first."""
     if slot_ME.shape[1] == experts:
         return slot_ME
     return jnp.argmax(slot_ME[:, None, :] == jnp.arange(experts)[:, None], axis=2)
 
 
 def moe_blocks(stages: Stages) -> list[tuple[int, int, int]]:
-    """Of each block with experts, from the bottom up: its segment, its place in a period, its row of the stacked
-    arrays."""
-    found = []
+    """Locate each block with experts, from the bottom up.
+
+    Returns its segment, its place in a period, and its row of the stacked arrays.
+    """
+    blocks = []
     for number, segment in enumerate(segments(stages.model)):
         for row in stages.stored_row(number):
-            found += [(number, place, row) for place, kind in enumerate(segment.kinds) if kind == "moe"]
-    return found
+            blocks += [(number, place, row) for place, kind in enumerate(segment.kinds) if kind == "moe"]
+    return blocks
 
 
 def by_expert(tree: Any, slot_ME: Int[Array, "M _"], stages: Stages) -> Any:
-    """Parameters, or a state of them, whose experts lie in slots, in the order of experts; one copy of each."""
+    """Reorder experts from slots to the order of experts, with one copy of each.
+
+    `tree` holds parameters, or a state that is laid out like parameters.
+    """
     experts = stages.model.moe.num_experts
     slot_ME = first_slots(slot_ME, experts)
     rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -91,21 +103,21 @@ def by_expert(tree: Any, slot_ME: Int[Array, "M _"], stages: Stages) -> Any:
 
 
 def by_slot(tree: Any, expert_S: Int[Array | np.ndarray, " S"]) -> Any:
-    """The inverse, where all blocks are alike: parameters of experts in the order of slots, 0 in free ones."""
+    """Do the inverse, where all blocks have the same placement: reorder experts to slots, with 0 in free ones."""
     return map_experts(lambda _, leaf: jnp.take(leaf, expert_S, axis=1, mode="fill", fill_value=0), tree)
 
 
 def slot_shapes(shapes: Any, slots: int) -> Any:
-    """Shapes of parameters with so many slots of experts, sharded as before."""
+    """Return the shapes of parameters with `slots` slots of experts, sharded as before."""
 
-    def in_slots_too(_: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def with_slots(_: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0], slots, *x.shape[2:]), x.dtype, sharding=x.sharding)
 
-    return map_experts(in_slots_too, shapes)
+    return map_experts(with_slots, shapes)
 
 
 def map_experts(function: Any, tree: Any) -> Any:
-    """`function(group, leaf)` of each leaf [R, E, …] of stacked experts; other leaves as they are."""
+    """Apply `function(group, leaf)` to each leaf [R, E, …] of stacked experts; other leaves are unchanged."""
 
     def mapped(path: tuple[Any, ...], leaf: Any) -> Any:
         group = expert_group(path)
@@ -115,7 +127,10 @@ def map_experts(function: Any, tree: Any) -> Any:
 
 
 def expert_group(path: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Segment and place of the experts that a leaf of parameters, or of what is laid out like them, belongs to."""
+    """Return segment and place of the experts that a leaf belongs to, or None if it belongs to none.
+
+    `path` is the path of the leaf in parameters, or in a tree that is laid out like them.
+    """
     keys: list[Any] = [getattr(part, "key", None) for part in path]
     if "experts" not in keys:
         return None

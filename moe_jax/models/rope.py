@@ -1,6 +1,6 @@
-"""Rotary position embedding, for longer sequences with scaled frequencies; one function for each kind of scaling.
+"""Rotary position embedding, with frequencies scaled for longer sequences: one function for each kind of scaling.
 
-B sequences, N tokens of each, H heads, K width of what is rotated.
+B sequences, N tokens of each, H heads, K width of the rotated features.
 """
 
 import math
@@ -12,48 +12,48 @@ from numpy.typing import NDArray
 
 from moe_jax.config import ModelConfig, RopeScalingConfig
 
-Pairs = NDArray[np.float64]  # of each pair that is rotated together
+Pairs = NDArray[np.float64]  # one number for each pair of features that is rotated together
 
 
 def rotate(
     x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: ModelConfig
 ) -> Float[Array, "B N H K"]:
-    """Rotary position embedding (Su et al. 2021) on pairs (i, i + K/2), angles in float32."""
+    """Apply rotary position embedding (Su et al. 2021) to pairs (i, i + K/2), with angles in float32."""
     half, scaling = x_BNHK.shape[-1] // 2, model.rope_scaling
     if scaling.rope_type == "none":
         frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
         plain = model.rope_theta ** (-np.arange(half) / half)
-        frequency = jnp.asarray(_KINDS[scaling.rope_type](plain, model.rope_theta, scaling), jnp.float32)
+        frequency = jnp.asarray(_SCALINGS[scaling.rope_type](plain, model.rope_theta, scaling), jnp.float32)
     angle = position_BN[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling.attention_factor != 1:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     left, right = jnp.split(x_BNHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x_BNHK.dtype)
+    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return rotated.astype(x_BNHK.dtype)
 
 
 def logit_scale(model: ModelConfig) -> float:
-    """What a product of query and key is multiplied with (DeepSeek-V3 2024, section 4.3, in its published code)."""
+    """Return the factor of the products of query and key (DeepSeek-V3 2024, section 4.3, in its published code)."""
     scaling = model.rope_scaling
     return model.qk_width**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
 
 
 def _linear(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
-    """Positions are divided (Chen et al. 2023)."""
+    """Divide positions by a factor (Chen et al. 2023)."""
     return frequency / scaling.factor
 
 
 def _llama3(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
-    """A ramp over the number of turns (Llama 3, 2024, in its published code)."""
+    """Interpolate along a ramp over the number of turns (Llama 3, 2024, in its published code)."""
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    kept = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
-    return _between(frequency, kept, scaling)
+    unscaled = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
+    return _interpolate(frequency, unscaled, scaling)
 
 
 def _yarn(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
-    """A ramp over the number of the pair (YaRN, Peng et al. 2023, section 3.2)."""
+    """Interpolate along a ramp over the index of the pair (YaRN, Peng et al. 2023, section 3.2)."""
     pairs = len(frequency)
 
     def pair_of(turns: float) -> float:
@@ -64,11 +64,11 @@ def _yarn(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     ramp = (np.arange(pairs) - first) / (last - first if last > first else 1e-3)
-    return _between(frequency, 1 - np.clip(ramp, 0, 1), scaling)
+    return _interpolate(frequency, 1 - np.clip(ramp, 0, 1), scaling)
 
 
-def _between(frequency: Pairs, kept: Pairs, scaling: RopeScalingConfig) -> Pairs:
-    return frequency / scaling.factor * (1 - kept) + frequency * kept
+def _interpolate(frequency: Pairs, unscaled: Pairs, scaling: RopeScalingConfig) -> Pairs:
+    return frequency / scaling.factor * (1 - unscaled) + frequency * unscaled
 
 
-_KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

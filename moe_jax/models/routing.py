@@ -1,8 +1,8 @@
-"""From each token's choice of experts to rows that can be sent, and back.
+"""Maps between (token, choice) pairs and rows that can be sent.
 
-T tokens of this device, k choices of each, E experts, R rows of the send buffer, D model width.
-A (token, choice) pair has a rank among its expert's pairs, in token order; its row follows from that rank.
-Both directions are gathers, forward and backward: scattering rows is slow on every platform.
+T tokens of this device, k choices of each, E experts, R rows of the send buffer, D model width. A (token, choice) pair
+has a rank among its expert's pairs, in token order, which determines its row. Both directions are gathers, forward and
+backward: scattering rows is slow on every platform.
 """
 
 import math
@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 
-_NEVER = 2**30  # after all slots
+_LAST = 2**30  # after all slots
 
 
 def expert_capacity(moe: MoEConfig, tokens: int) -> int:
-    """Slots per expert on each source device, C = ceil(f·k·T/E); T when dropless. Never above T."""
+    """Return C = ceil(f·k·T/E) slots per expert on each source device; T when dropless. It is never above T."""
     if moe.capacity_factor is None:
         return tokens
     factor = Fraction(str(moe.capacity_factor))  # as written: 1.1 · 100 / 10 is 11 slots, not 12
@@ -28,7 +28,7 @@ def expert_capacity(moe: MoEConfig, tokens: int) -> int:
 
 
 def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
-    """The place of each pair among the pairs of its expert, in the order of tokens, then choices."""
+    """Return the place of each pair among the pairs of its expert, in the order of tokens, then choices."""
     flat = expert_Tk.ravel()
     order = jnp.argsort(flat, stable=True)
     start_E = jnp.cumsum(count_E) - count_E
@@ -37,19 +37,22 @@ def rank_in_expert(expert_Tk: Int[Array, "T k"], count_E: Int[Array, " E"]) -> I
 
 
 def queue_positions(choice: TopKRouting, count_E: Int[Array, " E"]) -> Int[Array, "T k"]:
-    """The place of each pair in the queue for its expert's slots; a choice that a token does without is after all."""
+    """Return the place of each pair in the queue for its expert's slots.
+
+    A choice without an expert is placed after all slots.
+    """
     expert_Tk, priority_T = choice.expert_Tk, choice.priority_T
     if priority_T is None:
         rank_Tk = rank_in_expert(expert_Tk, count_E)
     else:
         token_T = jnp.argsort(-priority_T, stable=True)
-        in_line_Tk = rank_in_expert(expert_Tk[token_T], count_E)
-        rank_Tk = jnp.zeros_like(in_line_Tk).at[token_T].set(in_line_Tk, unique_indices=True)
-    return jnp.where(expert_Tk < len(count_E), rank_Tk, _NEVER)
+        position_Tk = rank_in_expert(expert_Tk[token_T], count_E)
+        rank_Tk = jnp.zeros_like(position_Tk).at[token_T].set(position_Tk, unique_indices=True)
+    return jnp.where(expert_Tk < len(count_E), rank_Tk, _LAST)
 
 
 class TokenPermutation(NamedTuple):
-    """A one-to-one map between kept (token, choice) pairs and rows of a buffer."""
+    """A one-to-one map between (token, choice) pairs that are not dropped and rows of a buffer."""
 
     dest_index_Tk: Int[Array, "T k"]  # the row of each pair; R: dropped
     token_R: Int[Array, " R"]  # the token of each row; T: an empty row
@@ -58,7 +61,7 @@ class TokenPermutation(NamedTuple):
 def make_permutation(
     dest_index_Tk: Int[Array, "T k"], keep_mask_Tk: Bool[Array, "T k"], num_rows: int
 ) -> TokenPermutation:
-    """The map that puts each kept pair into its row."""
+    """Return the map that puts each pair of `keep_mask_Tk` into its row."""
     tokens, choices = dest_index_Tk.shape
     dest_index_Tk = jnp.where(keep_mask_Tk, dest_index_Tk, num_rows)
     token_Tk = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], (tokens, choices))
@@ -67,18 +70,18 @@ def make_permutation(
 
 
 def inverse(permutation: TokenPermutation) -> TokenPermutation:
-    """The way back, where each token has one choice: from rows to tokens."""
+    """Return the inverse map, from rows to tokens, where each token has one choice."""
     return TokenPermutation(permutation.token_R[:, None], permutation.dest_index_Tk[:, 0])
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    # no index is negative; the constants that wrapping needs let XLA:GPU compute two microbatches in one operation
+    # no index is negative; the constants that wrapping needs make XLA:GPU fuse two microbatches into one operation
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def to_rows(x_T: Float[Array, "T ..."], permutation: TokenPermutation) -> Float[Array, "R ..."]:
-    """Copy each token into the rows of its kept choices; empty rows are 0."""
+    """Copy each token into the rows of its choices that are not dropped. Empty rows are 0."""
     return _take(x_T, permutation.token_R)
 
 
@@ -98,16 +101,16 @@ to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 def from_rows(
     y_R: Float[Array, "R ..."], weight_Tk: Float[Array, "T k"], permutation: TokenPermutation
 ) -> Float[Array, "T ..."]:
-    """Each token's sum of weight · row over its kept choices, added up in float32."""
+    """Return the sum of weight · row over the choices of each token that are not dropped, accumulated in float32."""
     tokens, choices = permutation.dest_index_Tk.shape
     total_T = jnp.zeros((tokens, *y_R.shape[1:]), jnp.float32)
     for j in range(choices):
-        total_T += _each(weight_Tk[:, j], y_R) * _take(y_R, permutation.dest_index_Tk[:, j])
+        total_T += _per_row(weight_Tk[:, j], y_R) * _take(y_R, permutation.dest_index_Tk[:, j])
     return total_T.astype(y_R.dtype)
 
 
-def _each(factor: jax.Array, rows: jax.Array) -> jax.Array:
-    """One factor for each row, to be multiplied with rows like these."""
+def _per_row(factor: jax.Array, rows: jax.Array) -> jax.Array:
+    """Reshape one factor per row, to be multiplied with rows like these."""
     return factor.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
@@ -126,7 +129,7 @@ def _from_rows_forward(y_R: jax.Array, weight_Tk: jax.Array, permutation: TokenP
 def _from_rows_backward(saved: _Saved, dout_T: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     y_R, weight_Tk, (dest_index_Tk, token_R) = saved
     weight_R = jnp.zeros(len(y_R), weight_Tk.dtype).at[dest_index_Tk.ravel()].set(weight_Tk.ravel(), mode="drop")
-    dy_R = (_each(weight_R, y_R) * _take(dout_T, token_R)).astype(y_R.dtype)
+    dy_R = (_per_row(weight_R, y_R) * _take(dout_T, token_R)).astype(y_R.dtype)
     wide_T, features = dout_T.astype(jnp.float32), tuple(range(1, y_R.ndim))
     dweight_Tk = jnp.stack(
         [jnp.sum(wide_T * _take(y_R, dest_index_Tk[:, j]), axis=features) for j in range(weight_Tk.shape[1])], axis=1

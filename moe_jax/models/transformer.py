@@ -1,6 +1,6 @@
-"""The decoder, inside `shard_map`: per-device code, every collective a visible call.
+"""The decoder, inside `shard_map`: per-device code, with every collective a visible call.
 
-B sequences of this device, N tokens of each that are its own (its context and tensor ranks' share), T = B·N, D model
+B sequences of this device, N tokens of each that it has (the share of its context and tensor ranks), T = B·N, D model
 width, M blocks with experts, E experts.
 """
 
@@ -41,45 +41,45 @@ from moe_jax.parallel.trees import Params
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-    """How the model is computed, as opposed to what it is."""
+    """How the model is computed, as opposed to what it computes."""
 
     dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "dots", "full"]
-    unroll: int  # periods of blocks in one turn of the scan
+    unroll: int  # periods of blocks in one iteration of the scan
     platform: str  # of the devices: cpu, gpu or tpu
     exchange: str  # the all-to-all's algorithm, never auto
-    ranks_per_node: int  # of those that experts are cut over
-    rank_capacity_factor: float | None  # room for rows without capacity / even share; None: for the worst case
+    ranks_per_node: int  # of the ranks over which experts are sharded
+    rank_capacity_factor: float | None  # buffer for rows without capacity / even share; None: worst case
     tensor_form: str = "o1"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
     attention: AttentionImpl = dataclasses.field(default_factory=AttentionImpl)
-    expert_axis: Axes = Axis.EXPERT  # that experts are cut over
-    seed: int = 0  # of what gates draw at random
-    loss_chunk: int | None = None  # tokens whose logits are there at a time; None: see moe_jax.config.loss_chunks
-    grouped_product: str = "blocks"  # of rows in groups of any size, never auto
+    expert_axis: Axes = Axis.EXPERT  # the axes over which experts are sharded
+    seed: int = 0  # of the random numbers of gates
+    loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: see moe_jax.config.loss_chunks
+    grouped_product: str = "blocks"  # the product of rows in groups of any size, never auto
 
     @property
     def route(self) -> DispatchRoute:
-        """How tokens travel."""
+        """The route of rows to the experts and back."""
         ranks = Ranks(self.expert_axis, self.platform, self.ranks_per_node)
         return DispatchRoute(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
 
     @property
     def product(self) -> GroupedProduct:
-        """Of rows in groups of any size."""
+        """The product of rows in groups of any size."""
         return GROUPED_PRODUCTS[self.platform][self.grouped_product]
 
     def ep_size(self) -> int:
-        """The number of ranks that have experts of their own; inside `shard_map`."""
+        """Return the number of ranks that have different experts. Runs inside `shard_map`."""
         return self.route.ranks.size()
 
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "ComputeConfig":
-        """As the config says, for the devices of a mesh. Raises ConfigError."""
+        """Return the computation that a config asks for on the devices of a mesh. Raises ConfigError."""
         capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
-            for part_of in (gate_of, dispatcher_of, hooks_of):
-                part_of(config.model.moe)  # refused now if it is none
+            for lookup in (gate_of, dispatcher_of, hooks_of):
+                lookup(config.model.moe)  # raises ConfigError now if the name is invalid
         platform = "gpu" if platform in ("cuda", "rocm") else platform
         check_tensor_split(config, mesh.shape[Axis.TENSOR])
         check_context_split(config, mesh.shape[Axis.CONTEXT], mesh.shape[Axis.TENSOR])
@@ -100,7 +100,8 @@ class ComputeConfig:
             exchange=exchange,
             ranks_per_node=per_node,
             rank_capacity_factor=config.exchange.rank_capacity_factor,
-            tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",  # which adds nothing then
+            # with one tensor rank all forms are the same
+            tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",
             tensor_chunks=config.exchange.tensor_chunks,
             attention=AttentionImpl(kernel_of(config, platform, capability), config.exchange.context_form),
             expert_axis=expert_axis(config.mesh),
@@ -111,7 +112,7 @@ class ComputeConfig:
 
 
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
-    """What `exchange.algorithm=auto` stands for. Raises ConfigError."""
+    """Return the algorithm that `exchange.algorithm` stands for, also with `auto`. Raises ConfigError."""
     for name, table in (("algorithm", EXCHANGE_FACTS), ("reduction", REDUCTION_FACTS)):
         value = getattr(config.exchange, name)
         if table.of(value).in_background and platform != "cpu":
@@ -121,23 +122,23 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
             )
     if config.exchange.algorithm != OPEN_EXCHANGE:
         return config.exchange.algorithm
-    # a microbatch may fill any of its expert's slots: without padding, only where the hardware sends ragged rows
+    # a microbatch may fill any slots of an expert, so padding is avoided only where the hardware sends ragged rows
     schedule = config.schedule
     ragged = platform != "cpu" and schedule.policy_facts.sends_ragged and schedule.microbatches > 1
     ragged = ragged and schedule.expert_chunks == 1
-    ragged = ragged and tensor_ranks == 1  # its lanes know no others
+    ragged = ragged and tensor_ranks == 1  # its lanes do not support several
     moe = config.model.moe
     return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
 
 
 def _capability(device: jax.Device) -> Capability | None:
-    """Of an NVIDIA GPU."""
+    """Return the compute capability of an NVIDIA GPU, or None."""
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else None
 
 
 class Routed(NamedTuple):
-    """A block with experts before its dispatch."""
+    """The state of a block with experts before its dispatch."""
 
     x_BND: Float[Array, "B N D"]  # the residual stream with attention and shared experts
     sent: ExpertRows
@@ -156,10 +157,10 @@ def attend_and_route(
     router_inputs: RouterInputs | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> Routed:
-    """Attention, shared experts, gate and permute. `capacity` (None: all) is what earlier parts of the batch left.
+    """Run attention, shared experts, gate and permute. `capacity` (None: all) is what earlier parts of the batch left.
 
-    `ragged`: the rows are for a ragged exchange. `router_inputs`: what the gate looks at beside features, in this
-    block. `slot_E`: where its experts lie (None: in their order).
+    `ragged`: the rows are for a ragged exchange. `router_inputs`: what the gate reads besides features, in this block.
+    `slot_E`: the slots of the experts of this block (None: in the order of experts).
     """
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention)
     h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
@@ -187,20 +188,20 @@ def rejoin(
     model: ModelConfig,
     ragged: bool = False,
 ) -> Float[Array, "B N D"]:
-    """The residual stream with what the experts returned."""
+    """Return the residual stream with what the experts returned."""
     return x_BND + moe_layer.unpermute(returned, metadata, model.moe, ragged).reshape(x_BND.shape)
 
 
 def dense_block(
-    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
+    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
 ) -> Float[Array, "B N D"]:
-    """One block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, way)
+    """Run one block without experts."""
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps))
 
 
 def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-    """An MLP of which each tensor rank has a part of the hidden width."""
+    """Run an MLP whose hidden width is sharded over tensor ranks."""
     return tp_reduce_scatter(mlp(params, tp_all_gather(h_BND, 1)), 1)
 
 
@@ -213,7 +214,7 @@ def block(
     router_inputs: RouterInputs | None = None,
     slot_E: Int[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
-    """One decoder block; with experts, also what its router did."""
+    """Run one decoder block. With experts, also return the statistics of its router."""
     if "mlp" in params:
         return dense_block(params, x_BND, model, view, compute.attention), None
     length = x_BND.shape[1]
@@ -226,8 +227,8 @@ def block(
 
 
 def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], compute: ComputeConfig) -> Float[Array, "B N D"]:
-    """The tokens' rows of the embedding."""
-    # cast behind the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
+    """Return the rows of the embedding for the tokens."""
+    # cast after the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
     return jnp.take(embedding, token_BN, axis=0).astype(compute.dtype)
 
 
@@ -239,7 +240,10 @@ def forward(
     router_inputs: RouterInputs | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
-    """The residual stream behind the blocks and, if any has experts, router statistics with a leading dimension M."""
+    """Return the residual stream after the blocks and router statistics.
+
+    Statistics have a leading dimension M; they are None if no block has experts.
+    """
     x_BND = embed(params["embedding"], token_BN, compute)
     stats, below, moe_below = [], 0, 0
     for number, segment in enumerate(segments(model)):
@@ -266,17 +270,21 @@ def _run_segment(
     router_inputs: RouterInputs | None,
     slot_mE: jax.Array | None,
 ) -> tuple[jax.Array, list[RouterStats]]:
-    """Scan over the segment's periods, whose experts lie in `slot_mE`. Statistics come back as one tree, blocks in
-    order, or none."""
+    """Scan over the segment's periods, with experts in the slots `slot_mE`.
+
+    Statistics come back as one tree in a list, with blocks in order; the list is empty without experts.
+    """
     length = len(segment.kinds)
 
     def period(
-        x_BND: jax.Array, of_turn: tuple[Any, jax.Array | None, jax.Array | None]
+        x_BND: jax.Array, inputs: tuple[Any, jax.Array | None, jax.Array | None]
     ) -> tuple[jax.Array, list[RouterStats]]:
-        params, turn, slots = of_turn
+        params, iteration, slots = inputs
         stats = []
         for place, view in enumerate(segment.views):
-            own = None if turn is None or router_inputs is None else router_inputs.above(turn * length + place)
+            own = (
+                None if iteration is None or router_inputs is None else router_inputs.above(iteration * length + place)
+            )
             slot_E = (
                 slots[segment.kinds[:place].count("moe")]
                 if slots is not None and segment.kinds[place] == "moe"
@@ -288,12 +296,12 @@ def _run_segment(
 
     unroll = min(compute.unroll, segment.repeats)
     if compute.remat != "none":
-        # a loop keeps the compiler from merging the second computation with the first; unrolled, it must be told
+        # a loop keeps the compiler from merging recomputation with the first computation; unrolled code does not
         fully_unrolled = unroll == segment.repeats
         period = jax.checkpoint(period, policy=REMAT_POLICIES[compute.remat], prevent_cse=fully_unrolled)
-    turns = None if router_inputs is None else jnp.arange(segment.repeats)
+    iterations = None if router_inputs is None else jnp.arange(segment.repeats)
     slots = None if slot_mE is None else slot_mE.reshape(segment.repeats, -1, slot_mE.shape[1])
-    x_BND, stats = jax.lax.scan(period, x_BND, (params, turns, slots), unroll=unroll)
+    x_BND, stats = jax.lax.scan(period, x_BND, (params, iterations, slots), unroll=unroll)
     if not stats:
         return x_BND, []
     in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)  # [repeats, per period, …]

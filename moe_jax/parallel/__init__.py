@@ -1,1 +1,1 @@
-"""WHERE: the mesh, the sharding table, and every collective."""
+"""The mesh, the table of shardings, and every collective."""

@@ -1,9 +1,9 @@
-"""Collectives of a CPU cluster that run beside the program: on threads of their own, over TCP.
+"""Collectives of a CPU cluster that run concurrently with the program: on their own threads, over TCP.
 
-A collective of XLA:CPU keeps the thread that runs it, and the memory that XLA plans around it makes other work wait.
-Here `start` hands an operand over and `finish` waits for what came, like the start and done of an accelerator's
-collective. What a device sends leaves in the order in which its collectives were started, but what is urgent comes
-first (`schedule/link_order.py`).
+A collective of XLA:CPU blocks the thread that runs it, and the memory that XLA plans for it makes other work wait. Here
+`start` hands over an operand and `finish` waits for the result, like the start and done operations of an accelerator's
+collective. A device sends in the order in which its collectives were started, except that urgent traffic goes first
+(`schedule/link_order.py`).
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -38,39 +38,42 @@ _TRAFFIC: dict[Kind, Priority] = {
     "scatter": Priority.DATA,
 }
 
-NOTHING = -1  # ticket of a collective from which this device receives nothing
+NOTHING = -1  # the ticket of a collective from which this device receives nothing
 
 
 class Member(NamedTuple):
-    """A device's part in one collective."""
+    """One device's membership in one collective."""
 
     kind: Kind
     device: int
     group_P: tuple[int, ...]
-    channel: int  # of the place in a program that starts it
-    number: int  # of the times that this place was passed
+    channel: int  # identifies the place in the program that starts the collective
+    number: int  # how often the program has started it there before
 
     @property
     def place(self) -> int:
-        """Of this device in its group."""
+        """The index of this device in its group."""
         return self.group_P.index(self.device)
 
     def others(self) -> Iterator[tuple[int, int]]:
-        """Places and devices of the others, the next one first: not all send to the same device at once."""
+        """Yield the index and device of every other member, starting with the next one.
+
+        Members start with different targets, so they do not all send to the same device at once.
+        """
         for step in range(1, len(self.group_P)):
             place = (self.place + step) % len(self.group_P)
             yield place, self.group_P[place]
 
 
 class CollectiveShare(NamedTuple):
-    """What a device does of a collective. Who sends and who receives must agree."""
+    """Whether a device sends and receives in a collective. Senders and receivers must agree."""
 
     sends: bool = True
     receives: bool = True
 
 
 class JobThread:
-    """A thread that runs jobs one after another, urgent ones first: 0 before 1."""
+    """A thread that runs jobs one after another. Jobs of lower `urgency` run first: 0 before 1."""
 
     def __init__(self) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
@@ -79,11 +82,11 @@ class JobThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], urgency: int = 0) -> None:
-        """Run `job` behind all others that are as urgent."""
+        """Queue `job` after all other jobs of the same urgency."""
         self._jobs.put((urgency, next(self._count), job))
 
     def close(self) -> None:
-        """End the thread, once it has run all jobs."""
+        """Run all queued jobs, then end the thread."""
         self._jobs.put((math.inf, next(self._count), None))
         self._thread.join()
 
@@ -93,13 +96,13 @@ class JobThread:
 
 
 class Engine:
-    """Runs the collectives of this process's devices. `owner_D` is the process of each device of the mesh."""
+    """Runs the collectives of the devices of this process. `owner_D` is the process of each device of the mesh."""
 
     def __init__(self, owner_D: tuple[int, ...]):
         self.owner_D = owner_D
-        self._post = P2PTransport(owner_D)
-        self._sending = {d: JobThread() for d, process in enumerate(owner_D) if process == jax.process_index()}
-        self._adding = {device: JobThread() for device in self._sending}
+        self._transport = P2PTransport(owner_D)
+        self._senders = {d: JobThread() for d, process in enumerate(owner_D) if process == jax.process_index()}
+        self._reducers = {device: JobThread() for device in self._senders}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._tickets = itertools.count()
@@ -107,29 +110,32 @@ class Engine:
     def start(
         self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: CollectiveShare
     ) -> int:
-        """Start a collective of `x`, which may change later; returns its ticket."""
+        """Start a collective of `x` and return its ticket. The caller may change `x` afterwards."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
         member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
-            result = self._started(member, x, part)
+            result = self._start(member, x, part)
         if not part.receives:
             return NOTHING
         self._results[ticket] = result
         return ticket
 
     def finish(self, ticket: int) -> np.ndarray:
-        """Wait for a collective. Raises ConnectionError if another process is gone."""
+        """Wait for a collective and return its result. Raises ConnectionError if another process is gone."""
         return self._results.pop(ticket)()
 
     def close(self) -> None:
-        """End all threads and connections, once everything handed over is sent; who still waits is told."""
-        for sender in self._sending.values():
+        """End all threads and connections after everything submitted has been sent.
+
+        Pending receives raise ConnectionError.
+        """
+        for sender in self._senders.values():
             sender.close()
-        self._post.close()
-        for adder in self._adding.values():
+        self._transport.close()
+        for adder in self._reducers.values():
             adder.close()
 
-    def _started(self, member: Member, x: np.ndarray, part: CollectiveShare) -> Callable[[], np.ndarray]:
+    def _start(self, member: Member, x: np.ndarray, part: CollectiveShare) -> Callable[[], np.ndarray]:
         match member.kind:
             case "exchange":
                 return self._exchange(member, x)
@@ -138,12 +144,12 @@ class Engine:
             case "scatter":
                 return self._scatter(member, x)
             case "to_next":
-                return self._moved(member, x, 1, part)
+                return self._shift(member, x, 1, part)
             case "to_previous":
-                return self._moved(member, x, -1, part)
+                return self._shift(member, x, -1, part)
 
-    def _moved(self, member: Member, x: np.ndarray, distance: int, part: CollectiveShare) -> Callable[[], np.ndarray]:
-        """All of x goes that many places on in the group, round and round."""
+    def _shift(self, member: Member, x: np.ndarray, distance: int, part: CollectiveShare) -> Callable[[], np.ndarray]:
+        """Send all of x to the member `distance` places further on in the group, which is a ring."""
         group_P, moved = member.group_P, np.empty_like(x)
         target, source = (group_P[(member.place + steps) % len(group_P)] for steps in (distance, -distance))
         if part.receives:
@@ -152,13 +158,13 @@ class Engine:
             self._send(member, "block", {target: x.copy()})
 
         def result() -> np.ndarray:
-            self._post.receive(_key(member, "block", source, member.device))
+            self._transport.receive(_key(member, "block", source, member.device))
             return moved
 
         return result
 
     def _exchange(self, member: Member, x_P: np.ndarray) -> Callable[[], np.ndarray]:
-        """Block p goes to member p, and the result's comes from it."""
+        """Send block p to member p. Block p of the result comes from member p."""
         result_P = np.empty_like(x_P)
         self._expect(member, "block", {other: result_P[place : place + 1] for place, other in member.others()})
         self._send(member, "block", {other: x_P[place : place + 1].copy() for place, other in member.others()})
@@ -171,7 +177,10 @@ class Engine:
         return result
 
     def _sum(self, member: Member, x_n: np.ndarray) -> Callable[[], np.ndarray]:
-        """Each member sums its share, in the order of the group, and sends it to all: the same bits everywhere."""
+        """Sum over the group. The result has the same bits on every member.
+
+        Each member sums its share in the order of the group and sends it to all.
+        """
         total_n = x_n.copy()
         shares = np.array_split(total_n, len(member.group_P))
         own = shares[member.place]
@@ -196,11 +205,11 @@ class Engine:
             added.result()
             return total_n
 
-        self._adding[member.device].submit(add)
+        self._reducers[member.device].submit(add)
         return result
 
     def _scatter(self, member: Member, x_Pm: np.ndarray) -> Callable[[], np.ndarray]:
-        """Each member sums the blocks of its place, in the order of the group."""
+        """Sum the blocks of this member over the group, in the order of the group."""
         own_m = x_Pm[member.place].copy()
         parts = {other: np.empty_like(own_m) for _, other in member.others()}
         self._expect(member, "block", parts)
@@ -214,16 +223,16 @@ class Engine:
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         for target, x in to.items():
-            send = functools.partial(self._post.send, _key(member, what, member.device, target), x)
-            self._sending[member.device].submit(send, _TRAFFIC[member.kind])
+            send = functools.partial(self._transport.send, _key(member, what, member.device, target), x)
+            self._senders[member.device].submit(send, _TRAFFIC[member.kind])
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
-            self._post.expect(_key(member, what, source, member.device), x)
+            self._transport.expect(_key(member, what, source, member.device), x)
 
     def _receive(self, member: Member, what: Literal["block", "total"]) -> None:
         for _, source in member.others():
-            self._post.receive(_key(member, what, source, member.device))
+            self._transport.receive(_key(member, what, source, member.device))
 
 
 def _key(member: Member, what: Literal["block", "total"], source: int, target: int) -> MessageTag:
@@ -231,34 +240,38 @@ def _key(member: Member, what: Literal["block", "total"], source: int, target: i
 
 
 _engine: Engine | None = None
-_places = threading.local()  # of starts in the program that this thread traces
+_places = threading.local()  # counts the starts in the program that this thread traces
 
 
 def connect(mesh: jax.sharding.Mesh) -> None:
-    """Connect the processes of a mesh; all of them call it, before they run programs over this mesh.
+    """Connect the processes of a mesh. All of them must call this before they run programs over the mesh.
 
-    Programs over another mesh must have ended, and need it connected again.
+    Programs over another mesh must have ended. That mesh must be connected again before it is used again.
     """
     global _engine
     owner_D = tuple(device.process_index for device in mesh.devices.flat)
     if _engine is None or _engine.owner_D != owner_D:
-        before, _engine = _engine, Engine(owner_D)
-        if before is not None:  # closed only now, when all processes have come and need it no more
-            before.close()
+        previous, _engine = _engine, Engine(owner_D)
+        if previous is not None:  # closed only now: every process is here, so none needs it any more
+            previous.close()
 
 
 def new_program() -> None:
-    """Count the starts of the program that is traced from here on anew, whatever this process has traced before."""
+    """Restart the count of collectives for the program that is traced next.
+
+    It then does not depend on programs that this process traced before.
+    """
     _places.count = itertools.count()
 
 
 def start(
     x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...], part_2: Bool[Array, "2"] | None = None
 ) -> Int32[Array, ""]:
-    """Start a collective over `axes`, inside `shard_map`; returns the ticket that `finish` needs.
+    """Start a collective over `axes`, inside `shard_map`, and return the ticket that `finish` needs.
 
-    What goes to another stage only goes if `part_2`, a `CollectiveShare`, says so. A device that receives nothing gets
-    zeros. Devices tell collectives apart by where their program starts them, as independent ones start in any order.
+    `part_2` holds the two flags of a `CollectiveShare`; only sends to another stage read it. A device that receives
+    nothing gets zeros. Devices identify a collective by the place in the program that starts it, because independent
+    collectives start in any order.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
@@ -268,7 +281,7 @@ def start(
     group_of = {device: tuple(group) for group in groups for device in group}
     if not hasattr(_places, "count"):
         new_program()
-    # Members of a group pass a place equally often, but stages do not: no two kinds of groups may share a channel.
+    # Members of a group reach a place equally often, but stages do not: no two kinds of groups may share a channel.
     place = (next(_places.count), kind, axes, tuple(mesh.shape.items()))
     channel = zlib.crc32(repr(place).encode()) >> 1
 
@@ -282,7 +295,7 @@ def start(
 
 
 def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
-    """Wait for a collective's result, of this shape and dtype; of `NOTHING` it is zeros."""
+    """Wait for the result of a collective, which has this shape and dtype. For the ticket `NOTHING` it is zeros."""
 
     def wait(ticket: np.ndarray) -> np.ndarray:
         return np.zeros(result.shape, result.dtype) if ticket == NOTHING else engine().finish(int(ticket))
@@ -292,6 +305,6 @@ def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Arr
 
 
 def engine() -> Engine:
-    """The one that is connected."""
+    """Return the connected engine."""
     assert _engine is not None, "connect the mesh first"
     return _engine

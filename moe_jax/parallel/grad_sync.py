@@ -1,4 +1,4 @@
-"""Sums over devices that differentiation leaves to us: gradients, their norm, and counts."""
+"""Sums over devices that autodiff does not insert: gradients, their norm, and counts."""
 
 import itertools
 from collections.abc import Iterable
@@ -16,46 +16,47 @@ from moe_jax.parallel.zero import ShardSpec
 
 
 def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
-    """Sum each gradient over the axes that cut tokens or blocks and that its parameter is replicated on.
+    """Sum each gradient over the token and pipeline axes on which its parameter is replicated.
 
-    Of what is cut over some of them, a device gets the sum of its own part.
+    `cuts` holds a `ShardSpec` for each parameter: a gradient that is sharded over some of these axes is
+    reduce-scattered, so that a device gets only the sum of its own shard.
 
-    A device's gradient covers its own tokens. An expert's parameters live on one expert rank, whose gradient
-    already covers the tokens of every rank that sent it some: they are summed over the data axis only. Heads and
-    hidden widths of a tensor rank have seen the tokens of all tensor ranks. What lies outside of all blocks is used by
-    one pipeline stage, or two, and the others' gradient is 0.
+    A device's gradient covers its own tokens. The parameters of an expert are on one expert rank, whose gradient
+    already covers the tokens of every rank that sent it some, so they are summed over the data axis only. The heads and
+    hidden widths of a tensor rank have processed the tokens of all tensor ranks. Parameters outside of the blocks are
+    used by one or two pipeline stages; the gradient of the other stages is 0.
     """
 
     def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, cut: ShardSpec) -> jax.Array:
-        taken = sharded_axes(spec) | {*cut.axes}
-        axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in taken)
+        sharded = sharded_axes(spec) | {*cut.axes}
+        axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded)
         with jax.named_scope("grad_reduce"):
-            own = cut.summed(grad, platform)
+            own = cut.reduce_scatter(grad, platform)
             return jax.lax.psum(own, axes) if axes else own
 
     return jax.tree.map(sync, grads, specs, cuts)
 
 
 class Experts(NamedTuple):
-    """Whose gradients [R, L, …] of stacked experts are."""
+    """Which expert each gradient of a stacked leaf [R, L, …] belongs to."""
 
     number_RL: Int[Array, "R L"]
-    total: int  # of all ranks
+    total: int  # experts of all ranks
 
 
 def global_norm(
     grads: Tree, specs: Tree, platform: str, experts: Iterable[Experts | None] = itertools.repeat(None)
 ) -> Float[Array, ""]:
-    """The L2 norm of synchronised gradients, each parameter counted once however it, or its gradient, is cut.
+    """Return the L2 norm of synchronised gradients. Each parameter counts once, however it or its gradient is sharded.
 
-    Squares of experts' gradients (`experts`: leaf by leaf, None for others) are added up in the order of experts, so
-    that the norm does not depend on which rank has which. On CPU what is left to sum over devices waits for all
-    gradients: it would keep the thread that computes.
+    Squares of the gradients of experts (`experts`: one entry per leaf, None for leaves without experts) are added in
+    the order of experts, so that the norm does not depend on which rank has which expert. On CPU the remaining sum over
+    devices waits for all gradients, because it would block the thread that computes them.
     """
     squares: dict[tuple[str, ...], dict[tuple[int, ...], jax.Array]] = {}
-    for grad, spec, of_experts in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), experts, strict=False):
+    for grad, spec, leaf_experts in zip(jax.tree.leaves(grads), jax.tree.leaves(specs), experts, strict=False):
         axes = tuple(axis for axis in sorted(sharded_axes(spec)) if jax.lax.axis_size(axis) > 1)
-        square = _square(grad.astype(jnp.float32), of_experts)
+        square = _square(grad.astype(jnp.float32), leaf_experts)
         same = squares.setdefault(axes, {})
         same[square.shape] = same[square.shape] + square if square.shape in same else square
     some = sum((part.ravel()[0] for same in squares.values() for part in same.values()), start=jnp.float32(0))
@@ -68,7 +69,9 @@ def global_norm(
 
 
 def _square(grad: jax.Array, experts: Experts | None) -> jax.Array:
-    """Of all numbers, or [R, E] of each expert's; 0 for those of other ranks."""
+    """Return the sum of squares of all numbers, or of the numbers of each expert [R, E], with 0 for those of other
+    ranks.
+    """
     if experts is None:
         return jnp.sum(jnp.square(grad))
     square_RL = jnp.sum(jnp.square(grad), axis=tuple(range(2, grad.ndim)))
@@ -78,9 +81,9 @@ def _square(grad: jax.Array, experts: Experts | None) -> jax.Array:
 
 
 def sum_over_batch(tree: Tree) -> Tree:
-    """Sum every leaf over the devices that hold different tokens, in one collective for each type of number.
+    """Sum every leaf over the devices that have different tokens, with one collective per dtype.
 
-    Not to be differentiated.
+    Not differentiable.
     """
     leaves, structure = jax.tree.flatten(tree)
     sums: dict[int, jax.Array] = {}

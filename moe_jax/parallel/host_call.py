@@ -1,6 +1,6 @@
-"""Python functions that a program on CPU calls with the arrays as they lie in its memory.
+"""Python functions that a program on CPU calls with its arrays, without a copy.
 
-`jax.pure_callback` puts arguments on a device first, on a thread of the pool whose threads may all be waiting in such
+`jax.pure_callback` first puts the arguments on a device, on a thread of a pool whose threads may all be waiting in such
 calls.
 """
 
@@ -16,9 +16,9 @@ host_call_p = Primitive("host_call")
 
 
 def call(function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
-    """`function` of the operands as NumPy arrays that it must not keep, when the program gets there.
+    """Call `function` with the operands as NumPy arrays when the program reaches this point. It must not store them.
 
-    It may be called later, again or not at all, as far as the program's results allow.
+    XLA may call it later, again or not at all, as far as the results of the program allow.
     """
     return host_call_p.bind(*operands, function=function, result=result)
 

@@ -1,4 +1,4 @@
-"""The named device mesh: the one place that knows the axes' names and order."""
+"""The named device mesh. Only this module defines the names of the axes and their order."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from moe_jax.errors import MeshError
 
 
 class Axis(StrEnum):
-    """Mesh axes, from the slowest links to the fastest: neighbours along the last one are nearest."""
+    """The mesh axes, from the slowest links to the fastest: neighbours along the last axis are nearest."""
 
     DATA = "data"
     PIPELINE = "pipeline"
@@ -21,14 +21,18 @@ class Axis(StrEnum):
     TENSOR = "tensor"
 
 
-ALL_AXES = tuple(Axis)  # in the order that devices are numbered by
-Axes = Axis | tuple[Axis, ...]  # of a collective: one, or several as if they were one
-BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are cut over both
-TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)  # and the tokens of each over context and tensor ranks
+ALL_AXES = tuple(Axis)  # in the order by which devices are numbered
+Axes = Axis | tuple[Axis, ...]  # the axes of a collective: one, or several that act as one
+BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are sharded over both
+# the tokens of a sequence are sharded over context and tensor ranks
+TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)
 
 
 def mesh_sizes(settings: config.MeshConfig, num_devices: int) -> dict[Axis, int]:
-    """Devices along each axis, -1 resolved. Raises MeshError unless their product is `num_devices`."""
+    """Return the number of devices along each axis, with -1 resolved.
+
+    Raises MeshError unless their product is `num_devices`.
+    """
     sizes = {axis: settings.sizes[axis] for axis in Axis}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     text = " × ".join(
@@ -55,7 +59,7 @@ def mesh_sizes(settings: config.MeshConfig, num_devices: int) -> dict[Axis, int]
 def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
     left = num_devices
     for axis in (Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE):
-        size = math.gcd(max(sizes[axis], 1), left)  # divides what the one asked for does
+        size = math.gcd(max(sizes[axis], 1), left)  # a divisor of the requested size
         if size != sizes[axis]:
             rest = _cure({**sizes, axis: size}, num_devices).removeprefix("use ")
             return f"use mesh.{axis}={size} and {rest}"
@@ -70,15 +74,18 @@ def _cure(sizes: Mapping[Axis, int], num_devices: int) -> str:
 
 
 def found_devices() -> list[jax.Device]:
-    """Those of all processes. Raises MeshError if there is none of the kind that JAX_PLATFORMS asks for."""
+    """Return the devices of all processes.
+
+    Raises MeshError if there is no device of the kind that JAX_PLATFORMS asks for.
+    """
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plug-in
-        said = str(error).strip().partition("\n")[0]
-        is_one_of_many = jax.distributed.is_initialized()  # a launcher tries again, or goes on without this one
-        if is_one_of_many or (said and not said.startswith("Unable to initialize backend")):
+        message = str(error).strip().partition("\n")[0]
+        is_one_of_many = jax.distributed.is_initialized()  # a launcher tries again, or continues without this process
+        if is_one_of_many or (message and not message.startswith("Unable to initialize backend")):
             raise
-        reason = said.partition(": ")[2].partition(" (set JAX_PLATFORMS")[0] or "it has no plug-in for them"
+        reason = message.partition(": ")[2].partition(" (set JAX_PLATFORMS")[0] or "it has no plug-in for them"
         asked: str = jax.config.jax_platforms  # type: ignore[attr-defined]
         raise MeshError(
             f"JAX_PLATFORMS={asked}: jax finds no such devices here ({reason}): "
@@ -87,14 +94,14 @@ def found_devices() -> list[jax.Device]:
 
 
 def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh over `devices` (default: all of all processes). Raises MeshError."""
+    """Return the mesh over `devices` (default: all devices of all processes). Raises MeshError."""
     devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
     try:
         return jax.make_mesh(
             tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=tuple(devices)
         )
-    except NotImplementedError:  # of the links of TPUs
+    except NotImplementedError:  # raised for shapes that do not fit the links of TPUs
         text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise MeshError(
             f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: an axis fills whole "
@@ -103,11 +110,11 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
 
 
 def expert_axis(settings: config.MeshConfig) -> Axes:
-    """What experts are cut over."""
+    """Return the axis or axes over which experts are sharded."""
     axes = tuple(map(Axis, settings.expert_axes))
     return axes if len(axes) > 1 else axes[0]
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Devices that each hold sequences of their own."""
+    """Return the number of devices that have different sequences."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

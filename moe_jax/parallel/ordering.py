@@ -1,4 +1,4 @@
-"""Order that data does not impose, e.g. of two collectives."""
+"""Order between operations that no data dependency imposes, e.g. between two collectives."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,10 @@ from jaxtyping import Array, Shaped
 
 
 def depend_on(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
-    """`x`, bit for bit, but nothing that uses it can start before `dependency` exists. Neither may be empty.
+    """Return `x` unchanged, bit for bit. Operations that use it cannot start before `dependency` exists.
 
-    XLA:CPU drops optimisation barriers before it orders operations.
+    Neither array may be empty. XLA:CPU drops optimisation barriers before it orders operations, so on CPU
+    `barrier_after` is used.
     """
     if platform != "cpu":
         return jax.lax.optimization_barrier((x, dependency))[0]
@@ -18,25 +19,29 @@ def depend_on(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."], platfor
 
 
 def depend_on_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platform: str) -> Shaped[Array, "..."]:
-    """The same for several; empty ones cannot be waited for."""
+    """Do the same for several dependencies. Empty arrays are skipped, because nothing can wait for them."""
     for dependency in dependencies:
         x = depend_on(x, dependency, platform) if dependency.size else x
     return x
 
 
 def barrier_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The same where compilers drop barriers: 0 computed from an element of `dependency` is subtracted from one of `x`.
+    """Do the same as `depend_on` on platforms whose compiler drops barriers.
 
-    Which kind of zero it is, and that x can be infinite or NaN, changes nothing.
+    A 0 computed from an element of `dependency` is subtracted from an element of `x`. The sign of this zero does not
+    matter, nor does an infinity or NaN in `x`.
     """
     zero = _zero(dependency).reshape((1,) * x.ndim)
-    # one element in place; subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
+    # One element in place: subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
     changed = _first(x) - zero.astype(x.dtype)
     return jax.lax.dynamic_update_slice(x, changed, (0,) * x.ndim)
 
 
 def _zero(x: jax.Array) -> jax.Array:
-    """0, computed from an element of x. XLA folds products with 0 and comparisons with itself, but knows no ranges."""
+    """Return 0, computed from an element of x.
+
+    XLA folds products with 0 and comparisons of a value with itself, but it does not track ranges of values.
+    """
     return (_first(x) > 0).astype(jnp.uint32) >> 1
 
 

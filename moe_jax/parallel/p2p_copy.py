@@ -1,4 +1,4 @@
-"""Pieces of arrays that go to devices of other nodes as they are: safety copies, on their way there and back.
+"""Copies of shards that go unchanged to devices of other nodes: safety copies of the state, and their way back.
 
 D devices of the mesh.
 """
@@ -16,22 +16,23 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def p2p_copy_shards(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) -> Wrapped:
-    """A program that sends pieces of arrays: what the first device of a pair holds becomes what the second one does.
+    """Return a program that copies shards of arrays: the second device of a pair gets the shard of the first.
 
-    Devices are numbered along the mesh. Those that are not second in any of an array's pairs get zeros.
+    `shardings` and `pairs` have one entry per array. Devices are numbered along the mesh. Those that are second in none
+    of an array's pairs get zeros.
     """
     specs = [sharding.spec for sharding in shardings]
 
     def send(arrays: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("send_pieces"):
-            return [permuted(x, mesh.axis_names, of_x) for x, of_x in zip(arrays, pairs, strict=True)]
+            return [permuted(x, mesh.axis_names, x_pairs) for x, x_pairs in zip(arrays, pairs, strict=True)]
 
     mesh = shardings[0].mesh
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
 def checksum_words(mesh: Mesh) -> Wrapped:
-    """A program that adds up whole numbers [D, words] of all devices; each gets [words]."""
+    """Return a program that sums integers [D, words] over all devices; each device gets [words]."""
 
     def add(words: jax.Array) -> jax.Array:
         with jax.named_scope("sum_words"):
@@ -41,5 +42,5 @@ def checksum_words(mesh: Mesh) -> Wrapped:
 
 
 def by_device(mesh: Mesh) -> NamedSharding:
-    """Of an array with a row for each device."""
+    """Return the sharding of an array that has one row per device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))

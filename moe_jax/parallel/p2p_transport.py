@@ -1,4 +1,4 @@
-"""Arrays sent between devices of one or many processes, over one TCP connection for each pair of processes."""
+"""Transfers of arrays between devices of one or many processes, over one TCP connection per pair of processes."""
 
 import contextlib
 import secrets
@@ -16,24 +16,24 @@ from moe_jax.errors import MeshError
 from moe_jax.parallel.reception import Reception
 from moe_jax.parallel.trace_names import ARRIVING
 
-_HELLO = struct.Struct("<IQ")  # process, and the secret of the process it calls
-_HEADER = struct.Struct("<IIIIQ")  # key, and the bytes that follow
-_PATIENCE_S = 60  # for other processes to connect
-_LOOK_S = 0.5
-_UNSENT_BYTES = 2**17  # at most in the kernel, as nothing urgent gets past them there
+_HELLO = struct.Struct("<IQ")  # own process, and the secret of the process that it connects to
+_HEADER = struct.Struct("<IIIIQ")  # key, and the number of bytes that follow
+_CONNECT_S = 60  # how long other processes may take to connect
+_POLL_S = 0.5
+_UNSENT_BYTES = 2**17  # the most that waits in the kernel, where urgent data cannot overtake it
 
 
 class MessageTag(NamedTuple):
-    """What an array is known by until it is received."""
+    """Identifies an array until it is received."""
 
     source: int  # devices
     target: int
     channel: int
-    number: int  # of the collective on its channel, and of its round
+    number: int  # counts the collectives on the channel, and the rounds of each
 
     @property
     def trace(self) -> str:
-        """Who receives it, and for what, in traces."""
+        """The receiver and its collective, as they appear in traces."""
         return f"{self.target}.{self.channel}.{self.number // 2}"
 
 
@@ -43,9 +43,9 @@ class P2PTransport:
     def __init__(self, owner_D: tuple[int, ...]):
         self._owner_D = owner_D
         self._arrived: dict[MessageTag, np.ndarray] = {}  # bytes
-        self._awaited: dict[MessageTag, np.ndarray] = {}  # where what comes shall go, as bytes
+        self._expected: dict[MessageTag, np.ndarray] = {}  # the memory that a message is written to, as bytes
         self._changed = threading.Condition()
-        self._gone: str | None = None
+        self._failure: str | None = None
         self._sockets = _connections()
         self._sending = {process: threading.Lock() for process in self._sockets}
         self._readers = [threading.Thread(target=self._read, args=each, daemon=True) for each in self._sockets.items()]
@@ -53,7 +53,10 @@ class P2PTransport:
             reader.start()
 
     def send(self, key: MessageTag, x: np.ndarray) -> None:
-        """Returns when all of `x` is on its way. If the other side is gone, who waits for it is told."""
+        """Return when all of `x` is on its way.
+
+        If the other process is gone, pending and later receives raise ConnectionError.
+        """
         process = self._owner_D[key.target]
         content = _bytes_of(x)
         if process == jax.process_index():
@@ -67,31 +70,31 @@ class P2PTransport:
                 self._sockets[process].sendall(_HEADER.pack(*key, content.nbytes))
                 self._sockets[process].sendall(content.data)
         except OSError as error:
-            self._lose(process, error)
+            self._on_connection_lost(process, error)
 
     def expect(self, key: MessageTag, out: np.ndarray) -> None:
-        """Let the array of this key go straight to `out`, which is contiguous and of its shape and dtype."""
+        """Let the array of this key be written straight to `out`, which is contiguous and has its shape and dtype."""
         with self._changed:
-            self._awaited[key] = _bytes_of(out)
+            self._expected[key] = _bytes_of(out)
 
     def receive(self, key: MessageTag) -> None:
-        """Wait until the expected array of this key has come. Raises ConnectionError if a process is gone."""
+        """Wait until the expected array of this key has arrived. Raises ConnectionError if a process is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._arrived or self._gone)
+            self._changed.wait_for(lambda: key in self._arrived or self._failure)
             if key not in self._arrived:
-                raise ConnectionError(self._gone)
+                raise ConnectionError(self._failure)
             content = self._arrived.pop(key)
-            target = self._awaited.pop(key, content)
-        if target is not content:  # it came before it was expected
+            target = self._expected.pop(key, content)
+        if target is not content:  # it arrived before `expect` was called
             target[:] = content
 
     def close(self) -> None:
-        """End the connections and their threads; who still waits is told."""
+        """End the connections and their threads. Pending receives raise ConnectionError."""
         with self._changed:
-            self._gone = "the connections are closed"
+            self._failure = "the connections are closed"
             self._changed.notify_all()
         for connection in self._sockets.values():
-            with contextlib.suppress(OSError):  # the other side was first
+            with contextlib.suppress(OSError):  # the other side closed it first
                 connection.shutdown(socket.SHUT_RDWR)
         for reader, connection in zip(self._readers, self._sockets.values(), strict=True):
             reader.join()
@@ -99,8 +102,8 @@ class P2PTransport:
 
     def _target(self, key: MessageTag, size: int) -> np.ndarray:
         with self._changed:
-            if key in self._awaited:
-                return self._awaited.pop(key)
+            if key in self._expected:
+                return self._expected.pop(key)
         return np.empty(size, np.uint8)
 
     def _put(self, key: MessageTag, content: np.ndarray) -> None:
@@ -117,31 +120,34 @@ class P2PTransport:
                     content = _exactly(connection, self._target(key, size))
                 self._put(key, content)
         except OSError as error:
-            self._lose(process, error)
+            self._on_connection_lost(process, error)
 
-    def _lose(self, process: int, error: OSError) -> None:
+    def _on_connection_lost(self, process: int, error: OSError) -> None:
         with self._changed:
-            self._gone = f"process {process} is gone: {error}"
+            self._failure = f"process {process} is gone: {error}"
             self._changed.notify_all()
 
 
 def _connections() -> dict[int, socket.socket]:
-    """One to every other process: to each lower one from here, from each higher one to here."""
+    """Connect to every other process and return the sockets by process.
+
+    A process connects to each process with a lower number, and accepts connections from those with a higher one.
+    """
     own, count = jax.process_index(), jax.process_count()
     if count == 1:
         return {}
     address = socket.gethostbyname(socket.gethostname())
     secret = secrets.randbits(62)
     with socket.create_server((address, 0), backlog=count) as server:
-        card = [*socket.inet_aton(address), server.getsockname()[1], *_words(secret)]
-        cards = multihost_utils.process_allgather(np.array(card, np.int32))
+        record = [*socket.inet_aton(address), server.getsockname()[1], *_split_number(secret)]
+        records = multihost_utils.process_allgather(np.array(record, np.int32))
         connections = {}
         for process in range(own):
-            *ip, port, low, high = map(int, cards[process])
-            connection = _called(socket.inet_ntoa(bytes(ip)), port, process)
-            connection.sendall(_HELLO.pack(own, _number(low, high)))
+            *ip, port, low, high = map(int, records[process])
+            connection = _connect_to(socket.inet_ntoa(bytes(ip)), port, process)
+            connection.sendall(_HELLO.pack(own, _join_number(low, high)))
             connections[process] = connection
-        connections |= _callers(server, address, secret, set(range(own + 1, count)))
+        connections |= _accept_from(server, address, secret, set(range(own + 1, count)))
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -150,9 +156,9 @@ def _connections() -> dict[int, socket.socket]:
     return connections
 
 
-def _called(address: str, port: int, process: int) -> socket.socket:
+def _connect_to(address: str, port: int, process: int) -> socket.socket:
     try:
-        return socket.create_connection((address, port), timeout=_PATIENCE_S)
+        return socket.create_connection((address, port), timeout=_CONNECT_S)
     except OSError as error:
         raise MeshError(
             f"process {process} does not answer at {address}:{port} ({error}): let its host name resolve to an address "
@@ -160,37 +166,37 @@ def _called(address: str, port: int, process: int) -> socket.socket:
         ) from None
 
 
-def _callers(server: socket.socket, address: str, secret: int, awaited: set[int]) -> dict[int, socket.socket]:
-    """The connections of these processes, as soon as all have called; strangers are dropped."""
-    found: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + _PATIENCE_S
-    with Reception(server, _HELLO.size, lambda said: False) as reception:
-        while missing := awaited - found.keys():
+def _accept_from(server: socket.socket, address: str, secret: int, expected: set[int]) -> dict[int, socket.socket]:
+    """Return the connections of the expected processes as soon as all have connected. Other connections are closed."""
+    connected: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + _CONNECT_S
+    with Reception(server, _HELLO.size, lambda hello: False) as reception:
+        while missing := expected - connected.keys():
             if time.monotonic() > deadline:
                 raise MeshError(
-                    f"process {min(missing)} did not call {address} within {_PATIENCE_S} s: let this host's name "
+                    f"process {min(missing)} did not call {address} within {_CONNECT_S} s: let this host's name "
                     "resolve to an address that the others reach, or leave exchange.algorithm and exchange.reduction "
                     "to XLA's own collectives"
                 )
-            for connection, said in reception.hear(_LOOK_S):
-                process, given = _HELLO.unpack(said)
-                if given == secret and process in awaited - found.keys():
-                    found[process] = connection
+            for connection, hello in reception.receive(_POLL_S):
+                process, received_secret = _HELLO.unpack(hello)
+                if received_secret == secret and process in expected - connected.keys():
+                    connected[process] = connection
                 else:
                     connection.close()
-    return found
+    return connected
 
 
-def _words(number: int) -> tuple[int, int]:
+def _split_number(number: int) -> tuple[int, int]:
     return number & 0x7FFFFFFF, number >> 31
 
 
-def _number(low: int, high: int) -> int:
+def _join_number(low: int, high: int) -> int:
     return high << 31 | low
 
 
 def _exactly(connection: socket.socket, content: np.ndarray) -> np.ndarray:
-    """Fills bytes. Raises ConnectionError if the other side ends before."""
+    """Fill `content` from a connection and return it. Raises ConnectionError if the other side closes it before."""
     view = content.data
     while view:
         count = connection.recv_into(view, flags=socket.MSG_WAITALL)

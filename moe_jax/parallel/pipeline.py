@@ -13,60 +13,67 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.trees import Tree
 
-Arriving = Callable[[jax.Array], jax.Array]  # gives what came, once its argument is computed
+Receive = Callable[[jax.Array], jax.Array]  # returns what arrived, once its argument is computed
 
 
 def stage() -> Int[Array, ""]:
-    """This device's stage."""
+    """Return the number of the stage of this device."""
     return jax.lax.axis_index(Axis.PIPELINE)
 
 
-def to_next(x: Shaped[Array, "..."]) -> Arriving:
-    """Send to the next stage, and the last one to the first; returns what takes in what the stage before sent."""
-    return _sent(x, 1, "to_next")
+def to_next(x: Shaped[Array, "..."]) -> Receive:
+    """Send `x` to the next stage; the last stage sends to the first.
+
+    Returns the function that receives what the previous stage sent.
+    """
+    return _send(x, 1, "to_next")
 
 
-def to_previous(x: Shaped[Array, "..."]) -> Arriving:
-    """Send to the stage before, and the first one to the last; returns what takes in what the stage behind sent."""
-    return _sent(x, -1, "to_previous")
+def to_previous(x: Shaped[Array, "..."]) -> Receive:
+    """Send `x` to the previous stage; the first stage sends to the last.
+
+    Returns the function that receives what the next stage sent.
+    """
+    return _send(x, -1, "to_previous")
 
 
-def post(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previous"], part_2: Bool[Array, "2"]) -> Array:
-    """The same on CPUs, beside the program: gives the ticket of what comes, which may be taken in many ticks later.
+def start_transfer(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previous"], part_2: Bool[Array, "2"]) -> Array:
+    """Start a transfer in the background and return the ticket of what arrives.
 
-    `part_2` says whether this stage sends, and whether it receives.
+    On CPUs it runs concurrently with the program, and may be received many ticks later. `part_2` holds whether this
+    stage sends, and whether it receives.
     """
     with jax.named_scope(f"{kind}_stage"):
         if jax.lax.axis_size(Axis.PIPELINE) == 1:
-            return nothing_posted()
+            return no_ticket()
         return background.start(x, kind, (Axis.PIPELINE,), part_2)
 
 
-def nothing_posted() -> Int[Array, ""]:
-    """The ticket of nothing: zeros come."""
+def no_ticket() -> Int[Array, ""]:
+    """Return the ticket of no transfer. Receiving it returns zeros."""
     return jnp.int32(background.NOTHING)
 
 
-def arriving(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Arriving:
-    """Takes in what was posted, of this shape."""
+def receive_transfer(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Receive:
+    """Return the function that receives a transfer in the background, of the shape of `x`."""
     with jax.named_scope("arrive_at_stage"):
-        return lambda beside: background.finish(depend_on(ticket, beside, "cpu"), x)
+        return lambda computed: background.finish(depend_on(ticket, computed, "cpu"), x)
 
 
 def sum_over_stages(tree: Tree) -> Tree:
-    """Sum every leaf over the stages. Not to be differentiated."""
+    """Sum every leaf over the stages. Not differentiable."""
     with jax.named_scope("sum_over_stages"):
         return jax.lax.psum(tree, Axis.PIPELINE)
 
 
-def _sent(x: jax.Array, distance: int, kind: str) -> Arriving:
+def _send(x: jax.Array, distance: int, kind: str) -> Receive:
     with jax.named_scope(f"{kind}_stage"):
-        moved = _moved(x, distance)
-    # received when `beside` is there, too: the compiler has to let it travel beside what computes that
-    return lambda beside: jax.lax.optimization_barrier((moved, beside))[0]
+        moved = _shift(x, distance)
+    # received only when `computed` exists as well, so that the compiler overlaps the transfer with its computation
+    return lambda computed: jax.lax.optimization_barrier((moved, computed))[0]
 
 
-def _moved(x: jax.Array, distance: int) -> jax.Array:
+def _shift(x: jax.Array, distance: int) -> jax.Array:
     stages = jax.lax.axis_size(Axis.PIPELINE)
     if stages == 1:
         return x

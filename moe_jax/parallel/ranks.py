@@ -1,4 +1,4 @@
-"""Who exchanges rows: the ranks of a mesh axis, and which of them share a node."""
+"""The ranks that exchange rows along a mesh axis, and which of them share a node."""
 
 import math
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from moe_jax.parallel.mesh import ALL_AXES, Axes, Axis
 
 
 class Ranks(NamedTuple):
-    """P = nodes · per_node ranks of an axis, or of several axes as one.
+    """P = nodes · per_node ranks of an axis, or of several axes that act as one.
 
-    Rank p is the (p mod per_node)-th of node p // per_node.
+    Rank p is member p mod per_node of node p // per_node.
     """
 
     axis: Axes
@@ -21,7 +21,7 @@ class Ranks(NamedTuple):
     per_node: int = 1
 
     def size(self) -> int:
-        """P. Inside `shard_map` only, as all that follows."""
+        """Return P. This method and all methods below run inside `shard_map` only."""
         return jax.lax.axis_size(self.axis)
 
     @property
@@ -32,19 +32,19 @@ class Ranks(NamedTuple):
         return self.size() // self.per_node
 
     def groups_inside(self) -> list[list[int]]:
-        """The ranks of each node."""
+        """Return the ranks of each node."""
         return self._numbers().tolist()
 
     def groups_between(self) -> list[list[int]]:
-        """The ranks that have the same place in all nodes."""
+        """Return, for each member number, the ranks that have it in their nodes."""
         return self._numbers().T.tolist()
 
     def inside(self, source: int, target: int) -> list[tuple[int, int]]:
-        """From one member of each node to another one, as pairs of ranks."""
+        """Return pairs of ranks: from one member of each node to another member of the same node."""
         return [(group[source], group[target]) for group in self.groups_inside()]
 
     def shifts_inside(self, distance: int) -> list[tuple[int, int]]:
-        """From every member of each node to the one so much further on in it, as pairs of ranks."""
+        """Return pairs of ranks: from every member to the member `distance` further on in its node."""
         return [
             (rank, group[(member + distance) % len(group)])
             for group in self.groups_inside()
@@ -52,20 +52,21 @@ class Ranks(NamedTuple):
         ]
 
     def between(self, distance: int, member: int) -> list[tuple[int, int]]:
-        """From a member of each node to the same one of the node so much further on, as pairs of ranks."""
+        """Return pairs of ranks: from a member of each node to the same member of the node `distance` further on."""
         group = self.groups_between()[member]
         return [(rank, group[(node + distance) % len(group)]) for node, rank in enumerate(group)]
 
     def _numbers(self) -> np.ndarray:
-        """[nodes, per_node]"""
+        """Return the numbers of the ranks as [nodes, per_node]."""
         return np.arange(self.size()).reshape(-1, self.per_node)
 
 
 def ranks_per_node(devices: np.ndarray, *dims: int) -> int:
-    """Into how large groups of neighbours, each in one node, dimensions of a mesh's devices divide at most, as one.
+    """Return the size of the largest groups of neighbouring ranks that lie in one node each.
 
-    A node is what fast links join, as far as devices tell: a slice if there are several; in one slice of TPUs a line
-    of its torus, on which neighbours differ in one coordinate; else a process.
+    `dims` are the dimensions of the mesh's devices over which the ranks run, as one. A node is a set of devices that
+    fast links connect, as far as the devices report it: a slice if there are several; in one slice of TPUs a line of
+    its torus, on which neighbours differ in one coordinate; otherwise a process.
     """
     last = np.moveaxis(devices, dims, range(-len(dims), 0))
     lines = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
@@ -76,7 +77,7 @@ def ranks_per_node(devices: np.ndarray, *dims: int) -> int:
 
 
 def _changes(lines: np.ndarray, node_of: Callable[[Any], Any]) -> list[int]:
-    """The ranks with which some line comes to another node."""
+    """Return the ranks at which some line enters another node."""
     return [
         rank
         for rank in range(1, lines.shape[1])
@@ -85,7 +86,10 @@ def _changes(lines: np.ndarray, node_of: Callable[[Any], Any]) -> list[int]:
 
 
 def _line_of_torus(lines: np.ndarray) -> int:
-    """Ranks of every line that differ in the coordinate in which its first two do, or are cores of one chip."""
+    """Return how many neighbouring ranks of every line lie on one line of the torus.
+
+    They differ only in the coordinate in which the first two ranks differ, or are cores of one chip.
+    """
 
     def others(device: Any) -> tuple[int, ...]:
         return tuple(c for axis, c in enumerate(device.coords) if axis not in moving)
@@ -96,6 +100,6 @@ def _line_of_torus(lines: np.ndarray) -> int:
 
 
 def of_all_devices(x: jax.Array) -> jax.Array:
-    """[…] of each device → […, P] of all P devices of the mesh, in their order. Not to be differentiated."""
+    """All-gather x: […] of each device → […, P] of all P devices of the mesh, in their order. Not differentiable."""
     with jax.named_scope("of_all_devices"):
         return jax.lax.all_gather(x, ALL_AXES, axis=x.ndim)

@@ -1,6 +1,6 @@
-"""Callers of a socket that anybody can reach, until they have said who they are. Imports no jax.
+"""Connections to a socket that anybody can reach, until each has sent its first message. Imports no jax.
 
-A port scanner connects and leaves, or stays and says nothing, or too much: it keeps nobody else from being heard.
+A port scanner connects and leaves, stays silent, or sends too much. It does not keep other callers from being served.
 """
 
 import selectors
@@ -10,20 +10,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-SILENCE_S = 10  # in which a caller has to say all
-_MOST_CALLERS = 64  # who have not; then the oldest is dropped
-_PAUSE_S = 0.1  # when no connection can be taken
+SILENCE_S = 10  # within which a caller has to send its whole message
+_MAX_CALLERS = 64  # at most, with an incomplete message; with one more, the oldest is dropped
+_PAUSE_S = 0.1  # after a connection that cannot be accepted
 
 
 class Reception:
-    """Hears what each caller of `server` says first: at most `longest` bytes, or fewer that `are_all`.
+    """Receives the first message of each caller of `server`: `max_bytes`, or fewer if `is_complete` accepts them.
 
-    A context: leaving it closes the server and drops whoever has not said all.
+    A context manager: leaving it closes the server and the connections of callers whose message is incomplete.
     """
 
-    def __init__(self, server: socket.socket, longest: int, are_all: Callable[[bytes], bool]) -> None:
-        self._server, self._longest, self._are_all = server, longest, are_all
-        self._said: dict[socket.socket, tuple[float, bytes]] = {}  # oldest caller first, and since when
+    def __init__(self, server: socket.socket, max_bytes: int, is_complete: Callable[[bytes], bool]) -> None:
+        self._server, self._max_bytes, self._is_complete = server, max_bytes, is_complete
+        # time of the connection and bytes so far, oldest caller first
+        self._received: dict[socket.socket, tuple[float, bytes]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
 
@@ -33,59 +34,62 @@ class Reception:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._selector.close()
         self._server.close()
-        for caller in self._said:
+        for caller in self._received:
             caller.close()
 
-    def hear(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Who has said all within that time, and what; whoever calls this closes these connections."""
-        heard = []
+    def receive(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
+        """Return the connections whose message was completed within `seconds`, with the message.
+
+        The caller of this method closes these connections.
+        """
+        complete = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
-                self._let_in()
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._said:
-                said = self._read(key.fileobj)
-                heard += [(key.fileobj, said)] if said else []
-        for caller, (since, _) in list(self._said.items()):
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._received:
+                data = self._read(key.fileobj)
+                complete += [(key.fileobj, data)] if data else []
+        for caller, (since, _) in list(self._received.items()):
             if time.monotonic() - since > SILENCE_S:
                 self._drop(caller)
-        return heard
+        return complete
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             caller, _ = self._server.accept()
-        except OSError:  # it has hung up, or no more files can be opened for now
+        except OSError:  # the caller has closed it, or the process has too many open files for now
             time.sleep(_PAUSE_S)
             return
         caller.setblocking(False)
-        if len(self._said) >= _MOST_CALLERS:
-            self._drop(next(iter(self._said)))
-        self._said[caller] = time.monotonic(), b""
+        if len(self._received) >= _MAX_CALLERS:
+            self._drop(next(iter(self._received)))
+        self._received[caller] = time.monotonic(), b""
         self._selector.register(caller, selectors.EVENT_READ)
 
     def _read(self, caller: socket.socket) -> bytes:
-        """All that it says; empty: it has not said all yet, or is gone."""
-        since, said = self._said[caller]
-        part = b""
+        """Return the whole message of a caller; empty if it is incomplete, or if the caller is gone."""
+        since, data = self._received[caller]
+        chunk = b""
         try:
-            part = caller.recv(self._longest - len(said))
+            chunk = caller.recv(self._max_bytes - len(data))
         except BlockingIOError:
             return b""
         except OSError:
             pass
-        if not part:
+        if not chunk:
             self._drop(caller)
             return b""
-        said += part
-        if len(said) < self._longest and not self._are_all(said):
-            self._said[caller] = since, said
+        data += chunk
+        if len(data) < self._max_bytes and not self._is_complete(data):
+            self._received[caller] = since, data
             return b""
-        del self._said[caller]
+        del self._received[caller]
         self._selector.unregister(caller)
         caller.setblocking(True)
-        return said
+        return data
 
     def _drop(self, caller: socket.socket) -> None:
-        del self._said[caller]
+        del self._received[caller]
         with suppress(KeyError):
             self._selector.unregister(caller)
         caller.close()

@@ -1,4 +1,7 @@
-"""Which tokens of the sequences that a device is given are its own: those of its context rank and tensor rank."""
+"""Which tokens of its sequences a device processes: those of its context rank and tensor rank.
+
+B sequences of N tokens; C context ranks, t tensor ranks. All functions run inside `shard_map`.
+"""
 
 from typing import NamedTuple
 
@@ -11,24 +14,24 @@ from moe_jax.parallel.tensor_axis import own_share
 
 
 class OwnTokens(NamedTuple):
-    """n = N/(C·t) tokens of each sequence, and the token behind each of them."""
+    """n = N/(C·t) tokens of each sequence, and for each the token that follows it."""
 
     input_Bn: Int[Array, "B n"]
     target_Bn: Int[Array, "B n"]
 
 
 def local_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
-    """Out of whole sequences and the token behind them. Runs inside `shard_map`."""
+    """Return the tokens of this device out of whole sequences [B, N + 1] with the token that follows each."""
     return OwnTokens(local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:]))
 
 
 def local_shard(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
-    """Of numbers of each token. Runs inside `shard_map`."""
+    """Return the numbers of the tokens of this device, out of one number per token."""
     return own_share(zigzag_shard(x_BN), 1)
 
 
 def sum_over_sequences(x_B: Num[Array, "B ..."]) -> Num[Array, "B ..."]:
-    """Of each sequence, over the ranks that have tokens of it. Not to be differentiated. Runs inside `shard_map`."""
+    """Sum x_B, of each sequence, over the ranks that have tokens of it. Not differentiable."""
     axes = tuple(axis for axis in (Axis.CONTEXT, Axis.TENSOR) if jax.lax.axis_size(axis) > 1)
     with jax.named_scope("sum_over_sequences"):
         return jax.lax.psum(x_B, axes) if axes else x_B

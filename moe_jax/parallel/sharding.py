@@ -1,4 +1,4 @@
-"""The one table from an array's dimensions to mesh axes, and what follows from it."""
+"""The table from dimensions of arrays to mesh axes, and the shardings that follow from it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,17 +22,17 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "vocab": (),
     "model": (),
     "head": (),
-    "latent": (),  # every tensor rank makes those of its own tokens
+    "latent": (),  # every tensor rank computes the latents of its own tokens
     "choices": (),  # experts as the router's outputs
-    "slots": (),  # of each of them
-    "one": (),  # a number
+    "slots": (),  # the slots of each expert
+    "one": (),  # a dimension of size 1
 }
 
 
 def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
-    """The PartitionSpec of an array with these dimensions. Raises ValueError if two dimensions claim one axis.
+    """Return the PartitionSpec of an array with these dimensions. `experts`: the axes over which experts are sharded.
 
-    `experts`: what these are cut over.
+    Raises ValueError if two dimensions use the same axis.
     """
     table = AXES_OF_DIM | {"experts": experts if isinstance(experts, tuple) else (experts,)}
     axes = [table[dim] for dim in dims]
@@ -43,35 +43,37 @@ def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
 
 
 def partitions(dims: Tree, experts: Axes) -> Tree:
-    """`partition` of each leaf of a tree of dimension tuples."""
+    """Return `partition` of each leaf of a tree of dimension tuples."""
     return map_dims(lambda leaf: partition(leaf, experts), dims)
 
 
 def map_dims(function: Callable[[Dims], Any], dims: Tree) -> Tree:
-    """`jax.tree.map` over a tree whose leaves are dimension tuples."""
+    """Do the same as `jax.tree.map` for a tree whose leaves are dimension tuples."""
     return jax.tree.map(function, dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def shardings(mesh: Mesh, specs: Tree) -> Tree:
-    """A NamedSharding for each PartitionSpec of a tree."""
+    """Return a NamedSharding for each PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
-    """The mesh axes that a spec cuts over."""
+    """Return the mesh axes over which a spec shards."""
     names: list[str] = []
     for entry in spec:
         names.extend(entry if isinstance(entry, tuple) else [entry] if entry is not None else [])
     return frozenset(names)
 
 
-def drawn_in_parts(params: Tree, placed: Tree) -> Tree:
-    """Random parameters of which simulated devices, which share a processor, each draw a part where all have the whole.
+def shard_random_init(params: Tree, placed: Tree) -> Tree:
+    """Let each device draw a shard of random parameters that are replicated on all devices.
 
-    Inside jit; `placed` are their shardings. No value depends on who draws it (jax_threefry_partitionable).
+    This is for simulated devices, which share a processor: otherwise each would draw the whole array. Runs inside jit;
+    `placed` holds the shardings of the parameters. Values do not depend on which device draws them
+    (jax_threefry_partitionable).
     """
 
-    def cut(x: jax.Array, own: NamedSharding) -> jax.Array:
+    def shard(x: jax.Array, own: NamedSharding) -> jax.Array:
         mesh = own.mesh
         dims = [dim for dim in range(x.ndim) if x.shape[dim] % mesh.size == 0]
         if not own.is_fully_replicated or not dims:
@@ -80,7 +82,7 @@ def drawn_in_parts(params: Tree, placed: Tree) -> Tree:
         spec = PartitionSpec(*(mesh.axis_names if dim == largest else None for dim in range(x.ndim)))
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(cut, params, placed)
+    return jax.tree.map(shard, params, placed)
 
 
 BATCH_SPEC = partition(("batch",))

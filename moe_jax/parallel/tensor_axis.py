@@ -1,8 +1,8 @@
-"""The tensor axis: t ranks share the tokens of each sequence between layers, and heads and hidden widths inside them.
+"""The tensor axis: t ranks share the tokens of each sequence between layers, and heads and hidden widths inside layers.
 
-Sequence parallelism (Korthikanti et al. 2022): norms and the residual stream see N/t tokens of each sequence; in front
-of a layer its tokens are gathered, and behind it the partial results of all ranks are summed, each rank's share to
-itself. With one rank nothing happens. All functions run inside `shard_map`.
+Sequence parallelism (Korthikanti et al. 2022): norms and the residual stream have N/t tokens of each sequence. Before a
+layer its tokens are all-gathered, and after it the partial results of all ranks are reduce-scattered. With one rank the
+functions do nothing. All functions run inside `shard_map`.
 """
 
 import jax
@@ -12,7 +12,7 @@ from moe_jax.parallel.mesh import Axis
 
 
 def own_share(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
-    """This rank's share along `dim` of what all have."""
+    """Return this rank's shard along `dim` of an array that is replicated."""
     ranks = jax.lax.axis_size(Axis.TENSOR)
     if ranks == 1:
         return x
@@ -21,7 +21,7 @@ def own_share(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
 
 
 def tp_all_gather(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
-    """The shares of all ranks, one behind the other along `dim`."""
+    """Return the shards of all ranks, concatenated along `dim`."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:
         return x
     with jax.named_scope("tensor_gather"):
@@ -29,12 +29,12 @@ def tp_all_gather(x: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
 
 
 def share_of_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What each rank adds where the results of all are summed and `x`, which all have, is to be in the sum once."""
+    """Return 1/t of `x`, which is replicated, for a sum over all ranks in which it must count once."""
     return x / jax.lax.axis_size(Axis.TENSOR)
 
 
 def tp_reduce_scatter(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-    """This rank's share along `dim` of the sum over all ranks."""
+    """Return this rank's shard along `dim` of the sum over all ranks."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:
         return x
     with jax.named_scope("tensor_scatter"):

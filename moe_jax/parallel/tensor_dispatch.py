@@ -1,9 +1,9 @@
-"""How t tensor ranks, each with a t-th part of every expert's width, share an exchange: four forms of one idea (MoNTA).
+"""How t tensor ranks, each with 1/t of the width of every expert, share an exchange: four forms of one idea (MoNTA).
 
-`to_experts` brings the own rows [P, …] of each of P expert ranks to all tensor ranks of the rank they are for, and
-returns what all sources sent there [t·P, …]. `from_experts` brings back the sum of what the tensor ranks made of them,
-and is its transpose. `send` exchanges rows [P, …] between expert ranks that have the same place on the tensor axis.
-All forms return the same bits.
+`to_experts` sends this rank's rows [P, …], one block for each of P expert ranks, to all tensor ranks of the target, and
+returns what all sources sent here [t·P, …]. `from_experts` sends back the sum of what the tensor ranks computed, and is
+the transpose of `to_experts`. `send` exchanges rows [P, …] between expert ranks that have the same tensor rank. All
+forms return the same bits.
 
     form         to_experts      from_experts   an all-to-all carries
     replicated   gather, send    send, sum      all rows, t times as many as with o1
@@ -34,7 +34,7 @@ _SLOTS = -2  # the dimension that counts rows, in front of their features
 
 
 class Chunking(NamedTuple):
-    """Into how many chunks rows are split, on which platform."""
+    """The number of chunks into which rows are split, and the platform."""
 
     chunks: int
     platform: str  # cpu, gpu or tpu
@@ -45,28 +45,28 @@ Transfer = Callable[[jax.Array, Send, Chunking], jax.Array]
 
 @dataclass(frozen=True)
 class Unchunked:
-    """A transfer with one exchange of all rows, and what tensor ranks do among themselves before and after it.
+    """A transfer with one exchange of all rows, and what the tensor ranks do among themselves before and after it.
 
-    Nothing else happens in between, so other work can run while the exchange is under way.
+    Nothing else happens between, so other work can run while the exchange is in flight.
     """
 
     pre_comm: Send
     post_comm: Send
 
     def __call__(self, x: Shaped[Array, "..."], send: Send, chunking: Chunking) -> Shaped[Array, "..."]:
-        """All three, one after another."""
+        """Run all three steps, one after another."""
         return self.post_comm(send(self.pre_comm(x)))
 
 
 class Form(NamedTuple):
-    """A way to the experts and back."""
+    """How rows travel to the experts and back."""
 
     to_experts: Transfer
     from_experts: Transfer
 
 
 class DispatchRoute(NamedTuple):
-    """How rows travel to the experts and back: between expert ranks by `algorithm`, over tensor ranks in a `form`."""
+    """How rows travel to the experts and back: `algorithm` between expert ranks, `form` over tensor ranks."""
 
     algorithm: str
     ranks: Ranks
@@ -75,28 +75,31 @@ class DispatchRoute(NamedTuple):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of full blocks. `ragged` is for microbatches of a scheduled step: others send padded rows."""
+        """The exchange of full blocks.
+
+        `ragged` is for microbatches of a scheduled step; other steps send padded rows.
+        """
         return exchange_named("flat" if EXCHANGE_FACTS.of(self.algorithm).ragged else self.algorithm)
 
     @property
     def goes_by_hops(self) -> bool:
-        """Whether blocks travel one by one, so that experts can work on one while the next travels."""
+        """Whether blocks travel one by one, so that experts can process one while the next travels."""
         return self.algorithm == "ring" and self.form == "o1"
 
     def transfer(self, *, to_experts: bool) -> Transfer:
-        """To the experts, or from them."""
+        """Return the transfer to the experts, or the one from them."""
         form = FORMS[self.form]
         return form.to_experts if to_experts else form.from_experts
 
     def all_to_all(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:
-        """`x` to the experts, or from them, exchanged by `send`."""
+        """Transfer `x` to the experts, or from them, with `send` as the exchange between expert ranks."""
         return self.transfer(to_experts=to_experts)(x, send, Chunking(self.chunks, self.ranks.platform))
 
 
 # replicated, o1
 
 
-def _as_it_is(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def _identity(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return x
 
 
@@ -128,18 +131,18 @@ def _sum_by_target(x: Float[Array, "P t ..."]) -> Float[Array, "P ..."]:
 # o2, o3
 
 
-class _Rows(Protocol):
-    """Rows that come chunk by chunk."""
+class _ChunkCollector(Protocol):
+    """Collects rows that arrive chunk by chunk."""
 
     def add(self, chunk: jax.Array) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
 
     def all(self) -> jax.Array:
-        """All rows, once the last chunk is there."""
+        """Return all rows, after the last chunk was added."""
 
 
 class _Concatenated:
-    """Chunks put together at the end."""
+    """Concatenates the chunks at the end."""
 
     def __init__(self, _: Shaped[Array, "..."]):
         self._chunks: list[jax.Array] = []
@@ -152,7 +155,7 @@ class _Concatenated:
 
 
 class _Filled:
-    """Memory for as many rows as `x` has, into which each chunk is copied when it comes."""
+    """Memory for as many rows as `x` has. Each chunk is copied into it on arrival."""
 
     def __init__(self, x: Shaped[Array, "..."]):
         self._rows = x.shape[_SLOTS]
@@ -176,7 +179,7 @@ class _Filled:
 
 
 def _split(x: Shaped[Array, "..."], chunking: Chunking) -> list[jax.Array]:
-    """Chunks of rows as equal as possible, none of them empty; sizes [P, L] are one chunk."""
+    """Split rows into chunks as equal as possible, none of them empty. Sizes [P, L] stay one chunk."""
     if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.inexact):
         return [x]
     rows = x.shape[_SLOTS]
@@ -184,27 +187,34 @@ def _split(x: Shaped[Array, "..."], chunking: Chunking) -> list[jax.Array]:
     return jnp.split(x, [rows * i // chunks for i in range(1, chunks)], axis=_SLOTS)
 
 
-def _in_order(x: jax.Array, earlier: jax.Array, platform: str) -> jax.Array:
-    """`x`, but not before `earlier` exists."""
+def _after(x: jax.Array, earlier: jax.Array, platform: str) -> jax.Array:
+    """Return `x`, which then cannot be used before `earlier` exists."""
     return depend_on(x, earlier, platform) if x.size and earlier.size else x
 
 
 def _pipelined(
-    x: Shaped[Array, "..."], first: Send, second: Send, chunking: Chunking, collect: Callable[[jax.Array], _Rows]
+    x: Shaped[Array, "..."],
+    first: Send,
+    second: Send,
+    chunking: Chunking,
+    collect: Callable[[jax.Array], _ChunkCollector],
 ) -> Shaped[Array, "..."]:
-    """Chunk by chunk through two transfers: `second` of one chunk runs concurrently with `first` of the next."""
+    """Send rows through two transfers, chunk by chunk.
+
+    `second` of one chunk runs concurrently with `first` of the next.
+    """
     head, *others = _split(x, chunking)
     halfway, rows = first(head), collect(x)
     for chunk in others:
-        following = first(_in_order(chunk, halfway, chunking.platform))
-        # neither is used before both are there: by itself XLA:GPU runs one after the other
+        following = first(_after(chunk, halfway, chunking.platform))
+        # neither is used before both exist: without this XLA:GPU runs one after the other
         arrived, halfway = jax.lax.optimization_barrier((second(halfway), following))
         rows.add(arrived)
     rows.add(second(halfway))
     return rows.all()
 
 
-def _chunked(collect: Callable[[jax.Array], _Rows]) -> Form:
+def _chunked(collect: Callable[[jax.Array], _ChunkCollector]) -> Form:
     def to_experts(x: Shaped[Array, "P ..."], send: Send, chunking: Chunking) -> Shaped[Array, "tP ..."]:
         return _pipelined(x, send, _gather, chunking, collect)
 
@@ -214,7 +224,7 @@ def _chunked(collect: Callable[[jax.Array], _Rows]) -> Form:
     return Form(to_experts, from_experts)
 
 
-O1_TO_EXPERTS, O1_FROM_EXPERTS = Unchunked(_as_it_is, _gather), Unchunked(_sum, _as_it_is)
+O1_TO_EXPERTS, O1_FROM_EXPERTS = Unchunked(_identity, _gather), Unchunked(_sum, _identity)
 FORMS = {
     "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
     "o1": Form(O1_TO_EXPERTS, O1_FROM_EXPERTS),

@@ -1,4 +1,4 @@
-"""What collectives in the background are called in programs and in traces of them. Imports no jax."""
+"""Names of collectives in the background, in programs and in traces of them. Imports no jax."""
 
 START_SCOPE, FINISH_SCOPE = "background_start", "background_finish"
 STARTED = "started in the background"

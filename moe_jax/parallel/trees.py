@@ -1,4 +1,4 @@
-"""Names for trees of parameters and of what belongs to them.
+"""Type aliases for trees of parameters and of values that belong to parameters.
 
 Parameters are nested dicts: {"embedding": …, "segments": {segment: {place in the period: block}}, "norm": …}, and
 "head" unless it is tied to the embedding (`models/parameters.py`). The trees below `Params` have the same keys.
@@ -7,8 +7,8 @@ Parameters are nested dicts: {"embedding": …, "segments": {segment: {place in 
 from typing import Any, TypeAlias
 
 Tree: TypeAlias = Any  # any tree of arrays, say those of one block: nested dicts, tuples and lists
-Params: TypeAlias = dict[str, Any]  # arrays; inside `shard_map` this device's shards
-Grads: TypeAlias = dict[str, Any]  # arrays like the parameters; with `optimizer.zero` this device's part of each
+Params: TypeAlias = dict[str, Any]  # arrays; inside `shard_map` the shards of this device
+Grads: TypeAlias = dict[str, Any]  # arrays like the parameters; with `optimizer.zero` this device's shard of each
 ParamDims: TypeAlias = dict[str, Any]  # names of each parameter's dimensions
 Specs: TypeAlias = dict[str, Any]  # a PartitionSpec of each parameter
-Cuts: TypeAlias = dict[str, Any]  # a `zero.Cut` of each parameter
+Cuts: TypeAlias = dict[str, Any]  # a `zero.ShardSpec` of each parameter

@@ -1,9 +1,9 @@
-"""State cut over the devices that hold the same parameters (ZeRO: Rajbhandari et al. 2020, section 5).
+"""Optimizer state sharded over the devices that have the same parameters (ZeRO: Rajbhandari et al. 2020, section 5).
 
-Each device has the moments of its own part of such a parameter, gets the sum of that part's gradient alone, updates the
-part, and gathers the others'.
+Each device stores the moments of its own shard of such a parameter, gets the sum of the gradient of this shard alone,
+updates the shard, and all-gathers the shards of the others.
 
-P ranks that cut an array, n numbers of each rank's part.
+P ranks over which an array is sharded, n numbers in the shard of each rank.
 """
 
 import itertools
@@ -25,50 +25,53 @@ from moe_jax.parallel.trees import Tree
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Over which mesh axes one dimension of an array is cut; no axes: the array stays whole."""
+    """The mesh axes over which one dimension of an array is sharded. Without axes the array is replicated."""
 
     dim: int = 0
     axes: tuple[Axis, ...] = ()
 
-    def own(self, x: jax.Array) -> jax.Array:
-        """This device's part."""
+    def local_shard(self, x: jax.Array) -> jax.Array:
+        """Return this device's shard."""
         if not self.axes:
             return x
         size = x.shape[self.dim] // ranks_of(self.axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, self.dim)
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """The parts of all devices."""
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """All-gather the shards of all devices."""
         if not self.axes:
             return x
         with jax.named_scope("gather_parameters"):
             return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)
 
-    def summed(self, x: jax.Array, platform: str) -> jax.Array:
-        """This device's part of the sum over them; XLA:TPU makes an all-reduce of one over several axes at once."""
+    def reduce_scatter(self, x: jax.Array, platform: str) -> jax.Array:
+        """Reduce-scatter over the axes: return this device's shard of the sum.
+
+        On TPU there is one reduce-scatter per axis, because XLA:TPU makes an all-reduce of one over several axes.
+        """
         for axes in self.axes if platform == "tpu" else filter(None, [self.axes]):
             x = jax.lax.psum_scatter(x, axes, scatter_dimension=self.dim, tiled=True)
         return x
 
     def by_rank(self, x: jax.Array, ranks: int) -> Num[Array, "*P n"]:
-        """The parts of all ranks, each flattened; an array that stays whole flattened."""
+        """Return the shards of all ranks, each flattened, as [P, n]; a replicated array is flattened."""
         if not self.axes:
             return x.ravel()
         shape = (*x.shape[: self.dim], ranks, x.shape[self.dim] // ranks, *x.shape[self.dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), self.dim, 0).reshape(ranks, -1)
 
     def shape(self, whole: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Of a part."""
+        """Return the shape of a shard of an array of shape `whole`."""
         if not self.axes:
             return whole
         return (*whole[: self.dim], whole[self.dim] // ranks, *whole[self.dim + 1 :])
 
     def unstacked(self) -> "ShardSpec":
-        """Of one array, for a stack of them."""
+        """Return the spec of one array, from the spec of a stack of them."""
         return replace(self, dim=self.dim - 1) if self.axes else self
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """The sharding of the parts, for a parameter that is sharded like this."""
+        """Return the sharding of the shards of a parameter that is sharded by `spec`."""
         entries: list[Any] = [*spec]
         if self.axes:
             entries[self.dim] = self.axes if len(self.axes) > 1 else self.axes[0]
@@ -76,48 +79,51 @@ class ShardSpec:
 
 
 def ranks_of(axes: tuple[Axis, ...]) -> int:
-    """P; inside `shard_map`."""
+    """Return P. Runs inside `shard_map`."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int]) -> Tree:
-    """A cut of each parameter: a dimension that no mesh axis cuts, over as many devices as divide it.
+    """Return a ShardSpec for each parameter: a dimension that no mesh axis shards, over as many devices as divide it.
 
-    The stacked dimension of blocks is the pipeline's: each block is cut for itself.
+    The stacked dimension of blocks belongs to the pipeline axis: each block is sharded on its own.
     """
-    return jax.tree.map(lambda shape, spec: _cut_of(shape.shape, spec, mesh_shape), shapes, specs)
+    return jax.tree.map(lambda shape, spec: _shard_spec_of(shape.shape, spec, mesh_shape), shapes, specs)
 
 
 def no_cuts(specs: Tree) -> Tree:
-    """Of parameters that stay whole."""
+    """Return the ShardSpecs of parameters that stay replicated."""
     return jax.tree.map(lambda _: ShardSpec(), specs)
 
 
-def own_parts(cuts: Tree, tree: Tree) -> Tree:
-    """This device's parts of a tree of whole arrays."""
-    return jax.tree.map(lambda cut, x: cut.own(x), cuts, tree)
+def local_shards(cuts: Tree, tree: Tree) -> Tree:
+    """Return this device's shards of a tree of whole arrays."""
+    return jax.tree.map(lambda cut, x: cut.local_shard(x), cuts, tree)
 
 
-def gathered(cuts: Tree, tree: Tree, platform: str) -> Tree:
-    """Whole arrays of a tree of parts, one after another: compilers put together elsewhere what comes in pieces."""
+def all_gather_params(cuts: Tree, tree: Tree, platform: str) -> Tree:
+    """All-gather a tree of shards into whole arrays, one after another.
+
+    Without this order compilers combine the collectives and assemble the pieces in other memory.
+    """
     leaves, structure = jax.tree.flatten(tree)
     before: jax.Array | None = None
     for i, cut in enumerate(jax.tree.leaves(cuts)):
         if cut.axes:
-            leaves[i] = before = cut.whole(leaves[i] if before is None else depend_on(leaves[i], before, platform))
+            leaves[i] = before = cut.all_gather(leaves[i] if before is None else depend_on(leaves[i], before, platform))
     return jax.tree.unflatten(structure, leaves)
 
 
-def part_specs(cuts: Tree, specs: Tree) -> Tree:
-    """The shardings of a tree of parts."""
+def shard_partition_specs(cuts: Tree, specs: Tree) -> Tree:
+    """Return the shardings of a tree of shards."""
     return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
 
 
-def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> ShardSpec:
+def _shard_spec_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> ShardSpec:
     free = [axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1]
     whole = [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
     choices = [
-        (math.prod(mesh_shape[axis] for axis in axes), -dim, axes)  # parts of the first dimension lie in one piece
+        (math.prod(mesh_shape[axis] for axis in axes), -dim, axes)  # shards of the first dimension are contiguous
         for count in range(1, len(free) + 1)
         for axes in itertools.combinations(free, count)
         for dim in whole

@@ -55,7 +55,7 @@ class StepContext:
     @property
     def grad_specs(self) -> Specs:
         """The sharding of gradients, after they are summed, and of moments."""
-        return zero.part_specs(self.cuts, self.specs)
+        return zero.shard_partition_specs(self.cuts, self.specs)
 
     @property
     def global_tokens(self) -> int:

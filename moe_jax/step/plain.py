@@ -121,7 +121,7 @@ def train_step(
         is_good &= metrics["loss"] <= max_loss
     with jax.named_scope("optimizer"):
         factor = clip_factor(norm, config.optimizer.clip_norm)
-        params = zero.own_parts(cuts, state["params"])
+        params = zero.local_shards(cuts, state["params"])
         clipped = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = context.optimizer.update(clipped, state["optimizer"], params, is_good=is_good)
         learned = optax.apply_updates(params, updates)
@@ -129,7 +129,7 @@ def train_step(
         learned = unless_bad(is_good, learned, params)
     new_state = {
         "step": state["step"] + 1,
-        "params": zero.gathered(cuts, learned, compute.platform),
+        "params": zero.all_gather_params(cuts, learned, compute.platform),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
     }

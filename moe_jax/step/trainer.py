@@ -20,7 +20,7 @@ from moe_jax.models.placement import by_slot, first_experts
 from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, drawn_in_parts, shardings
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init, shardings
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
@@ -92,7 +92,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def init() -> State:
         params = stored(init_params(config.model, config.train.seed), stages)
         if compute.platform == "cpu" and jax.process_count() == 1:
-            params = drawn_in_parts(params, placed["params"])
+            params = shard_random_init(params, placed["params"])
         return begin(params)
 
     def with_shardings(tree: Tree, shardings: Tree) -> Tree:

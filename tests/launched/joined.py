@@ -21,7 +21,7 @@ parser = argparse.ArgumentParser()
 add_arguments(parser)
 arguments = parser.parse_args()
 initialize(options_from(arguments), arguments.num_processes)
-call = post._called
+call = post._connect_to
 
 
 strangers: list[socket.socket] = []
@@ -36,7 +36,7 @@ def call_last(address: str, port: int, process: int) -> socket.socket:
     return call(address, port, process)
 
 
-post._called = call_last
+post._connect_to = call_last
 own = P2PTransport(tuple(device.process_index for device in jax.devices()))
 multihost_utils.sync_global_devices("all have connected")
 asked: list[int] = []

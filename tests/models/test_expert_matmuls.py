@@ -11,7 +11,7 @@ import pytest
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import ExpertRows
-from moe_jax.models.expert_matmuls import as_experts_multiply, rounded
+from moe_jax.models.expert_matmuls import expert_product, quantize
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.layers import EACH, ONE
 from moe_jax.step.scheduled.jaxpr_utils import inlined
@@ -35,7 +35,7 @@ def numbers(seed, *shape):
 @pytest.mark.parametrize("axis", [-1, (-2, -1)])
 def test_numbers_are_rounded_to_the_nearest_of_8_bits(name, dtype, axis):
     x = jnp.asarray(numbers(0, 64, 8, 24), dtype)
-    found = jax.jit(lambda x: rounded(x, KINDS[name], axis))(x)
+    found = jax.jit(lambda x: quantize(x, KINDS[name], axis))(x)
     assert found.numbers.dtype == KINDS[name]
     assert found.scale.dtype == dtype
     back = found.wide() * found.scale
@@ -50,7 +50,7 @@ def test_numbers_are_rounded_to_the_nearest_of_8_bits(name, dtype, axis):
 def test_a_row_that_is_not_finite_is_told_and_no_other(bad):
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
-    found = rounded(jnp.asarray(x), jnp.float8_e4m3fn, -1)
+    found = quantize(jnp.asarray(x), jnp.float8_e4m3fn, -1)
     assert np.isnan(found.wide() * found.scale).tolist() == [[False] * 4, [True] * 4, [False] * 4]
 
 
@@ -74,10 +74,10 @@ def test_products_and_gradients_are_those_of_rounded_operands(name, dtype):
 
     def fast(x, w):
         if name == "one":
-            return as_experts_multiply(ONE, FP8).multiply(x, w[0])
+            return expert_product(ONE, FP8).multiply(x, w[0])
         if name == "each":
-            return as_experts_multiply(EACH, FP8).multiply(x.reshape(L, ROWS, D), w).reshape(-1, F)
-        product = as_experts_multiply(GROUPED_PRODUCTS["tpu"][name].of(jnp.array(sizes, jnp.int32), len(x), 8), FP8)
+            return expert_product(EACH, FP8).multiply(x.reshape(L, ROWS, D), w).reshape(-1, F)
+        product = expert_product(GROUPED_PRODUCTS["tpu"][name].of(jnp.array(sizes, jnp.int32), len(x), 8), FP8)
         return product.multiply(x, w, *product.groups)
 
     found = [each.astype(jnp.float32) for each in jax.jit(lambda *a: with_gradients(fast, *a))(x, w, dy)]
@@ -91,7 +91,7 @@ def test_products_and_gradients_are_those_of_rounded_operands(name, dtype):
 
 def test_no_row_depends_on_its_neighbours():
     x, w = jnp.asarray(numbers(0, L, ROWS, D)), jnp.asarray(numbers(1, L, D, F))
-    multiply = jax.jit(as_experts_multiply(EACH, FP8).multiply)
+    multiply = jax.jit(expert_product(EACH, FP8).multiply)
     whole = multiply(x, w)
     np.testing.assert_array_equal(multiply(x[:, :8], w), whole[:, :8])
     chex.assert_trees_all_equal(multiply(x.at[:, 8:].set(1e6), w)[:, :8], whole[:, :8])

@@ -103,14 +103,14 @@ def test_the_kernel_refuses_widths_that_it_cannot_cut(width, hidden):
 
 def test_tiles_fit_the_rows_of_a_group():
     """Padding never exceeds the rows, but where a platform has no smaller tile."""
-    product = GroupedProduct(lambda *_: jnp.zeros(()), least=8, most=64)
+    product = GroupedProduct(lambda *_: jnp.zeros(()), min_tile=8, max_tile=64)
     assert [product.tile(rows, groups=4) for rows in (0, 31, 64, 250, 10**6)] == [8, 8, 16, 32, 64]
 
 
 def test_plans_know_the_tiles():
     """What a plan takes for the rows of experts is what they are computed with."""
     tiles = {
-        platform: {name: (product.least, product.most) for name, product in products.items()}
+        platform: {name: (product.min_tile, product.max_tile) for name, product in products.items()}
         for platform, products in GROUPED_PRODUCTS.items()
     }
     assert tiles == TILES

@@ -135,13 +135,13 @@ def test_urgent_jobs_overtake_others_and_none_of_their_kind():
 
 
 def test_a_process_that_nobody_calls_gives_up(monkeypatch):
-    monkeypatch.setattr(post, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(post, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(MeshError, match=r"process 3 did not call 127\.0\.0\.1 within 0\.05 s"):
-            post._callers(server, "127.0.0.1", 7, {3, 4})
+            post._accept_from(server, "127.0.0.1", 7, {3, 4})
     with pytest.raises(MeshError, match=rf"process 1 does not answer at 127\.0\.0\.1:{port}"):
-        post._called("127.0.0.1", port, 1)
+        post._connect_to("127.0.0.1", port, 1)
 
 
 def test_strangers_who_call_keep_no_process_out():
@@ -154,7 +154,7 @@ def test_strangers_who_call_keep_no_process_out():
         callers[3].sendall(post._HELLO.pack(1, 8))
         callers[4].sendall(post._HELLO.pack(5, 7))
         callers[5].sendall(post._HELLO.pack(1, 7) + b"content")
-        found = post._callers(server, "127.0.0.1", 7, {1})
+        found = post._accept_from(server, "127.0.0.1", 7, {1})
         assert found.keys() == {1}
         with found[1] as connection:
             assert connection.getpeername() == callers[5].getsockname()

@@ -74,11 +74,11 @@ def sums(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any
     made = {f"sum {name}": reduction(x_n, axes) for name, reduction in REDUCTIONS.items()}
     made |= {f"scatter {name}": scatter(x_Pm, axes) for name, scatter in SCATTERS.items()}
     cut, x = ShardSpec(1, axes), (device + 1) ** 2 + jnp.arange(6 * ranks).reshape(3, 2 * ranks)
-    made |= {f"part of the sum, {platform}": cut.summed(x, platform) for platform in ("cpu", "tpu")}
+    made |= {f"part of the sum, {platform}": cut.reduce_scatter(x, platform) for platform in ("cpu", "tpu")}
     return made | {
         "scatter tpu": scatter_of("all_reduce", "tpu")(x_Pm, axes),
-        "own part": cut.own(x),
-        "whole": cut.whole(cut.own(jnp.arange(6 * ranks).reshape(3, 2 * ranks))),
+        "own part": cut.local_shard(x),
+        "whole": cut.all_gather(cut.local_shard(jnp.arange(6 * ranks).reshape(3, 2 * ranks))),
     }
 
 

@@ -40,14 +40,14 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
     ranks = {(): 1, DATA: 2, (Axis.EXPERT,): 4, BATCH_AXES: 8}[cut.axes]
 
     def body(_: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own = cut.own(jnp.asarray(x))
+        own = cut.local_shard(jnp.asarray(x))
         rank = jax.lax.axis_index(cut.axes) if cut.axes else 0
         row = cut.by_rank(jnp.asarray(x), ranks).reshape(ranks, -1)[rank]
         assert own.shape == cut.shape(x.shape, ranks)
         return (
             jnp.array_equal(row, own.ravel())[None],
-            cut.whole(own)[None],
-            cut.whole(cut.summed(jnp.asarray(x), platform))[None],
+            cut.all_gather(own)[None],
+            cut.all_gather(cut.reduce_scatter(jnp.asarray(x), platform))[None],
         )
 
     same, whole, total = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(

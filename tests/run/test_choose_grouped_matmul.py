@@ -159,7 +159,7 @@ def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPa
         seen.append((x_SD.shape, w_LDF.shape, x_SD.dtype, tile))
         return GROUPED_PRODUCTS["gpu"]["blocks"].multiply(x_SD, w_LDF, size_L, tile)
 
-    product = GroupedProduct(watching, least=8, most=64)
+    product = GroupedProduct(watching, min_tile=8, max_tile=64)
     monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", {"blocks": product})
     trainer = make_trainer(config, mesh)
     batch = jax.ShapeDtypeStruct((32, config.data.seq_len + 1), jnp.int32)

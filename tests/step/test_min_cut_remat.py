@@ -130,7 +130,7 @@ def test_attention_keeps_one_value_for_each_pair_of_tokens(monkeypatch: pytest.M
     params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"norm": jnp.ones(WIDTH)}
     pairs = 2 * tokens * tokens
     x = jnp.ones((1, tokens, WIDTH), jnp.bfloat16)
-    attend = functools.partial(attention.attend, model=model, view=model.views[0], way=AttentionImpl())
+    attend = functools.partial(attention.attend, model=model, view=model.views[0], impl=AttentionImpl())
     least, usual = (kept_bytes(attend, params, x, min_cut=least) for least in (True, False))
     assert sum(size >= pairs for size in usual) > 3
     assert [size for size in least if size >= pairs] == [4 * pairs]

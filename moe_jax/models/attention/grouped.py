@@ -1,7 +1,8 @@
 """Grouped-query attention.
 
-B sequences, N tokens of this context rank, D model width, H query heads, G key/value heads, K head width; of t tensor
-ranks each has n = N/t tokens of a sequence, and computes with H/t and G/t of the heads. S tokens in the cache.
+B sequences, N tokens of this context rank, D model width, H query heads, G key/value heads, K head width. Each of t
+tensor ranks has n = N/t tokens of a sequence, and computes H/t of the query heads and G/t of the key/value heads. S
+tokens in the cache.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import AttentionImpl, seen_before, weighted_values
+from moe_jax.models.attention.core import AttentionImpl, causal_mask, masked_attention
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm
@@ -23,24 +24,24 @@ Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
 ) -> Float[Array, "B N H K"]:
-    """The values that each head saw."""
+    """Return the output of each head."""
     h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
     with jax.named_scope("attention"):
         scale = query.shape[-1] ** -0.5
         if context_ranks() > 1:
-            return FORMS[way.context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
+            return FORMS[impl.context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
         if "sink" in params:
-            seen = seen_before(positions[0], positions[0], view.window)
-            return weighted_values(query, key, value, seen, scale, params["sink"])
-        return KERNELS[way.kernel](query, key, value, view.window, scale)
+            mask_NS = causal_mask(positions[0], positions[0], view.window)
+            return masked_attention(query, key, value, mask_NS, scale, params["sink"])
+        return KERNELS[impl.kernel](query, key, value, view.window, scale)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
-    """Keys and values."""
+    """Return an empty cache of keys and values."""
     shape = (batch, length, model.kv_heads, model.head_width)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
@@ -53,32 +54,32 @@ def next_heads(
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B 1 H K"], Cache]:
-    """The values that each head of one more token saw."""
+    """Return the output of each head for one more token, and the updated cache."""
     query, key, value = _project(params, h_B1D, jnp.full((h_B1D.shape[0], 1), position), model, view)
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
         for old, new in zip(cache, (key, value), strict=True)
     )
-    seen = seen_before(position[None], jnp.arange(keys.shape[1]), view.window)
-    return _seen(params, query, keys, values, seen), (keys, values)
+    mask_NS = causal_mask(position[None], jnp.arange(keys.shape[1]), view.window)
+    return _attend_to_cache(params, query, keys, values, mask_NS), (keys, values)
 
 
-def _seen(
+def _attend_to_cache(
     params: Any,
     query: Float[Array, "B N H K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G K"],
-    seen_NS: Bool[Array, "N S"],
+    mask_NS: Bool[Array, "N S"],
 ) -> Float[Array, "B N H K"]:
     if "sink" in params:
-        return weighted_values(query, key, value, seen_NS, query.shape[-1] ** -0.5, params["sink"])
-    return jax.nn.dot_product_attention(query, key, value, mask=seen_NS[None, None])
+        return masked_attention(query, key, value, mask_NS, query.shape[-1] ** -0.5, params["sink"])
+    return jax.nn.dot_product_attention(query, key, value, mask=mask_NS[None, None])
 
 
 def _project(
     params: Any, h_BND: Float[Array, "B N D"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
-    """Normed and rotated queries and keys, and values."""
+    """Return normed and rotated queries and keys, and values."""
 
     def projection(name: str) -> jax.Array:
         y = jnp.einsum("bnd,dhk->bnhk", h_BND, params[name].astype(h_BND.dtype))
@@ -93,13 +94,13 @@ def _project(
 
 
 def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """RMSNorm of each head."""
+    """Apply RMSNorm to each head of queries and keys."""
     eps = model.rms_norm_eps
     return rms_norm(query, params["query_norm"], eps), rms_norm(key, params["key_norm"], eps)
 
 
 def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """RMSNorm of all heads together, those of other tensor ranks included."""
+    """Apply RMSNorm over all heads together, including those of other tensor ranks."""
     wide = [x.astype(jnp.float32) for x in (query, key)]
     own_BN2 = jnp.stack([jnp.square(x).sum(axis=(-2, -1)) for x in wide], axis=-1)
     square_BN2 = tp_all_gather(own_BN2[None], 0).sum(axis=0)

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2 2024, section 2.1).
 
-B sequences, N tokens of this context rank, D model width, H heads; R and Q widths of the latents of keys and values and
-of queries; K width of a head's query and key where they are not rotated, P where they are, V of its value. Of t tensor
-ranks each has n = N/t tokens of a sequence, makes their latents, and computes with H/t heads. S tokens in the cache.
+B sequences, N tokens of this context rank, D model width, H heads; R and Q widths of the latents of keys and values,
+and of queries; K and P widths of the parts of a head's query and key that are not rotated, and that are; V width of a
+head's value. Each of t tensor ranks has n = N/t tokens of a sequence, computes their latents, and H/t of the heads. S
+tokens in the cache.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import AttentionImpl, seen_before, weighted_values
+from moe_jax.models.attention.core import AttentionImpl, causal_mask, masked_attention
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm
@@ -24,31 +25,31 @@ Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotat
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, way: AttentionImpl
+    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
 ) -> Float[Array, "B N H V"]:
-    """The values that each head saw."""
+    """Return the output of each head."""
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
-    # latents are short: they are gathered, not what they are made of
+    # gather the latents, which are narrower than the features that they are computed from
     query_BNQ, latent_BNR, key_BNP = jnp.split(tp_all_gather(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
     position_BN = jnp.broadcast_to(own_positions(key_BNP.shape[1]), key_BNP.shape[:2])
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
-    held = latent_BNR, _rotated(key_BNP[:, :, None], position_BN, model, view)
+    latents = latent_BNR, _rotate(key_BNP[:, :, None], position_BN, model, view)
     query = jnp.concatenate([plain, rotated], axis=-1)
     weights = {name: params[name] for name in ("key", "value")}
     scale, sink = logit_scale(model), params.get("sink")
     with jax.named_scope("attention"):
-        if context_ranks() > 1:  # latents are short: they travel, not what is made of them
-            return FORMS[way.context_form](query, held, weights, sink, _keys_and_values, view.window, scale)
-        key, value = _keys_and_values(weights, held)
+        if context_ranks() > 1:  # exchange the latents, which are narrower than keys and values
+            return FORMS[impl.context_form](query, latents, weights, sink, _keys_and_values, view.window, scale)
+        key, value = _keys_and_values(weights, latents)
         if sink is not None:
-            seen = seen_before(position_BN[0], position_BN[0], view.window)
-            return weighted_values(query, key, value, seen, scale, sink)
-        return KERNELS[way.kernel](query, key, value, view.window, scale)
+            mask_NN = causal_mask(position_BN[0], position_BN[0], view.window)
+            return masked_attention(query, key, value, mask_NN, scale, sink)
+        return KERNELS[impl.kernel](query, key, value, view.window, scale)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
-    """Latents and rotated keys, of all heads together."""
+    """Return an empty cache of latents and rotated keys, which all heads share."""
     rank = model.latent.kv_lora_rank
     assert rank is not None, "a model with latents"
     return jnp.zeros((batch, length, rank), dtype), jnp.zeros((batch, length, model.latent.qk_rope_head_dim), dtype)
@@ -62,32 +63,36 @@ def next_heads(
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B 1 H V"], Cache]:
-    """The values that each head of one more token saw.
+    """Return the output of each head for one more token, and the updated cache.
 
-    Keys and values of earlier tokens are not made again: queries go to the latents' side, and what they saw comes back.
+    Keys and values of earlier tokens are not computed again: the query is projected into the space of the latents, and
+    the weighted latents are projected to values.
     """
     query_B1Q, latent_B1R, key_B1P = _latents(params, h_B1D, model)
     position_B1 = jnp.full(key_B1P.shape[:2], position)
     latents = jax.lax.dynamic_update_slice_in_dim(cache[0], latent_B1R, position, axis=1)
-    key_B1P = _rotated(key_B1P[:, :, None], position_B1, model, view)[:, :, 0]
+    key_B1P = _rotate(key_B1P[:, :, None], position_B1, model, view)[:, :, 0]
     keys = jax.lax.dynamic_update_slice_in_dim(cache[1], key_B1P, position, axis=1)
     plain, rotated = _queries(params, query_B1Q, position_B1, model, view)
-    turned = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
-    seen_B1HR = weighted_values(
-        jnp.concatenate([turned, rotated], axis=-1),
+    latent_query = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
+    out_B1HR = masked_attention(
+        jnp.concatenate([latent_query, rotated], axis=-1),
         jnp.concatenate([latents, keys], axis=-1)[:, :, None],
         latents[:, :, None],
-        seen_before(position[None], jnp.arange(keys.shape[1]), view.window),
+        causal_mask(position[None], jnp.arange(keys.shape[1]), view.window),
         logit_scale(model),
         params.get("sink"),
     )
-    return jnp.einsum("bnhr,rhv->bnhv", seen_B1HR, params["value"].astype(seen_B1HR.dtype)), (latents, keys)
+    return jnp.einsum("bnhr,rhv->bnhv", out_B1HR, params["value"].astype(out_B1HR.dtype)), (latents, keys)
 
 
 def _latents(
     params: Any, h_BND: Float[Array, "B N D"], model: ModelConfig
 ) -> tuple[Float[Array, "B N Q"], Float[Array, "B N R"], Float[Array, "B N P"]]:
-    """Of queries (without one: what they are made of), of keys and values, and the key that is to be rotated."""
+    """Return the latents of queries, the latents of keys and values, and the key to rotate.
+
+    Without a latent of queries the first is `h_BND`.
+    """
     query, eps = h_BND, model.rms_norm_eps if model.latent.rms_norm_eps is None else model.latent.rms_norm_eps
     if "query_latent" in params:
         query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], eps)
@@ -96,13 +101,13 @@ def _latents(
 
 
 def _keys_and_values(
-    weights: Any, held: tuple[Float[Array, "B N R"], Float[Array, "B N 1 P"]]
+    weights: Any, latents: tuple[Float[Array, "B N R"], Float[Array, "B N 1 P"]]
 ) -> tuple[Float[Array, "B N H KP"], Float[Array, "B N H V"]]:
-    """Of latents and the rotated key that all heads share."""
-    latent_BNR, key_BN1P = held
-    plain = _of_heads(weights, "key", latent_BNR)
+    """Compute keys and values from latents and the rotated key that all heads share."""
+    latent_BNR, key_BN1P = latents
+    plain = _project_heads(weights, "key", latent_BNR)
     key_BNHP = jnp.broadcast_to(key_BN1P, (*plain.shape[:3], key_BN1P.shape[-1]))
-    return jnp.concatenate([plain, key_BNHP], axis=-1), _of_heads(weights, "value", latent_BNR)
+    return jnp.concatenate([plain, key_BNHP], axis=-1), _project_heads(weights, "value", latent_BNR)
 
 
 def _queries(
@@ -112,16 +117,16 @@ def _queries(
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N H P"]]:
-    """The part that is not rotated, and the one that is."""
-    plain, rotated = jnp.split(_of_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
-    return plain, _rotated(rotated, position_BN, model, view)
+    """Return the part of the queries that is not rotated, and the rotated part."""
+    plain, rotated = jnp.split(_project_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
+    return plain, _rotate(rotated, position_BN, model, view)
 
 
-def _rotated(
+def _rotate(
     x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
 ) -> Float[Array, "B N H P"]:
     return rotate(x_BNHP, position_BN, model) if view.rope else x_BNHP
 
 
-def _of_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:
+def _project_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:
     return jnp.einsum("bnr,rhk->bnhk", latent_BNR, params[name].astype(latent_BNR.dtype))

@@ -1,17 +1,17 @@
-"""Token dispatchers: how tokens become rows for the experts, and how the results become tokens again. One file each.
+"""Token dispatchers turn tokens into rows for the experts, and the results into tokens again. One file each.
 
 Each has four functions. P expert ranks (`ep_size`), each with L of the E experts; T tokens of this device, or of a
 microbatch of its batch; D model width.
 
-- `permute(x_TD, decision, moe, ep_size, capacity)` → `ExpertRows`, of whose rows [P, …, D] block p goes to rank p, and
-  `DispatchMetadata`, by which `unpermute` finds the tokens again;
+- `permute(x_TD, decision, moe, ep_size, capacity)` → `ExpertRows`, whose rows are [P, …, D] with block p for rank p,
+  and `DispatchMetadata`, from which `unpermute` restores the tokens;
 - `experts(params, received, moe, product)` → outputs in the shape of the received rows [P, …, D]. `product` is the
   matrix product of rows in groups of any size;
 - `unpermute(returned, metadata)` → each token's weighted sum [T, D];
-- `split(sent, pieces)` → the same `ExpertRows` in pieces along the slots, which exchange and experts may treat one by
+- `split(sent, pieces)` → the same `ExpertRows` in pieces along the slots, which exchange and experts may process one by
   one.
 
-What happens between `permute` and `unpermute` is in `moe_jax/models/dispatch.py`.
+The exchange between `permute` and `unpermute` is in `moe_jax/models/dispatch.py`.
 """
 
 import functools
@@ -36,7 +36,7 @@ DISPATCHERS: dict[str, TokenDispatcher] = {
     "ragged": TokenDispatcher(ragged.permute, ragged.lane_experts, ragged.unpermute, capacity.split, slot_axis=0),
     "dropless": TokenDispatcher(dropless.permute, dropless.experts, dropless.unpermute, dropless.split, slot_axis=1),
 }
-# of gates that fill slots themselves, by what they decide
+# for gates that fill slots themselves, by the kind of their decision
 GATE_DISPATCHERS: dict[str, TokenDispatcher] = {
     "expert_choice": capacity.DISPATCHER._replace(permute=expert_choice.permute, unpermute=expert_choice.unpermute),
     "soft": capacity.DISPATCHER._replace(permute=soft.permute, unpermute=soft.unpermute),
@@ -44,9 +44,9 @@ GATE_DISPATCHERS: dict[str, TokenDispatcher] = {
 
 
 def dispatcher_of(moe: MoEConfig, ragged: bool = False) -> TokenDispatcher:
-    """The dispatcher that a config asks for; `ragged`: no row that does not exist is sent, where there is a capacity.
+    """Return the dispatcher that a config names.
 
-    Raises ConfigError if the config names something else.
+    `ragged`: where experts have a capacity, only rows that exist are sent. Raises ConfigError for an unknown name.
     """
     if moe.gate_facts.fills_slots:
         return GATE_DISPATCHERS[moe.gate_facts.decides]
@@ -65,7 +65,10 @@ def dispatcher_of(moe: MoEConfig, ragged: bool = False) -> TokenDispatcher:
 
 @functools.cache
 def _guarded(name: str, dispatcher: TokenDispatcher) -> TokenDispatcher:
-    """The same functions, which raise ConfigError with the name where one takes or returns something else."""
+    """Wrap the functions of a dispatcher in checks.
+
+    They raise ConfigError with its name if a function takes or returns something else.
+    """
     part = f"model.moe.dispatcher={name}"
     parts = "moe_jax/models/dispatchers/__init__.py says what the four functions take"
 

@@ -1,7 +1,7 @@
-"""Capacity (padded) dispatch: each device gives every expert C slots. Pairs that come later in the order of tokens, or
-of their priority, are dropped.
+"""Capacity (padded) dispatch: each device gives every expert C slots.
 
-P expert ranks, L experts on each, C rows sent to an expert by a source device, T tokens, D model width, F hidden width.
+Pairs that come later, in the order of tokens or of their priority, are dropped. P expert ranks, L experts on each, C
+rows sent to an expert by a source device, T tokens, D model width, F hidden width.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from moe_jax.models.dispatchers.protocol import (
     full_capacity,
     piece_bounds,
 )
-from moe_jax.models.expert_matmuls import as_experts_multiply
+from moe_jax.models.expert_matmuls import expert_product
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import EACH, mlp
@@ -30,9 +30,9 @@ FACTS = DispatcherFacts(name="sort", listed=0, sorts_rows=True)
 def permute(
     x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
-    """Tokens in their slots [P, L, C, D]; `capacity` (None: all) is what earlier parts of the batch left.
+    """Return tokens in their slots [P, L, C, D]. `capacity` (None: all) is what earlier parts of the batch left.
 
-    A part brings an expert at most one row per token, so it sends no more slots than it has tokens.
+    A part has at most one row per token for an expert, so it sends no more slots than it has tokens.
     """
     capacity = capacity or full_capacity(moe, x_TD.shape[0])
     width = min(capacity.slots, x_TD.shape[0])
@@ -47,21 +47,21 @@ def permute(
 
 
 def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
-    """The slots of every expert in equal pieces."""
+    """Split the slots of every expert into equal pieces."""
     bounds = piece_bounds(sent.rows.shape[2], pieces)[1:-1]
     return [ExpertRows(rows) for rows in jnp.split(sent.rows, bounds, axis=2)]
 
 
 def experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P L C D"]:
-    """Each expert on the slots of all sources, as one batched matrix product."""
-    ep_size, held, slots, width = received.rows.shape
-    x_LRD = jnp.swapaxes(received.rows, 0, 1).reshape(held, ep_size * slots, width)
-    y_LRD = mlp(params, x_LRD, as_experts_multiply(EACH, moe))
-    return jnp.swapaxes(y_LRD.reshape(held, ep_size, slots, width), 0, 1)
+    """Apply each expert to the slots of all sources, as one batched matrix product."""
+    ep_size, local_experts, slots, width = received.rows.shape
+    x_LRD = jnp.swapaxes(received.rows, 0, 1).reshape(local_experts, ep_size * slots, width)
+    y_LRD = mlp(params, x_LRD, expert_product(EACH, moe))
+    return jnp.swapaxes(y_LRD.reshape(local_experts, ep_size, slots, width), 0, 1)
 
 
 def unpermute(returned_PLCD: Float[Array, "P L C D"], metadata: TopKMetadata) -> Float[Array, "T D"]:
-    """Weighted sums of the slots; a token whose pairs were all dropped gets 0."""
+    """Return weighted sums of the slots. A token whose pairs were all dropped gets 0."""
     rows = returned_PLCD.reshape(-1, returned_PLCD.shape[-1])
     return routing.from_rows(rows, metadata.weight_Tk, metadata.permutation)
 

@@ -1,6 +1,6 @@
-"""Dropless dispatch, without a capacity: rows sorted by expert, as many as there are, sent with their sizes.
+"""Dropless dispatch, without a capacity: rows are sorted by expert and sent with their sizes.
 
-P expert ranks, L experts on each, W rows from each source at most, S rows in the experts' order, T tokens of this
+P expert ranks, L experts on each, at most W rows from each source, S rows in the order of experts, T tokens of this
 device or of a microbatch, N of a sequence, D model width. Rows beyond the real ones are 0 and belong to no expert.
 
 A rank can receive W = T/N · `buffer.rows` rows from each source: each sequence fills its own share in the order of its
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import MoEConfig
 from moe_jax.models import routing
 from moe_jax.models.dispatchers.protocol import Buffer, CapacityState, ExpertRows, TopKMetadata, piece_bounds
-from moe_jax.models.expert_matmuls import as_experts_multiply
+from moe_jax.models.expert_matmuls import expert_product
 from moe_jax.models.gates.choice import TopKRouting, tokens_per_expert
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.layers import mlp
@@ -28,22 +28,23 @@ from moe_jax.parallel.trees import Params
 def permute(
     x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
-    """Rows for each rank [P, W, D], sorted by expert, and how many of them each of its experts gets [P, L].
+    """Return rows for each rank [P, W, D], sorted by expert, and how many of them each of its experts gets [P, L].
 
-    `capacity` holds the buffer; what earlier parts of the batch used does not matter.
+    Only the buffer of `capacity` is read; what earlier parts of the batch used does not matter.
     """
-    tokens, held = x_TD.shape[0], moe.num_experts // ep_size
-    width, expert_Tk = tokens * min(moe.top_k, held), choice.expert_Tk
+    tokens, local_experts = x_TD.shape[0], moe.num_experts // ep_size
+    width, expert_Tk = tokens * min(moe.top_k, local_experts), choice.expert_Tk
     wanted_Tk = keep_mask_Tk = expert_Tk < moe.num_experts
     if capacity is not None and capacity.buffer is not None:
         width = tokens // capacity.buffer.tokens * capacity.buffer.rows
-        keep_mask_Tk &= _fits(expert_Tk // held, capacity.buffer, ep_size)
-        expert_Tk = jnp.where(keep_mask_Tk, expert_Tk, moe.num_experts)  # one expert more, that nobody has
+        keep_mask_Tk &= _fits(expert_Tk // local_experts, capacity.buffer, ep_size)
+        expert_Tk = jnp.where(keep_mask_Tk, expert_Tk, moe.num_experts)  # index E: no expert
     count_E = tokens_per_expert(expert_Tk, moe.num_experts + 1)
     rank_Tk = routing.rank_in_expert(expert_Tk, count_E)
-    count_PL = count_E[:-1].reshape(ep_size, held)
-    start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)  # of an expert's rows in its rank's block
-    dest_index_Tk = expert_Tk // held * width + start_E[expert_Tk] + rank_Tk
+    count_PL = count_E[:-1].reshape(ep_size, local_experts)
+    # where the rows of an expert begin in the block of its rank
+    start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)
+    dest_index_Tk = expert_Tk // local_experts * width + start_E[expert_Tk] + rank_Tk
     permutation = routing.make_permutation(dest_index_Tk, keep_mask_Tk, ep_size * width)
     rows = routing.to_rows(x_TD, permutation).reshape(ep_size, width, x_TD.shape[1])
     num_dropped = jnp.sum(wanted_Tk & ~keep_mask_Tk)
@@ -51,7 +52,7 @@ def permute(
 
 
 def _fits(rank_Tk: Int[Array, "T k"], buffer: Buffer, ep_size: int) -> Bool[Array, "T k"]:
-    """Whether each pair is among the first of its sequence that go to its rank; rank P is nobody."""
+    """Return whether each pair is among the first of its sequence for its rank. Rank P means no rank."""
     sequence_T1 = jnp.arange(len(rank_Tk), dtype=jnp.int32)[:, None] // buffer.tokens
     groups = len(rank_Tk) // buffer.tokens * ep_size
     group_Tk = jnp.where(rank_Tk < ep_size, sequence_T1 * ep_size + rank_Tk, groups)
@@ -60,8 +61,8 @@ def _fits(rank_Tk: Int[Array, "T k"], buffer: Buffer, ep_size: int) -> Bool[Arra
 
 
 def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
-    """Equal ranges of each rank's rows, and how many rows of each expert lie in them."""
-    rows, count_PL = _sized(sent)
+    """Split each rank's rows into equal ranges, with how many rows of each expert are in them."""
+    rows, count_PL = _rows_and_sizes(sent)
     end_PL = jnp.cumsum(count_PL, axis=1)
     start_PL = end_PL - count_PL
 
@@ -74,16 +75,16 @@ def split(sent: ExpertRows, pieces: int) -> list[ExpertRows]:
 
 def experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> Float[Array, "P W D"]:
     """Sort the received rows by expert, multiply group by group, and undo the sort."""
-    x_PWD, count_PL = _sized(received)
+    x_PWD, count_PL = _rows_and_sizes(received)
     ep_size, width, features = x_PWD.shape
     tile = product.tile(ep_size * width, count_PL.shape[1])
     sorting, size_L = _sort_by_expert(count_PL, width, tile)
     x_SD = routing.to_rows(x_PWD.reshape(ep_size * width, features), sorting)
-    y_SD = mlp(params, x_SD, as_experts_multiply(product.of(size_L, len(x_SD), tile), moe))
+    y_SD = mlp(params, x_SD, expert_product(product.of(size_L, len(x_SD), tile), moe))
     return routing.to_rows(y_SD, routing.inverse(sorting)).reshape(x_PWD.shape)
 
 
-def _sized(x: ExpertRows) -> tuple[Float[Array, "P W D"], Int[Array, "P L"]]:
+def _rows_and_sizes(x: ExpertRows) -> tuple[Float[Array, "P W D"], Int[Array, "P L"]]:
     assert x.sizes is not None, "dropless rows travel with their sizes"
     return x.rows, x.sizes
 
@@ -91,21 +92,21 @@ def _sized(x: ExpertRows) -> tuple[Float[Array, "P W D"], Int[Array, "P L"]]:
 def _sort_by_expert(
     count_PL: Int[Array, "P L"], width: int, tile: int
 ) -> tuple[routing.TokenPermutation, Int[Array, " L"]]:
-    """Where each received row goes so that rows of one expert are neighbours, in whole tiles, and how many that are."""
-    ep_size, held = count_PL.shape
+    """Return the map that makes received rows of one expert neighbours, in whole tiles, and the size of each group."""
+    ep_size, local_experts = count_PL.shape
     end_PL = jnp.cumsum(count_PL, axis=1)
     size_L = -(-count_PL.sum(axis=0) // tile) * tile
-    # of an expert's rows from one source: their first place, less their first row there
+    # for the rows of an expert from one source: their first place minus their first row in the source's block
     shift_PL = jnp.cumsum(size_L) - size_L + jnp.cumsum(count_PL, axis=0) - count_PL - (end_PL - count_PL)
     row_W = jnp.arange(width, dtype=jnp.int32)
     expert_PW = jnp.sum(row_W[:, None] >= end_PL[:, None, :], axis=-1)  # L: an empty row
-    place_PW = row_W + jnp.take_along_axis(shift_PL, jnp.minimum(expert_PW, held - 1), axis=1)
-    num_rows = -(-(ep_size * width + held * (tile - 1)) // tile) * tile
-    exists_S1 = (expert_PW < held).reshape(-1, 1)
+    place_PW = row_W + jnp.take_along_axis(shift_PL, jnp.minimum(expert_PW, local_experts - 1), axis=1)
+    num_rows = -(-(ep_size * width + local_experts * (tile - 1)) // tile) * tile
+    exists_S1 = (expert_PW < local_experts).reshape(-1, 1)
     return routing.make_permutation(place_PW.reshape(-1, 1), exists_S1, num_rows), size_L
 
 
 def unpermute(returned_PWD: Float[Array, "P W D"], metadata: TopKMetadata) -> Float[Array, "T D"]:
-    """Weighted sums of each token's rows; a token whose rows were all dropped gets 0."""
+    """Return weighted sums of each token's rows. A token whose rows were all dropped gets 0."""
     rows: jax.Array = returned_PWD.reshape(-1, returned_PWD.shape[-1])
     return routing.from_rows(rows, metadata.weight_Tk, metadata.permutation)

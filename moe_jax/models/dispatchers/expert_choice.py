@@ -1,6 +1,7 @@
-"""Slots that experts fill with the tokens they pick: none is empty, and a token may be in any number of them.
+"""Dispatch for expert choice: experts fill their slots with the tokens that they pick.
 
-P expert ranks, L experts on each, E = P·L, C slots of an expert for this device, T tokens, D model width.
+No slot is empty, and a token may be in any number of slots. P expert ranks, L experts on each, E = P·L, C slots of an
+expert for this device, T tokens, D model width.
 """
 
 from typing import NamedTuple
@@ -18,8 +19,8 @@ class ExpertChoiceMetadata(NamedTuple):
 
     token_EC: Int[Array, "E C"]
     weight_EC: Float[Array, "E C"]
-    picks_T: Int[Array, " T"]  # experts that picked a token
-    num_dropped: Int[Array, ""]  # none: nobody asked for a slot
+    picks_T: Int[Array, " T"]  # how many experts picked each token
+    num_dropped: Int[Array, ""]  # always 0: tokens do not ask for slots
 
 
 def permute(
@@ -29,7 +30,7 @@ def permute(
     ep_size: int,
     capacity: CapacityState | None = None,
 ) -> tuple[ExpertRows, ExpertChoiceMetadata]:
-    """The picked tokens [P, L, C, D]. All slots are for these tokens, so `capacity` does not matter."""
+    """Return the picked tokens [P, L, C, D]. They may use all slots, so `capacity` does not matter."""
     experts, slots = picked.token_EC.shape
     picks_T = jnp.zeros(len(x_TD), jnp.int32).at[picked.token_EC.ravel()].add(1)
     rows = x_TD[picked.token_EC.ravel()].reshape(ep_size, experts // ep_size, slots, x_TD.shape[1])
@@ -37,7 +38,7 @@ def permute(
 
 
 def unpermute(returned_PLCD: Float[Array, "P L C D"], metadata: ExpertChoiceMetadata) -> Float[Array, "T D"]:
-    """Weighted sums of what the experts that picked a token made of it; 0 without any."""
+    """Return weighted sums of the outputs of the experts that picked each token; 0 for a token that none picked."""
     y_RD = returned_PLCD.reshape(-1, returned_PLCD.shape[-1])
     weighted_RD = metadata.weight_EC.reshape(-1, 1) * y_RD  # float32
     total_TD = jnp.zeros((len(metadata.picks_T), y_RD.shape[1]), jnp.float32)

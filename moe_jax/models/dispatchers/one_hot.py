@@ -1,7 +1,7 @@
-"""Capacity slots by one-hot matrix products (GShard, Lepikhin et al. 2020, algorithm 1).
+"""Capacity dispatch by one-hot matrix products (GShard, Lepikhin et al. 2020, algorithm 1).
 
-Does T·E·C·D multiplications to move T·k rows: the obviously right twin of `capacity`.
-P expert ranks, L experts on each, E = P·L, C rows sent to an expert, T tokens, k choices.
+It needs T·E·C·D multiplications to move T·k rows, and is the simple reference for `capacity`. P expert ranks, L experts
+on each, E = P·L, C rows sent to an expert, T tokens, k choices, D model width.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class OneHotMetadata(NamedTuple):
 def permute(
     x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, OneHotMetadata]:
-    """Tokens in their slots [P, L, C, D]; `capacity` (None: all) is what earlier parts of the batch left."""
+    """Return tokens in their slots [P, L, C, D]. `capacity` (None: all) is what earlier parts of the batch left."""
     tokens = x_TD.shape[0]
     capacity = capacity or full_capacity(moe, tokens)
     width = min(capacity.slots, tokens)
@@ -46,9 +46,9 @@ def permute(
 
 
 def unpermute(returned_PLCD: Float[Array, "P L C D"], metadata: OneHotMetadata) -> Float[Array, "T D"]:
-    """Weighted sums of the slots."""
-    ep_size, held, *shape = returned_PLCD.shape
-    y_ECD = returned_PLCD.reshape(ep_size * held, *shape)
+    """Return weighted sums of the slots."""
+    ep_size, local_experts, *shape = returned_PLCD.shape
+    y_ECD = returned_PLCD.reshape(ep_size * local_experts, *shape)
     return jnp.einsum("tec,ecd->td", metadata.combine_TEC, y_ECD.astype(jnp.float32)).astype(y_ECD.dtype)
 
 

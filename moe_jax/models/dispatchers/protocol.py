@@ -1,7 +1,7 @@
-"""What every token dispatcher provides, and the values that pass between its functions.
+"""The interface of token dispatchers, and the values that pass between their functions.
 
 P expert ranks, each with L of the E experts; T tokens of this device, or of a microbatch of its batch; k choices of
-each; S rows at most in a ragged exchange; D model width.
+each; at most S rows in a ragged exchange; D model width.
 """
 
 import math
@@ -19,32 +19,33 @@ from moe_jax.parallel.all_to_all.ragged import row_shape
 
 
 class RowSource(NamedTuple):
-    """What rows are gathered from, to send them a second time; it has no gradients."""
+    """What rows are gathered from, to send them a second time. It has no gradients."""
 
     x_TD: Float[Array, "T D"]
     permutation: TokenPermutation
 
     def gather(self) -> Float[Array, "S ..."]:
-        """The rows, each in the shape of `row_shape`."""
+        """Return the rows, each in the shape of `row_shape`."""
         tokens, features = self.x_TD.shape
         return to_rows(self.x_TD.reshape(tokens, *row_shape(features)), self.permutation)
 
 
 class ExpertRows(NamedTuple):
-    """Rows as they travel, and what travels with them."""
+    """Rows as they are sent, and what is sent with them."""
 
     rows: Float[Array, "..."]  # [P, …, D], block p for rank p; ragged: [S, …], sorted by expert
-    sizes: Int[Array, "..."] | None = None  # how many rows each expert gets, [P, L]; ragged: [E]; None: all of them
+    # how many rows each expert gets, [P, L]; ragged: [E]; None: every row is used
+    sizes: Int[Array, "..."] | None = None
     source: RowSource | None = None  # ragged only
 
 
 @runtime_checkable
 class DispatchMetadata(Protocol):
-    """What `unpermute` needs to bring a device's tokens back: a pytree of arrays."""
+    """What `unpermute` needs to restore the tokens of a device: a pytree of arrays."""
 
     @property
     def num_dropped(self) -> Int[Array, ""]:
-        """Pairs that found no slot, or no room in the buffer."""
+        """The number of pairs that found no slot, or no space in the buffer."""
 
 
 class TopKMetadata(NamedTuple):
@@ -56,7 +57,7 @@ class TopKMetadata(NamedTuple):
 
 
 class TokenDispatcher(NamedTuple):
-    """The functions of a dispatcher (`moe_jax.models.dispatchers`), and which dimension of its rows counts slots."""
+    """The functions of a dispatcher (`moe_jax.models.dispatchers`), and the dimension of its rows that counts slots."""
 
     permute: Callable[..., tuple[ExpertRows, DispatchMetadata]]
     experts: Callable[..., jax.Array]
@@ -75,21 +76,21 @@ class Buffer(NamedTuple):
 class CapacityState(NamedTuple):
     """How much of the experts' capacity is left for a part of a device's batch (Lancet, capacity passing)."""
 
-    slots: int  # of each expert for this device's whole batch
+    slots: int  # of each expert, for this device's whole batch
     used_E: Int[Array, " E"]  # pairs of earlier parts that chose each expert, dropped ones included
-    parts: int = 1  # that the batch is split into
-    buffer: Buffer | None = None  # instead of slots; None: for the worst case
+    parts: int = 1  # into which the batch is split
+    buffer: Buffer | None = None  # used instead of slots; None: sized for the worst case
 
 
 def full_capacity(moe: MoEConfig, tokens: int) -> CapacityState:
-    """All slots of a batch of `tokens` tokens, none of them used."""
+    """Return all slots of a batch of `tokens` tokens, none of them used."""
     return CapacityState(slots=expert_capacity(moe, tokens), used_E=jnp.zeros(moe.num_experts, jnp.int32))
 
 
 def buffer_of(moe: MoEConfig, factor: float | None, tokens: int, ep_size: int) -> Buffer | None:
-    """The buffer for `factor` times an even share of a sequence of `tokens` tokens, ceil(f·N·k/P) rows on each rank.
+    """Return a buffer of ceil(f·N·k/P) rows on each rank: `factor` f times an even share of a sequence of N `tokens`.
 
-    None: for the worst case, which is not exceeded.
+    Returns None if the buffer is sized for the worst case, which cannot overflow.
     """
     if factor is None or not moe.sends_sized_rows:
         return None
@@ -99,5 +100,5 @@ def buffer_of(moe: MoEConfig, factor: float | None, tokens: int, ep_size: int) -
 
 
 def piece_bounds(size: int, pieces: int) -> list[int]:
-    """Where `size` slots are split into pieces as equal as possible: `pieces` + 1 numbers."""
+    """Return the `pieces` + 1 bounds that split `size` slots into pieces as equal as possible."""
     return [size * i // pieces for i in range(pieces + 1)]

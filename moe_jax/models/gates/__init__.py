@@ -1,6 +1,6 @@
-"""Gates: which experts a token goes to and how much each counts. One file each, one signature.
+"""Gates choose the experts of each token and their weights. One file each, one signature.
 
-A gate's file also declares what settings, plans and parameters have to know of it (`moe_jax.config.facts`).
+The file of a gate also declares what settings, plans and parameters need to know about it (`moe_jax.config.facts`).
 """
 
 import functools
@@ -21,7 +21,10 @@ GATES: dict[str, Gate] = {name: module.GATE for name, module in registry.GATE_FA
 
 @functools.cache
 def gate_of(moe: MoEConfig) -> Gate:
-    """The one that a config names. Raises ConfigError if it is none."""
+    """Return the gate that a config names.
+
+    Raises ConfigError for an unknown name, or for a function that is not a gate.
+    """
     gate = named("model.moe.gate", moe.gate, GATES)
     if moe.gate in GATES:
         return gate
@@ -32,14 +35,14 @@ def gate_of(moe: MoEConfig) -> Gate:
 def _check(gate: Any, moe: MoEConfig) -> None:
     if not callable(gate):
         raise ConfigError(f"model.moe.gate={moe.gate} is of type {type(gate).__name__}: name a function")
-    tokens = moe.num_experts + 1  # T and E must not be mistaken for each other
+    tokens = moe.num_experts + 1  # T differs from E, so that swapped dimensions are noticed
     logit_TE = jax.ShapeDtypeStruct((tokens, moe.num_experts), jnp.float32)
     result = "a moe_jax.models.gates.choice.TopKRouting"
     form = f"it must take router logits [T, E] and the MoEConfig settings, and return {result}"
     call = guarded(f"model.moe.gate={moe.gate}", form, gate)
     try:
         found = jax.eval_shape(lambda logit_TE: call(logit_TE, moe), logit_TE)
-    except TypeError as error:  # of jax, for what is no array
+    except TypeError as error:  # raised by jax for a result that is not an array
         raise ConfigError(
             f"model.moe.gate={moe.gate} returns what is no array ({first_line_of(error)}): {form}"
         ) from error

@@ -1,6 +1,7 @@
-"""Batch-prioritised routing (V-MoE, Riquelme et al. 2021, section 4): surest tokens of the batch find slots first.
+"""Batch-prioritised routing (V-MoE, Riquelme et al. 2021, section 4): the most confident tokens of the batch get slots
+first.
 
-It compares all tokens of a device's batch, so microbatches may not be cut before the layer. T tokens, E experts.
+It compares all tokens of a device's batch, so microbatches must not be split before the layer. T tokens, E experts.
 """
 
 from jaxtyping import Array, Float
@@ -15,7 +16,7 @@ FACTS = GateFacts(listed=9, splits=False, sampled_as=(("gate", "softmax"),))
 
 
 def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> TopKRouting:
-    """As with a softmax, and slots by each token's highest probability."""
+    """Choose as the softmax gate does, with each token's highest probability as its priority for slots."""
     choice = softmax.choose(logit_TE, moe)
     return choice._replace(priority_T=choice.prob_TE.max(axis=-1))
 

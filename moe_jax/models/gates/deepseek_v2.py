@@ -10,19 +10,19 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
-from moe_jax.models.gates.groups import limited
+from moe_jax.models.gates.groups import mask_other_groups
 from moe_jax.models.gates.protocol import Gate, of_logits
-from moe_jax.models.gates.weights import weights_of
+from moe_jax.models.gates.weights import expert_weights
 
 FACTS = GateFacts(listed=5, settings=("n_group", "topk_group"), group_scorers=1)
 
 
 def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> TopKRouting:
-    """The k likeliest experts of the groups with the likeliest ones."""
+    """Choose the k likeliest experts in the groups whose best experts are likeliest."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
-    allowed_TE = limited(prob_TE, moe, lambda grouped: jnp.max(grouped, axis=-1))
+    allowed_TE = mask_other_groups(prob_TE, moe, lambda grouped: jnp.max(grouped, axis=-1))
     score_Tk, expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)
-    return TopKRouting(expert_Tk=expert_Tk, weight_Tk=weights_of(score_Tk, moe), prob_TE=prob_TE)
+    return TopKRouting(expert_Tk=expert_Tk, weight_Tk=expert_weights(score_Tk, moe), prob_TE=prob_TE)
 
 
 GATE: Gate = of_logits(choose)

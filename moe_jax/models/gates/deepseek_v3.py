@@ -1,7 +1,7 @@
 """Sigmoid scores, chosen with a bias and limited to groups by their two best (DeepSeek-V3, 2024, section 2.1.2).
 
-The bias of an expert counts in the choice and not in the weights, so no gradient reaches it: `train.balance` moves it
-beside the optimiser. T tokens, D model width, E experts.
+The bias of an expert counts for the choice and not for the weights, so it has no gradient: `step/router_bias.py`
+updates it next to the optimizer. T tokens, D model width, E experts.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
 from moe_jax.models.gates.choice import TopKRouting
-from moe_jax.models.gates.groups import limited
+from moe_jax.models.gates.groups import mask_other_groups
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Decided, Gate
-from moe_jax.models.gates.weights import normalized, weights_of
+from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.weights import expert_weights, normalized
 
 FACTS = GateFacts(
     listed=6,
@@ -27,17 +27,17 @@ FACTS = GateFacts(
 )
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
-    """The k highest biased scores, weighted by the scores without bias."""
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
+    """Choose the k experts with the highest biased scores, weighted by their scores without bias."""
     logit_TE = linear(params, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)
-    allowed_TE = limited(jax.lax.stop_gradient(score_TE + params["score_bias"]), moe, _best_two)
+    allowed_TE = mask_other_groups(jax.lax.stop_gradient(score_TE + params["score_bias"]), moe, _sum_of_best_two)
     expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)[1]
-    weight_Tk = weights_of(jnp.take_along_axis(score_TE, expert_Tk, axis=-1), moe)
-    return Decided(TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)
+    weight_Tk = expert_weights(jnp.take_along_axis(score_TE, expert_Tk, axis=-1), moe)
+    return GateOutput(TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)
 
 
-def _best_two(grouped: jax.Array) -> jax.Array:
+def _sum_of_best_two(grouped: jax.Array) -> jax.Array:
     return jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
 
 

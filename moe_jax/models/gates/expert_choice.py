@@ -1,8 +1,9 @@
-"""Expert choice (Zhou et al. 2022, section 3.2): each expert picks its capacity's best tokens, so all loads are equal.
+"""Expert choice (Zhou et al. 2022, section 3.2): each expert picks the best tokens for its capacity, so loads are
+equal.
 
-It picks among the tokens of this device: a choice over all devices would take one more exchange. It compares them all,
-so microbatches may not be cut before the layer; a token's experts also depend on tokens behind it in its sequence.
-T tokens, E experts, C slots of an expert.
+Experts pick among the tokens of this device: a choice over all devices would need one more exchange. They compare all
+of these tokens, so microbatches must not be split before the layer, and a token's experts also depend on later tokens
+of its sequence. T tokens, E experts, C slots of an expert.
 """
 
 import jax
@@ -23,7 +24,7 @@ FACTS = GateFacts(
 
 
 def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig) -> ExpertChoiceRouting:
-    """The C likeliest tokens of each expert, weighted by their probability of it."""
+    """Choose the C likeliest tokens of each expert, weighted by their probabilities of the expert."""
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
     weight_EC, token_EC = jax.lax.top_k(prob_TE.T, routing.expert_capacity(moe, len(logit_TE)))
     return ExpertChoiceRouting(token_EC=token_EC, weight_EC=weight_EC * moe.routed_scaling_factor, prob_TE=prob_TE)

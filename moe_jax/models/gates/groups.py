@@ -1,4 +1,4 @@
-"""Experts in groups (DeepSeek-V2, 2024, section 2.1.4): a token's experts come from few of them, so from few devices.
+"""Experts in groups (DeepSeek-V2, 2024, section 2.1.4): a token's experts come from few groups, so from few devices.
 
 T tokens, G groups, E experts.
 """
@@ -12,10 +12,13 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoEConfig
 
 
-def limited(
+def mask_other_groups(
     score_TE: Float[Array, "T E"], moe: MoEConfig, score_of_group: Callable[[jax.Array], jax.Array]
 ) -> Float[Array, "T E"]:
-    """The scores in each token's `topk_group` best groups, and -∞ elsewhere. `score_of_group`: [T, G, E/G] → [T, G]."""
+    """Return the scores in each token's `topk_group` best groups, and -∞ in other groups.
+
+    `score_of_group` maps scores [T, G, E/G] to scores of groups [T, G].
+    """
     if moe.topk_group == moe.n_group:
         return score_TE
     grouped = score_TE.reshape(len(score_TE), moe.n_group, -1)

@@ -1,8 +1,8 @@
-"""What some gates read besides a token's features: its id, its place in the batch, and the random numbers of the step.
+"""What some gates read besides features: the id of a token, its place in the batch, and the random numbers of the step.
 
-A token's random numbers depend on train.seed, the step, the block and the token's place in the global batch only, so
-they are the same on every mesh and however a batch is cut. B sequences of this device, N tokens of each, n of them its
-own, T = B·n.
+A token's random numbers depend only on train.seed, the step, the block and the token's place in the global batch, so
+they are the same on every mesh and however a batch is split. B sequences of this device, N tokens of each, of which
+this device has n, T = B·n.
 """
 
 import dataclasses
@@ -20,26 +20,26 @@ from moe_jax.parallel.sequence_shards import local_shard
 class RouterInputs(NamedTuple):
     """What gates read about some tokens: [B, n] for a part of the batch, [T] for one call of a gate."""
 
-    id: Int[Array, "..."]  # in the vocabulary
-    place: Int[Array, "..."]  # in the global batch
-    key: UInt32[Array, " 2"] | None  # made of the seed and the step; None: evaluation, without noise
-    block: Int[Array, ""]  # its number in the model
+    id: Int[Array, "..."]  # index in the vocabulary
+    place: Int[Array, "..."]  # index in the global batch
+    key: UInt32[Array, " 2"] | None  # derived from the seed and the step; None: evaluation, without noise
+    block: Int[Array, ""]  # the number of the block in the model
 
     def above(self, blocks: int | jax.Array) -> "RouterInputs":
-        """The same tokens, this many blocks higher."""
+        """Return the inputs for the same tokens, this many blocks higher."""
         return self._replace(block=self.block + blocks)
 
     def flat(self) -> "RouterInputs":
-        """The same tokens along one dimension, [T]."""
+        """Return the inputs with tokens along one dimension, [T]."""
         return self._replace(id=self.id.ravel(), place=self.place.ravel())
 
     def parts(self, count: int) -> list["RouterInputs"]:
-        """The sequences in `count` equal parts."""
-        halves = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
-        return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*halves, strict=True)]
+        """Split the sequences into `count` equal parts."""
+        pieces = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
+        return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*pieces, strict=True)]
 
     def keys(self) -> Key[Array, " T"]:
-        """A key for each token in this block; in evaluation it depends on neither seed nor step."""
+        """Return a random key for each token in this block. In evaluation it depends on neither seed nor step."""
         key = jax.random.key(0) if self.key is None else jax.random.wrap_key_data(self.key)
         key = jax.random.fold_in(key, self.block)
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, self.place)
@@ -47,14 +47,17 @@ class RouterInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchPart:
-    """Which part of a device's batch some tokens are, and in which step."""
+    """The part of a device's batch that some tokens belong to, and the step."""
 
     step: jax.Array | None = None  # None: evaluation
     part: int | jax.Array = 0
     parts: int = 1
 
     def router_inputs(self, id_BN: Int[Array, "B N"], moe: MoEConfig, seed: int) -> RouterInputs | None:
-        """The inputs of this device's own tokens of these sequences; None if no gate reads them. Inside `shard_map`."""
+        """Return the inputs for the tokens of these sequences that this device has.
+
+        Returns None if no gate reads them. Runs inside `shard_map`.
+        """
         if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
             return None
         sequences, length = id_BN.shape

@@ -1,6 +1,7 @@
-"""Noisy top-k with a random second expert: noise with a learned deviation on the logits (Shazeer et al. 2017, section
-2.1), and each choice behind the first taken with a probability that grows with its weight (GShard, Lepikhin et al.
-2020, section 2.2). At evaluation neither.
+"""Noisy top-k with a random second expert.
+
+Logits get noise with a learned deviation (Shazeer et al. 2017, section 2.1). Each choice after the first is kept with a
+probability that grows with its weight (GShard, Lepikhin et al. 2020, section 2.2). Evaluation does neither.
 
 T tokens, D model width, E experts, k choices.
 """
@@ -16,7 +17,7 @@ from moe_jax.config.facts import ROUTER, GateFacts, GateParameter
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear, product
-from moe_jax.models.gates.protocol import Decided, Gate
+from moe_jax.models.gates.protocol import Gate, GateOutput
 
 FACTS = GateFacts(
     listed=3, sees_tokens=True, parameters=(ROUTER, GateParameter("router_noise", ("model", "choices"), "zeros"))
@@ -25,22 +26,22 @@ FACTS = GateFacts(
 _NORMAL, _UNIFORM = 0, 1  # streams of a token's random numbers
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> Decided:
-    """softmax(top-k(x·W + N(0,1)·softplus(x·W_noise))); choice j > 1 is left out unless 2·g_j > U(0,1)."""
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> GateOutput:
+    """Compute softmax(top-k(x·W + N(0,1)·softplus(x·W_noise))). Choice j > 1 is skipped unless 2·g_j > U(0,1)."""
     logit_TE = linear(params, x_TD)
     if router_inputs.key is None:
-        return Decided(softmax.choose(logit_TE, moe), logit_TE)
+        return GateOutput(softmax.choose(logit_TE, moe), logit_TE)
     normal_TE = _draw(router_inputs, _NORMAL, jax.random.normal, moe.num_experts)
     logit_TE += normal_TE * jax.nn.softplus(product(x_TD, params["router_noise"]))
     choice = softmax.choose(logit_TE, moe)
-    taken_Tk = _taken(
+    keep_mask_Tk = _keep_mask(
         choice.weight_Tk / moe.routed_scaling_factor, _draw(router_inputs, _UNIFORM, jax.random.uniform, moe.top_k)
     )
-    return Decided(choice._replace(expert_Tk=jnp.where(taken_Tk, choice.expert_Tk, moe.num_experts)), logit_TE)
+    return GateOutput(choice._replace(expert_Tk=jnp.where(keep_mask_Tk, choice.expert_Tk, moe.num_experts)), logit_TE)
 
 
-def _taken(weight_Tk: Float[Array, "T k"], uniform_Tk: Float[Array, "T k"]) -> Bool[Array, "T k"]:
-    """The best one, and others with probability min(1, 2·weight)."""
+def _keep_mask(weight_Tk: Float[Array, "T k"], uniform_Tk: Float[Array, "T k"]) -> Bool[Array, "T k"]:
+    """Keep the best choice, and others with probability min(1, 2·weight)."""
     return (2 * weight_Tk > uniform_Tk).at[:, 0].set(True)
 
 

@@ -1,7 +1,7 @@
-"""What every gate provides. T tokens, D model width, E experts.
+"""The interface of gates. T tokens, D model width, E experts.
 
-A gate is a function of its parameters, the tokens' features and what else is seen of them. Most need the router's
-logits only: they are functions of these, and so is one of your own.
+A gate is a function of its parameters, the features of tokens and their other inputs. Most gates need only the logits
+of a linear router: they are functions of logits, and so is a gate from outside the project.
 """
 
 from collections.abc import Callable
@@ -16,35 +16,34 @@ from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
 
 
-class Decided(NamedTuple):
-    """A decision, and the logits that it comes from."""
+class GateOutput(NamedTuple):
+    """A decision, and the logits that it was made from."""
 
     decision: Decision
-    logit_TE: Float[Array, "T _"] | None  # None: it does not depend on what is learned
+    logit_TE: Float[Array, "T _"] | None  # None: the decision depends on nothing learned
 
 
-Gate = Callable[
-    [Any, jax.Array, Any, MoEConfig], Decided
-]  # the third is a `RouterInputs`, or None for gates that do not look at it
+# the third argument is a `RouterInputs`, or None for gates that do not read it
+Gate = Callable[[Any, jax.Array, Any, MoEConfig], GateOutput]
 OfLogits = Callable[[jax.Array, MoEConfig], Decision]
 OfBiasedLogits = Callable[[jax.Array, MoEConfig, jax.Array | None], Decision]
 
 
 def of_logits(choose: OfLogits) -> Gate:
-    """The gate that decides by a linear router's logits."""
+    """Return the gate that decides by the logits of a linear router."""
 
-    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
         logit_TE = linear(params, x_TD)
-        return Decided(choose(logit_TE, moe), logit_TE)
+        return GateOutput(choose(logit_TE, moe), logit_TE)
 
     return decide
 
 
 def of_biased_logits(choose: OfBiasedLogits) -> Gate:
-    """The same of one that looks at a score bias, if there is one."""
+    """Return the gate that decides by the logits of a linear router, and by a score bias if the layer has one."""
 
-    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
+    def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
         logit_TE = linear(params, x_TD)
-        return Decided(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
+        return GateOutput(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
 
     return decide

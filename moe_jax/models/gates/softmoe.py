@@ -1,8 +1,8 @@
 """Soft MoE (Puigcerver et al. 2024, sections 2.1 and 2.3): slots are convex mixes of tokens, and tokens of slots.
 
-The tokens are those of this device, all at once, so microbatches may not be cut before the layer. A slot also mixes in
-tokens that stand behind others in their sequence: in a decoder, training then sees what sampling does not. T tokens,
-D model width, E experts, C slots of each.
+A slot mixes all tokens of this device, so microbatches must not be split before the layer. These include later tokens
+of a sequence: in a decoder, training reads tokens that sampling does not have yet. T tokens, D model width, E experts,
+C slots of each.
 """
 
 from typing import Any
@@ -14,9 +14,8 @@ from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts, GateParameter
 from moe_jax.models.gates.choice import SoftRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import product
-from moe_jax.models.gates.protocol import Decided, Gate
-from moe_jax.models.gates.unit import unit
+from moe_jax.models.gates.logits import product, unit
+from moe_jax.models.gates.protocol import Gate, GateOutput
 
 FACTS = GateFacts(
     listed=11,
@@ -27,8 +26,11 @@ FACTS = GateFacts(
 )
 
 
-def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> Decided:
-    """Softmax over tokens for what slots see, over all slots for what tokens get, of scaled cosines."""
+def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
+    """Compute scaled cosines of tokens and slots.
+
+    Their softmax over tokens gives the inputs of slots, and their softmax over all slots the outputs of tokens.
+    """
     slots_DS = params["slots"].reshape(x_TD.shape[1], -1)
     logit_TS = product(unit(x_TD.astype(slots_DS.dtype), axis=1), params["scale"] * unit(slots_DS, axis=0))
     by_expert = (len(x_TD), moe.num_experts, moe.slots_per_expert)
@@ -38,7 +40,7 @@ def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs |
         combine_TEC=combine_TEC * moe.routed_scaling_factor,
         prob_TE=combine_TEC.sum(axis=-1),
     )
-    return Decided(mixed, logit_TS)
+    return GateOutput(mixed, logit_TS)
 
 
 GATE: Gate = choose

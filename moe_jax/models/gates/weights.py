@@ -1,4 +1,4 @@
-"""From scores to the weights of experts' outputs. T tokens, E experts, k choices."""
+"""The weights of experts' outputs, from scores. T tokens, E experts, k choices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 
-TINY = 1e-20  # keeps a token without any score finite
+TINY = 1e-20  # avoids a division by 0 for a token whose scores are all 0
 
 
-def best_of(
+def top_k_scores(
     score_TE: Float[Array, "T E"], bias_E: Float[Array, " E"] | None, moe: MoEConfig
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """Scores and numbers of the k experts with the highest score + bias (Wang et al. 2024, eq. 3), or score alone."""
+    """Return scores and indices of the k experts with the highest score, or score + bias (Wang et al. 2024, eq. 3)."""
     if bias_E is None:
         score_Tk, expert_Tk = jax.lax.top_k(score_TE, moe.top_k)
         return score_Tk, expert_Tk
@@ -21,20 +21,23 @@ def best_of(
     return jnp.take_along_axis(score_TE, expert_Tk, axis=-1), expert_Tk
 
 
-def weights_of(score_Tk: Float[Array, "T k"], moe: MoEConfig) -> Float[Array, "T k"]:
-    """The scores of the chosen experts, renormalised if the config says so, times its factor."""
+def expert_weights(score_Tk: Float[Array, "T k"], moe: MoEConfig) -> Float[Array, "T k"]:
+    """Return the scores of the chosen experts, renormalised if the config says so, times the routed scaling factor."""
     if moe.divides_by_sum:
         score_Tk = normalized(score_Tk)
     return score_Tk * moe.routed_scaling_factor
 
 
 def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
-    """Rows that sum to 1."""
+    """Scale rows to a sum of 1."""
     return score / (score.sum(axis=-1, keepdims=True) + TINY)
 
 
 def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoEConfig) -> TopKRouting:
-    """Experts that nothing learned has chosen, as likely as they count."""
+    """Return the routing to experts that were not chosen by learned scores.
+
+    They have equal weights, and equal probabilities.
+    """
     tokens, choices = expert_Tk.shape
     prob_TE = jax.nn.one_hot(expert_Tk, moe.num_experts).sum(axis=1) / choices
     weight_Tk = jnp.full((tokens, choices), moe.routed_scaling_factor / choices, jnp.float32)

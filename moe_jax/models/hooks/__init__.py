@@ -19,7 +19,7 @@ HOOKS: dict[str, Hooks] = {
 
 
 def hooks_of(moe: MoEConfig) -> Hooks:
-    """Those that a config names. Raises ConfigError if they are none."""
+    """Return the hooks that a config names. Raises ConfigError for an unknown name, or for invalid hooks."""
     hooks = named("model.moe.hooks", moe.hooks, HOOKS)
     if not isinstance(hooks, Hooks):
         raise ConfigError(
@@ -53,7 +53,7 @@ def _traced(part: str, form: str, x: jax.ShapeDtypeStruct, hook: Any) -> jax.Sha
     call = guarded(part, form, hook)
     try:
         found = jax.eval_shape(lambda x: call(x), x)
-    except TypeError as error:  # of jax, for what is no array
+    except TypeError as error:  # raised by jax for a result that is not an array
         raise ConfigError(f"{part} returns what is no array ({first_line_of(error)}): {form}") from error
     if not isinstance(found, jax.ShapeDtypeStruct):
         raise ConfigError(f"{part} returns {type(found).__name__}: {form}")

@@ -1,4 +1,4 @@
-"""Rows and their cotangents travel as bfloat16."""
+"""A codec that sends rows and their cotangents as bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ FACTS = HooksFacts(listed=0)
 
 
 def encode(rows: Float[Array, "P ... D"]) -> UInt16[Array, "P ... D"]:
-    """The rows rounded to bfloat16, as bits: XLA:CPU would send the numbers as float32."""
+    """Return the rows rounded to bfloat16, as bits: XLA:CPU would send the numbers as float32."""
     return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
 
 
 def decode(bits: UInt16[Array, "P ... D"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
-    """The rounded rows."""
+    """Return the rounded rows."""
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
 
 

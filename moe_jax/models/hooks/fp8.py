@@ -1,8 +1,9 @@
-"""Rows travel as 8-bit floats (e4m3, Micikevicius et al. 2022) with a scale for each; cotangents as bfloat16.
+"""A codec that sends rows as 8-bit floats (e4m3, Micikevicius et al. 2022) with a scale each, and cotangents as
+bfloat16.
 
-With s = max |x| / 448 of a row, x comes back within max(|x| / 16, s / 1024): half a step of 3 bits of mantissa, or of
-the smallest number. A row with a number that is not finite comes back as NaN.
-P expert ranks, D model width, B = D + 4 bytes.
+With s = max |x| / 448 of a row, the error of x is at most max(|x| / 16, s / 1024): half a step of 3 bits of mantissa,
+or of the smallest number. A row with a number that is not finite becomes NaN. P expert ranks, D model width, B = D + 4
+bytes.
 """
 
 import jax
@@ -20,7 +21,7 @@ _SCALE_BYTES = 4
 
 
 def encode(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
-    """Each row's numbers, then its scale: one array, so that it is one exchange."""
+    """Return each row's numbers and then its scale, in one array, so that one exchange sends both."""
     x = rows.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
     scale = jnp.where(scale == 0, 1.0, scale)
@@ -29,7 +30,7 @@ def encode(rows: Float[Array, "P ... D"]) -> UInt8[Array, "P ... B"]:
 
 
 def decode(packed: UInt8[Array, "P ... B"], dtype: jax.typing.DTypeLike) -> Float[Array, "P ... D"]:
-    """The rounded rows."""
+    """Return the rounded rows."""
     numbers, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:]
     x = jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn).astype(jnp.float32)
     return (x * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]).astype(dtype)

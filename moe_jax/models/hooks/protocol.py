@@ -1,4 +1,4 @@
-"""What hooks are made of. T tokens of this device, P expert ranks, D model width."""
+"""The interface of hooks. T tokens of this device, P expert ranks, D model width."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,36 +7,41 @@ import jax
 from jaxtyping import Array, Float, Shaped
 
 
-def _same(x: jax.Array, *_: object) -> jax.Array:
+def _identity(x: jax.Array, *_: object) -> jax.Array:
     return x
 
 
 class WireCodec(NamedTuple):
-    """The form in which rows travel through one exchange; nothing differentiates its functions.
+    """How rows are encoded for one exchange. Its functions are not differentiated.
 
-    `encode` makes of the rows what travels, an array of any type that keeps the first dimension. `decode` makes rows of
-    it again, in the shape that they had and the type that it is given.
+    `encode` turns rows into what is sent, an array of any dtype that keeps the first dimension. `decode` restores rows
+    of the original shape, in the dtype that is passed to it.
     """
 
-    encode: Callable[[Float[Array, "P ... D"]], Shaped[Array, "P ..."]] = _same
-    decode: Callable[[Shaped[Array, "P ..."], jax.typing.DTypeLike], Float[Array, "P ... D"]] = _same
+    encode: Callable[[Float[Array, "P ... D"]], Shaped[Array, "P ..."]] = _identity
+    decode: Callable[[Shaped[Array, "P ..."], jax.typing.DTypeLike], Float[Array, "P ... D"]] = _identity
 
 
 class Hooks(NamedTuple):
-    """Functions around a MoE layer, and the codecs of its exchanges (FSMoE §3); without any, it is the layer alone.
+    """Functions around an MoE layer, and the codecs of its exchanges (FSMoE §3). By default they do nothing.
 
-    The layer's have gradients and keep shape and type. Backward, the cotangents of what an exchange brought travel as
-    they would without hooks, with codecs of their own: gradients go straight through `encode` and `decode`.
+    The functions around the layer are differentiated and keep shape and dtype. In the backward pass the cotangents of
+    what an exchange brought are sent as without hooks, with codecs of their own: gradients pass straight through
+    `encode` and `decode`.
     """
 
-    before_layer: Callable[[Float[Array, "T D"]], Float[Array, "T D"]] = _same  # of what gate and routed experts see
-    after_layer: Callable[[Float[Array, "T D"]], Float[Array, "T D"]] = _same  # of their weighted sums
+    before_layer: Callable[[Float[Array, "T D"]], Float[Array, "T D"]] = (
+        _identity  # on the input of the gate and of routed experts
+    )
+    after_layer: Callable[[Float[Array, "T D"]], Float[Array, "T D"]] = (
+        _identity  # on the weighted sums of routed experts
+    )
     dispatch: WireCodec = WireCodec()
     combine: WireCodec = WireCodec()
     dispatch_backward: WireCodec = WireCodec()  # from the experts to the tokens' devices
     combine_backward: WireCodec = WireCodec()  # from the tokens' devices to the experts
 
     def codec(self, phase: str, *, backward: bool) -> WireCodec:
-        """The codec of a phase: dispatch or combine."""
+        """Return the codec of a phase: dispatch or combine."""
         codec: WireCodec = getattr(self, f"{phase}_backward" if backward else phase)
         return codec

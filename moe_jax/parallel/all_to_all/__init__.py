@@ -1,7 +1,7 @@
-"""Ways to exchange blocks of rows between the ranks of a mesh axis: one file each, one signature.
+"""Algorithms that exchange blocks of rows between the ranks of a mesh axis: one file each, one signature.
 
-`start` sends block p to rank p and returns what is under way; `finish` puts together the blocks that came, block p from
-rank p. Together they are their own inverse and their own transpose.
+`start` sends block p to rank p and returns what is in flight. `finish` assembles the blocks that arrived: block p of
+the result came from rank p. The two together are their own inverse and their own transpose.
 """
 
 import math
@@ -18,23 +18,24 @@ from moe_jax.config.plugins import named
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.ranks import Ranks
 
-# what `start` returns and `finish` takes: last an array that arrives last, before it whatever else `finish` needs
+# what `start` returns and `finish` takes: the last entry is the array that arrives last, the others are whatever else
+# `finish` needs
 UnderWay = tuple[Any, ...]
 
 
 class Exchange(NamedTuple):
-    """An algorithm in two halves, between which other work runs."""
+    """An exchange algorithm in two halves. Other work can run between them."""
 
     start: Callable[[jax.Array, Ranks], UnderWay]
     finish: Callable[[UnderWay, Ranks], jax.Array]
-    only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
+    only_starts: bool = False  # whether `start` only submits the rows and returns before anything has arrived
 
     def __call__(self, x: jax.Array, ranks: Ranks) -> jax.Array:
-        """Both halves."""
+        """Run both halves."""
         return _both(self, ranks, x)
 
     def bind(self, ranks: Ranks) -> Callable[[jax.Array], jax.Array]:
-        """Both halves, as a function of the rows alone."""
+        """Return both halves as a function of the rows alone."""
         return lambda x: self(x, ranks)
 
 
@@ -56,14 +57,19 @@ _both.defvjp(_forward, _backward)
 EXCHANGES = {
     name: Exchange(module.start, module.finish, registry.EXCHANGE_FACTS[name].only_starts)
     for name, module in registry.EXCHANGE_FACTS.modules().items()
-    if not registry.EXCHANGE_FACTS[name].ragged  # its rows come with their sizes
+    if not registry.EXCHANGE_FACTS[
+        name
+    ].ragged  # a ragged exchange also sends the sizes of its rows, so its signature differs
 }
 RAGGED = tuple(name for name in registry.EXCHANGE_FACTS if name not in EXCHANGES)
 BY_NODE = tuple(name for name, facts in registry.EXCHANGE_FACTS.items() if facts.by_node)
 
 
 def exchange_named(algorithm: str) -> Exchange:
-    """The one that a config names, but for auto and ragged. Raises ConfigError if it is none."""
+    """Return the exchange that a config names.
+
+    Raises ConfigError for an unknown name, for `auto` and for `ragged`.
+    """
     exchange = named("exchange.algorithm", algorithm, EXCHANGES)
     if not isinstance(exchange, Exchange):
         raise ConfigError(
@@ -74,16 +80,16 @@ def exchange_named(algorithm: str) -> Exchange:
 
 
 def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
-    """Raise ConfigError unless rows arrive in the shape and type in which they are sent."""
+    """Raise ConfigError unless rows arrive in the shape and type in which they were sent."""
     exchange, size = exchange_named(algorithm), math.prod(mesh.shape[axis] for axis in ranks.axes)
     rows, spec = jax.ShapeDtypeStruct((size**2, 3), jnp.bfloat16), PartitionSpec(ranks.axis)
     try:
         sent = jax.shard_map(exchange.bind(ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         arrived = jax.eval_shape(sent, rows)
-    except Exception as error:  # of functions that are not the project's
-        told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    except Exception as error:  # raised by functions from outside the project
+        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
-            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({told}): mend it"
+            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({message}): mend it"
         ) from error
     if not isinstance(arrived, jax.ShapeDtypeStruct):
         raise ConfigError(

@@ -17,5 +17,5 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
 
 
 def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
-    """Block p of the result came from rank p."""
+    """Return the result. Its block p came from rank p."""
     return under_way[0]

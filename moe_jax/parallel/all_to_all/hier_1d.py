@@ -1,7 +1,8 @@
-"""Through one leader of each node: the fewest messages between nodes, for nodes whose ranks share one slow adapter.
+"""The hierarchical all-to-all of HetuMoE (Nie et al. 2022): all rows pass through one leader of each node.
 
-The hierarchical all-to-all of HetuMoE (Nie et al. 2022). N nodes of L ranks, P = N · L; a node's first
-rank leads. All ranks make room for what a leader holds, L times their own rows, as they run the same program.
+It sends the fewest messages between nodes, which suits nodes whose ranks share one slow network adapter. N nodes of L
+ranks, P = N · L; the first rank of a node is its leader. All ranks run the same program, so each allocates the buffers
+of a leader, L times the size of its own rows.
 """
 
 import jax
@@ -18,13 +19,14 @@ _LEADER = 0
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
-    """Send block p to rank p: members' rows to their leader, leaders' to each other, and out to the members."""
+    """Send block p to rank p: members send to their leader, leaders to each other, and leaders to their members."""
     nodes, local = ranks.nodes(), ranks.per_node
     members = range(1, local)
     rows = x.reshape(nodes, local, *x.shape[1:])  # [to node, to member]
     with jax.named_scope("gather"):
         gathered = [permuted(rows, ranks.axis, ranks.inside(m, _LEADER)) for m in members]
-    blocks = jnp.stack([rows, *gathered], axis=1)  # at leaders, as all below: [to node, from member, to member]
+    # valid on leaders only, as everything below: [to node, from member, to member]
+    blocks = jnp.stack([rows, *gathered], axis=1)
     with jax.named_scope("between"):
         blocks = _between_leaders(blocks, ranks)
     with jax.named_scope("scatter"):  # [from node, from member]
@@ -34,13 +36,13 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
 
 
 def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
-    """Block p of the result came from rank p."""
+    """Return the result. Its block p came from rank p."""
     (rows,) = under_way
     return rows.reshape(ranks.size(), *rows.shape[2:])
 
 
 def _between_leaders(blocks: Shaped[Array, "N ..."], ranks: Ranks) -> Shaped[Array, "N ..."]:
-    """Block n to the leader of node n, block n from there; at members anything."""
+    """Exchange between leaders: block n goes to the leader of node n. On members the result is arbitrary."""
     nodes, node = ranks.nodes(), jax.lax.axis_index(ranks.axis) // ranks.per_node
     received = blocks
     for distance in range(1, nodes):

@@ -1,6 +1,7 @@
-"""First inside the nodes, then between equal members of all nodes: few large messages leave a node.
+"""The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023): first inside nodes, then between nodes.
 
-The two-dimensional hierarchical all-to-all of Tutel (Hwang et al. 2023). N nodes of L ranks, P = N · L.
+The second step exchanges between members with equal numbers in their nodes, so few large messages leave a node. N nodes
+of L ranks, P = N · L.
 """
 
 import jax
@@ -13,7 +14,7 @@ FACTS = ExchangeFacts(listed=3, by_node=True, counted_as="hier_2d")
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
-    """Send block p to rank p: by way of the member of this node that has rank p's place in its own."""
+    """Send block p to rank p, through the member of this node that has the same number in its node as rank p."""
     nodes = ranks.nodes()
     blocks = x.reshape(nodes, ranks.per_node, *x.shape[1:])  # [to node, to member]
     if ranks.per_node > 1:
@@ -26,6 +27,6 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
 
 
 def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
-    """Block p of the result came from rank p."""
+    """Return the result. Its block p came from rank p."""
     (blocks,) = under_way
     return blocks.reshape(ranks.size(), *blocks.shape[2:])

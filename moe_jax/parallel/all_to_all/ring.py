@@ -1,4 +1,4 @@
-"""One collective-permute per distance: asynchronous on TPU and GPU."""
+"""One collective-permute per distance. They are asynchronous on TPU and GPU."""
 
 import jax
 from jaxtyping import Array, Shaped
@@ -11,7 +11,7 @@ FACTS = ExchangeFacts(listed=1, permutes=True, counted_as="ring")
 
 
 def shift(x: Shaped[Array, "..."], distance: int, ranks: Ranks) -> Shaped[Array, "..."]:
-    """`x` of the rank `distance` before this one."""
+    """Return the `x` of the rank `distance` before this one."""
     count = ranks.size()
     if distance % count == 0:
         return x
@@ -19,7 +19,7 @@ def shift(x: Shaped[Array, "..."], distance: int, ranks: Ranks) -> Shaped[Array,
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
-    """Send block p to rank p: P - 1 hops, of which hop s carries one block to the rank s further on.
+    """Send block p to rank p in P - 1 hops. Hop s carries one block to the rank s after this one.
 
     Returns `x`, then the block that arrives with each hop.
     """
@@ -32,7 +32,7 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[jax.Array, ...]:
 
 
 def finish(under_way: tuple[jax.Array, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
-    """Block p of the result came from rank p."""
+    """Assemble the result. Its block p came from rank p."""
     received, *blocks = under_way
     count, rank = ranks.size(), jax.lax.axis_index(ranks.axis)
     for hop, block in enumerate(blocks, start=1):

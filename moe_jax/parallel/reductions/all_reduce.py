@@ -1,6 +1,6 @@
 """One all-reduce.
 
-P ranks, m numbers of each.
+P ranks, m numbers for each.
 """
 
 import jax
@@ -14,10 +14,10 @@ FACTS = ReductionFacts(listed=0, one_scatter=True)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
-    """The sum of `x_n` over all ranks of `axes`, on each of them."""
+    """Return the sum of `x_n` over all ranks of `axes`, on each of them."""
     return jax.lax.psum(x_n, axes)
 
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
-    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
     return scatter_gather.scatter(x_Pm, axes)

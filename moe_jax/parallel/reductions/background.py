@@ -1,6 +1,6 @@
-"""Beside the program, on a CPU cluster: see `parallel.background`.
+"""A reduction on a CPU cluster that runs concurrently with the program: see `parallel.background`.
 
-P ranks, m numbers of each.
+P ranks, m numbers for each.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ FACTS = ReductionFacts(listed=3, in_background=True, only_starts=True)
 
 
 def start(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
-    """Sum `x_n` over all ranks of `axes`. Returns the result's shape and dtype, and a ticket."""
+    """Start the sum of `x_n` over all ranks of `axes`. Returns the shape and dtype of the result, and a ticket."""
     return jax.ShapeDtypeStruct(x_n.shape, x_n.dtype), background.start(x_n, "sum", axes)
 
 
 def start_scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
-    """Sum `x_Pm` over all ranks of `axes`, for row r to be on rank r; as `start`."""
+    """Start the sum of `x_Pm` over all ranks of `axes`, of which rank r gets row r. Returns the same as `start`."""
     return jax.ShapeDtypeStruct(x_Pm.shape[1:], x_Pm.dtype), background.start(x_Pm, "scatter", axes)
 
 
 def finish(under_way: tuple[Any, ...]) -> Num[Array, " n"]:
-    """The sum, or this rank's row of it."""
+    """Wait for the sum, or for this rank's row of it."""
     shape, ticket = under_way
     return background.finish(ticket, shape)

@@ -1,6 +1,6 @@
 """Collective-permutes around a ring, asynchronous on every platform (Patarasuk and Yuan 2009).
 
-P ranks, m = n / P numbers of each, rounded up.
+P ranks, m = n / P numbers for each, rounded up.
 """
 
 import math
@@ -17,22 +17,23 @@ FACTS = ReductionFacts(listed=2)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
-    """The sum of `x_n` over all ranks of `axes`, on each of them.
+    """Return the sum of `x_n` over all ranks of `axes`, on each of them.
 
-    P - 1 hops sum each chunk on its way around; P - 1 more bring the sums to all. A hop carries n / P numbers.
+    P - 1 hops sum each chunk on its way around the ring; P - 1 more bring the sums to all ranks. A hop carries n / P
+    numbers.
     """
     ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
     sum_m = scatter(jnp.pad(x_n, (0, -len(x_n) % ranks)).reshape(ranks, -1), axes)
     total_Pm = jnp.zeros((ranks, len(sum_m)), sum_m.dtype)
     for hop in range(ranks):
         if hop:
-            sum_m = _passed_on(sum_m, axes)
+            sum_m = _to_next(sum_m, axes)
         total_Pm = jax.lax.dynamic_update_index_in_dim(total_Pm, sum_m, (rank - hop) % ranks, axis=0)
     return total_Pm.reshape(-1)[: len(x_n)]
 
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
-    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
     ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
 
     def own_m(hop: int) -> jax.Array:
@@ -40,7 +41,7 @@ def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]
 
     sum_m = own_m(0)
     for hop in range(1, ranks):
-        sum_m = _passed_on(sum_m, axes) + own_m(hop)
+        sum_m = _to_next(sum_m, axes) + own_m(hop)
     return sum_m
 
 
@@ -48,6 +49,6 @@ def _ranks(axes: tuple[Axis, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def _passed_on(x_m: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+def _to_next(x_m: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
     ranks = _ranks(axes)
     return permuted(x_m, axes, [(source, (source + 1) % ranks) for source in range(ranks)])

@@ -1,6 +1,6 @@
-"""A reduce-scatter and an all-gather: half of an all-reduce each, and other work fits between them.
+"""A reduce-scatter and an all-gather. Each is half of an all-reduce, and other work fits between them.
 
-P ranks, m numbers of each.
+P ranks, m numbers for each.
 """
 
 import math
@@ -16,7 +16,7 @@ FACTS = ReductionFacts(listed=1, one_scatter=True)
 
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
-    """The sum of `x_n` over all ranks of `axes`, on each of them."""
+    """Return the sum of `x_n` over all ranks of `axes`, on each of them."""
     ranks = math.prod(jax.lax.axis_size(axis) for axis in axes)
     padded = jnp.pad(x_n, (0, -len(x_n) % ranks))
     sum_m = jax.lax.psum_scatter(padded, axes, tiled=True)
@@ -24,5 +24,5 @@ def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
 
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
-    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r: the first half alone."""
+    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r: the reduce-scatter alone."""
     return jax.lax.psum_scatter(x_Pm, axes)

@@ -1,9 +1,9 @@
 """Reduce-scatters of whole tiles, over one mesh axis after another, for TPUs.
 
-XLA:TPU makes all-reduces of others: over several axes at once, or of rows that are no whole tiles. As many bytes travel
-as in one over all axes.
+XLA:TPU rewrites other reduce-scatters into all-reduces: those over several axes at once, and those whose rows are not
+whole tiles. As many bytes travel as in one reduce-scatter over all axes.
 
-P ranks, m numbers of each.
+P ranks, m numbers for each.
 """
 
 import jax
@@ -16,9 +16,9 @@ _LANES, _TILE = 128, 8 * 128
 
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
-    """Row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
     length = x_Pm.shape[1]
     rest = jnp.pad(x_Pm, ((0, 0), (0, -length % _TILE)))
-    for axis in axes:  # what is left are rows of the ranks of the axes behind
+    for axis in axes:  # what remains are the rows for the ranks of the axes that follow
         rest = jax.lax.psum_scatter(rest.reshape(jax.lax.axis_size(axis), -1, _LANES), axis)
     return rest.reshape(-1)[:length]

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 
 from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.parallel.ordering import barrier_after
-from moe_jax.parallel.pipeline import Arriving, arriving, nothing_posted, post, stage, to_next, to_previous
+from moe_jax.parallel.pipeline import (
+    Receive,
+    no_ticket,
+    receive_transfer,
+    stage,
+    start_transfer,
+    to_next,
+    to_previous,
+)
 from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
@@ -83,7 +91,7 @@ class PipelineStage:
         return State(
             x_bND=zeros,
             dx_bND=zeros,
-            posted=nothing_posted(),
+            posted=no_ticket(),
             # one extra slot, see `rows_of`
             activations=jnp.zeros((slots.activations.num_slots + 1, *zeros.shape), zeros.dtype),
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
@@ -106,7 +114,7 @@ class PipelineStage:
         fwd, bwd, split = row.forward, row.backward, self.plan.table.split_weight_grad
         runs = self.plan.runs_of(row)
         run = functools.partial(_run, runs)
-        gradient = arriving(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
+        gradient = receive_transfer(state.posted, self._x_bND) if self._in_background else to_previous(state.dx_bND)
         state = run("embed", self._embed, state, fwd)
         state = self._of_structures(run, "forward", functools.partial(self._forward, save=True), state, fwd)
         dx_bND = gradient(state.x_bND)
@@ -122,7 +130,7 @@ class PipelineStage:
             runs.update(self._once_arrived(runs, ("embed_back", "weight"), x_bND))
             state = _received(state, row, x_bND)
         else:
-            state = state._replace(posted=post(state.dx_bND, "to_previous", row.gradient_part))
+            state = state._replace(posted=start_transfer(state.dx_bND, "to_previous", row.gradient_part))
         state = run("embed_back", self._embed_back, state, bwd)
         if split:
             state = self._of_structures(run, "weight", self._weight_gradients, state, row.weight)
@@ -174,9 +182,9 @@ class PipelineStage:
         names = [name for name in runs if name.startswith(passes)] if self.compute.platform == "tpu" else []
         return {name: barrier_after(runs[name], x_bND) for name in names}
 
-    def _to_next(self, state: State, row: Row) -> Arriving:
+    def _to_next(self, state: State, row: Row) -> Receive:
         if self._in_background:
-            return arriving(post(state.x_bND, "to_next", row.activation_part), self._x_bND)
+            return receive_transfer(start_transfer(state.x_bND, "to_next", row.activation_part), self._x_bND)
         return to_next(state.x_bND)
 
     def _of_structures(

@@ -121,7 +121,7 @@ class Tasks:
         for r in dims.microbatches_of(action):
             self.add_combine_to_residual(r, block)
             if dims.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view, way=dims.compute.attention))
+                function = self._remat(partial(dense_block, model=model, view=view, impl=dims.compute.attention))
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.order.record_compute(self.x[r])
                 continue

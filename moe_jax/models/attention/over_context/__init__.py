@@ -1,4 +1,4 @@
-"""How attention of one context rank sees the tokens of all: one file for each form."""
+"""How the queries of one context rank attend to the tokens of all ranks: one file for each form."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,6 @@ import jax
 
 from moe_jax.models.attention.over_context import all_gather, ring
 
-# query [B, n, H, K], (key [B, n, G, K], value [B, n, G, V]) or what `make` makes them of with weights, these weights,
-# sink [H] or None, make or None, window, scale → values that queries see [B, n, H, V]
+# query [B, n, H, K], (key [B, n, G, K], value [B, n, G, V]) or what `make` computes them from, weights of `make`,
+# sink [H] or None, make or None, window, scale → outputs [B, n, H, V]
 FORMS: dict[str, Callable[..., jax.Array]] = {"ring": ring.values, "all_gather": all_gather.values}
