@@ -1,7 +1,7 @@
 """A part of `bench_gpu.py`: the same model in Hugging Face transformers, compiled, with grouped products of experts.
 
-Parameters and moments of AdamW are bfloat16 (grouped products compile with no other): fewer bytes than our float32.
-Its loss is the cross-entropy alone. Both make its steps shorter, not longer.
+Parameters and moments of AdamW are bfloat16, since grouped products compile with no other type; these are fewer bytes
+than our float32. Its loss is the cross-entropy alone. Both make its steps shorter, not longer.
 """
 
 import gc
@@ -16,13 +16,13 @@ from rounds import seconds_in_rounds
 
 from moe_jax.measure.provenance import package_version
 
-_WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # compiled, how experts are computed
+_WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # is compiled, implementation of the experts
 
 
 def measure(
     put: Put, settings: Values, sequences: int, seq_len: int, flops_per_token: float, rates: Values, clock_s: float
 ) -> None:
-    """The first way that works, with half the sequences, and again, where memory does not do."""
+    """Time the first implementation that works; halve the number of sequences whenever memory runs out."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return put({"skipped": f"{' and '.join(missing)} not installed"})
@@ -67,7 +67,7 @@ def measure(
 def _times(
     settings: Values, device: str, is_compiled: bool, experts: str | None, sequences: int, seq_len: int, clock_s: float
 ) -> Values:
-    """Seconds of the first step, and of one in each round."""
+    """Return the seconds of the first step, and seconds per step in each round."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

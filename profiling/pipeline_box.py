@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python profiling/pipeline_box.py [section.key=value …]
 
-Four processes in network namespaces, joined by throttled links; exchanges run in the background. The ranks of a stage
-share a core, so that an idle stage leaves its core idle. Steps of each variant run in turn; times are ratios to plain
-1F1B, whose blocks run uncut. Writes results/pipeline_box.json and a picture of one traced step of each.
+Runs four processes in network namespaces, joined by throttled links; exchanges run in the background. The ranks of a
+stage share a core, so that an idle stage leaves its core idle. Steps of the variants alternate; times are ratios to
+plain 1F1B, whose blocks run unsplit. Writes results/pipeline_box.json and a picture of one traced step of each variant.
 """
 
 import argparse
@@ -39,16 +39,16 @@ VARIANTS = {
 _COMMON = [
     f"mesh.pipeline={STAGES}",
     f"mesh.expert={EXPERT_RANKS}",
-    "exchange.reduction=all_reduce",  # gradients are summed behind the ticks
+    "exchange.reduction=all_reduce",  # gradients are summed after the ticks
     "train.grad_accumulation=8",
     "train.batch_size=64",
 ]
 _TFLOPS = 0.03
-_TRACES = 3  # steps of each variant
+_TRACES = 3  # traced steps of each variant
 
 
 def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.join()
     box.set_data_rate(box.parse_rate(arguments.rate))
     stand = Harness(configs[BASE])
@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     for turn in range(arguments.rounds + 1):
         for name, step in steps.items():
             step_s = seconds_per_step(step, arguments.steps)
-            if turn:  # the first warms up
+            if turn:  # round 0 is the warm-up
                 seconds[name].append(step_s)
         tell(f"round {turn} of {arguments.rounds}")
     timelines, bubbles = {}, {}
@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians and quartiles of seconds, and of ratios within a round; idle shares."""
+    """Return medians and quartiles of seconds, and of ratios within a round; and idle shares."""
     seconds = found["seconds"]
     return {
         name: {
@@ -93,7 +93,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(rows: dict[str, Any]) -> str:
-    """The summary as a table."""
+    """Format the summary as a table."""
     lines = [f"{'':20}  step s  × {BASE}  idle: measured, by formula, of its own slots, with sends"]
     for name, row in rows.items():
         lines.append(
@@ -122,7 +122,7 @@ def main() -> None:
     names = list(dict.fromkeys([BASE, *arguments.variants.split(",")]))
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
-    # rates that tasks are ordered by: the link's, and what a core does for two ranks
+    # rates used to order the tasks: the link's, and the speed of a core shared by two ranks
     rates = [f"schedule.link_gb_per_s={box.parse_rate(arguments.rate) / 8e9:g}", f"schedule.device_tflops={_TFLOPS}"]
     common = [*_COMMON, *rates, *arguments.overrides]
     configs = {name: load_config(arguments.config, [*common, *VARIANTS[name]]) for name in names}

@@ -2,14 +2,13 @@
 
     sudo .venv/bin/python profiling/predicted_steps.py
 
-Two processes in network namespaces are the cluster. What the planner knows of it is measured apart from the steps that
-it predicts: tasks of each model on each mesh, timed without communication (`stand.profiled`); how long exchanges
-take, what they take of compute, and how much compute slows down beside them (`link.Link`). Then training steps of every
-model, mesh, policy, degree, size of chunks and rate of the link run in turn, each behind a step of compute alone, whose
-pace the profile is brought to, and are held against `plan.estimate`. A case is a model and a rate: of all that was
-measured there, the step that is predicted to be fastest is held against the fastest.
-Experts have a slot for every token, as in configs/bench/box.yaml: so a microbatch moves no more than its share.
-Writes results/predicted_steps.json and .png.
+Two processes in network namespaces are the cluster. The planner's inputs are measured separately from the steps that it
+predicts: tasks of each model on each mesh, timed without communication (`benchmark_harness.profiled`); and the duration
+of exchanges, the compute that they take, and the slowdown of concurrent compute (`link.Link`). Then training steps of
+every model, mesh, policy, degree, chunk size and rate of the link alternate. Each runs after a step of compute alone,
+the pace of which scales the profile, and is compared with `plan.estimate`. A case is a model and a rate: the step that
+is predicted to be fastest is compared with the fastest step measured. Experts have a slot for every token, as in
+configs/bench/box.yaml, so a microbatch moves no more than its share. Writes results/predicted_steps.json and .png.
 """
 
 import argparse
@@ -35,7 +34,7 @@ _PARTS = (1, 4)
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Everything, in one process of the box."""
+    """Measure everything, in one process of the box."""
     box.join()
     rates = [box.parse_rate(rate, "--rates") for rate in arguments.rates.split(",")]
     rows: list[dict[str, Any]] = []
@@ -50,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def of_mesh(
     model: str, mesh: str, rates: list[float], arguments: argparse.Namespace, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """What was predicted and measured there."""
+    """Yield the predicted and measured times of a model on a mesh."""
     path = folder / "times.json"
     stand = Harness(config_of(model, mesh, *arguments.overrides))
     profile = profiled(stand, stand.config, _PARTS)
@@ -65,7 +64,7 @@ def of_mesh(
     tell(f"{model}, {mesh} axis: compiled")
     seconds = rounds(steps, profile, rates, arguments.rounds)
     for (rate, link_times), (way, config) in itertools.product(links.items(), configs.items()):
-        # The machine's pace changes from minute to minute: what is predicted is a step at the pace beside it.
+        # The pace of the machine changes from minute to minute: predictions use the pace measured next to each step.
         pace = statistics.median(alone_s for alone_s, _ in seconds[rate, way]) / profile.step_s
         yield {
             **{"model": model, "mesh": mesh, "way": way, "rate_mbit": rate / 1e6, "pace": pace},
@@ -78,14 +77,14 @@ def of_mesh(
 def rounds(
     steps: dict[str, Step], profile: Profile, rates: list[float], count: int
 ) -> dict[tuple[float, str], list[tuple[float, float]]]:
-    """Seconds of compute alone and of the step behind it, of every step at every rate, round by round."""
+    """Return seconds of compute alone and of the step after it, for every step at every rate, round by round."""
     seconds: dict[tuple[float, str], list[tuple[float, float]]] = {}
     for turn, rate in itertools.product(range(count + 1), rates):
         box.set_data_rate(rate)
         for way, step in steps.items():
             alone_s = slowest(seconds_per_step(profile.step, 1))
             step_s = seconds_per_step(step, 1)
-            if turn:  # the first warms up
+            if turn:  # round 0 is the warm-up
                 seconds.setdefault((rate, way), []).append((alone_s, step_s))
     return seconds
 

@@ -1,13 +1,15 @@
-"""The size of reductions' chunks, tuned in a cluster in one box: the tuner's search of FlowMoE, section 4.3.
+"""The size of gradient buckets, tuned in a cluster in one box: the tuner's search of FlowMoE, section 4.3.
 
     sudo .venv/bin/python profiling/tuned_box.py [section.key=value …]
 
-Two processes, joined by a link that is throttled and whose messages take a while to start: at 400 Mbit/s 8 ms cost what
+Two processes are joined by a throttled link with a start-up time for each message: at 400 Mbit/s, 8 ms cost as much as
 8 µs cost at 50 GB/s.
-1. Every size is timed, in rounds that go through all of them.
-2. Search, grid and random look for the best with eight samples each, on those times.
+
+1. Every size is timed, in rounds that include all sizes.
+2. The tuner's search, a grid and random choice look for the best size with eight samples each, on those times.
 3. A run trains and tunes itself, while the rate of its links changes.
-About half an hour. Prints what came out, and writes it to results/tuned_box.json with a picture.
+
+Takes about half an hour. Prints the results and writes them to results/tuned_box.json with a picture.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from moe_jax.run.loop import train
 from moe_jax.run.tuning_space import choices_of
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
-# Sums of gradients are as long as exchanges, so that chunks between them matter.
+# Sums of gradients take as long as exchanges, so that the size of buckets between them matters.
 _SETTINGS = [
     "schedule.policy=unified",
     "schedule.microbatches=2",
@@ -51,13 +53,13 @@ _SETTINGS = [
     "tune.patience=20",
 ]
 _LIVE = ["log.every=1", "log.tensorboard=false", "checkpoint.every=0", "train.eval_every=0", "train.steps=100000"]
-_CALM_STEPS = 25  # of the run with what it found, before the rate changes and before the end
+_CALM_STEPS = 25  # steps of the run with its choice, before the rate changes and before the end
 _STATE = "changed_at"
 _RUN = "TUNED_BOX_RUN"  # the folder of the run, for the processes of the box
 
 
 def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: int) -> list[list[float]]:
-    """Seconds of a step of each size in each round, the median of `iterations` as the tuner takes it."""
+    """Return seconds of a step of each size in each round, the median of `iterations` as in the tuner."""
     box.set_data_rate(rate)
     stand = Harness(next(iter(configs.values())))
     steps = []
@@ -66,7 +68,7 @@ def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: in
         tell(f"compiled {number + 1} of {len(configs)}")
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(rounds):
-        # there and back: what changes on the machine meanwhile changes all alike
+        # forwards and backwards, so that slow changes of the machine affect all sizes alike
         for number in list(range(len(steps)))[:: 1 if turn % 2 else -1]:
             seconds_per_step(steps[number], 1)
             seconds[number].append(statistics.median(seconds_per_step(steps[number], 1) for _ in range(iterations)))
@@ -87,11 +89,11 @@ def live(config: Config, rates: tuple[float, float], deadline: float) -> None:
 
 @contextlib.contextmanager
 def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
-    """While the run trains: change the rate when it has chosen, and end it when it has chosen again."""
+    """While the run trains, change the rate once it has chosen, and end the run once it has chosen again."""
     over = threading.Event()
 
     def reached(searches: int) -> bool:
-        """Whether the run is through so many searches and some steps more."""
+        """Return whether the run has finished this number of searches and some more steps."""
         while not over.wait(0.1) and time.monotonic() < deadline:
             records = read_metrics(run) if (run / FILE_NAME).exists() else []
             ends = [record["step"] for record in records if "chosen_step_s" in record]
@@ -106,7 +108,7 @@ def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
                 (run / _STATE).write_text(str(read_metrics(run)[-1]["step"]))
             reached(2)
         if box.rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)  # jax tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # jax informs the other processes
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -118,7 +120,7 @@ def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
 
 
 def live_summary(run: Path, rates: tuple[float, float]) -> dict[str, Any]:
-    """What the records of the run say."""
+    """Summarise the records of the run."""
     records = read_metrics(run)
     changed = run / _STATE
 
@@ -140,7 +142,7 @@ def live_summary(run: Path, rates: tuple[float, float]) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, float]) -> None:
-    """All of it, in one process of the box."""
+    """Run all three parts, in one process of the box."""
     box.join()
     box.set_latency(arguments.latency_ms / 1e3)
     choices = choices_of(config, make_mesh(config.mesh))
@@ -155,7 +157,7 @@ def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, f
 
 
 def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
-    """The three parts as plain values."""
+    """Return the results of the three parts as plain values."""
     seconds = np.array(found["seconds"])
     rows = [quartiles(each) for each in found["seconds"]]
     medians = [row["median"] for row in rows]
@@ -173,7 +175,7 @@ def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
 
 
 def told(result: dict[str, Any]) -> str:
-    """In words."""
+    """Format the summary as text."""
     lines = [
         f"best of {len(result['sweep']['bucket_cap_mb'])} sizes {result['sweep']['best_chunk_mb']} MB, "
         f"the worst takes {result['sweep']['worst_over_best']} × its time"
@@ -189,7 +191,7 @@ def told(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the box, print what came out, and write JSON and a picture to results/."""
+    """Run the box, print the results, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/tuned_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rates", default="400mbit,150mbit", help="of every link, before and after the change")

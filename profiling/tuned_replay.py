@@ -1,4 +1,4 @@
-"""Ways to look for the fastest choice, played on times that were measured before."""
+"""Search methods for the fastest choice, replayed on times that were measured before."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,15 @@ from moe_jax.plan.bayes import BayesSearch
 Array = NDArray[np.float64]
 Draw = np.random.Generator
 
-WITHIN = 0.02  # of the fastest
+WITHIN = 0.02  # relative to the fastest
 SAMPLES = 8
 
 
 def regrets(sizes: Sequence[float], step_s: Array, seeds: int) -> dict[str, dict[str, Any]]:
-    """By how much the choice of each way is slower than the fastest size, after each sample; [size, round] seconds.
+    """Return by how much the choice of each method is slower than the fastest size, after each sample.
 
-    A sample is the time of one round of a size. How slow a size is, is its median. The first size of a search is drawn.
+    `step_s` has seconds [size, round]. A sample is the time of one round of a size. The true time of a size is its
+    median. The first size of a search is drawn at random.
     """
     true_s = np.median(step_s, axis=1)
     found: dict[str, dict[str, Any]] = {}
