@@ -156,11 +156,11 @@ def table(parts: dict[str, Values]) -> str:
 
 
 def _line(name: str, found: Values) -> str:
-    told: Any = found.get("failed") or found.get("skipped")
-    if told is None:
+    text: Any = found.get("failed") or found.get("skipped")
+    if text is None:
         shown = ("device", "tokens_per_s", "mfu", "matrix_flops_per_s", "memory_bytes_per_s")
-        told = ", ".join(f"{key} {found[key]}" for key in shown if key in found)
-    return f"{name}: {told} ({found.get('wall_s', 0)} s)"
+        text = ", ".join(f"{key} {found[key]}" for key in shown if key in found)
+    return f"{name}: {text} ({found.get('wall_s', 0)} s)"
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Peer(NamedTuple):
 def main() -> None:
     """Measure, compare and write results/bench_peers.json."""
     parser = CommandParser(prog="python profiling/bench_peers.py", description=__doc__)
-    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="of an environment with MaxText")
+    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="interpreter of an environment with MaxText")
     parser.add_argument("--steps", type=int, default=40, help="of each run (default: %(default)s)")
     parser.add_argument("rounds", metavar="ROUNDS", nargs="?", type=int, default=3, help="default: %(default)s")
     arguments = parser.parse_args()
@@ -158,8 +158,8 @@ def timed(peer: Peer, config: Config) -> dict[str, float]:
             times = _step_times(process, Path(folder) / peer.file, peer.step, config.train.steps)
             process.terminate()
         if len(times) < config.train.steps:
-            said = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()[-1:]
-            raise StoppedError(f"ended with step {len(times)}: {' '.join(said)}")
+            last_line = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()[-1:]
+            raise StoppedError(f"ended with step {len(times)}: {' '.join(last_line)}")
     first = config.train.steps // 4
     tokens = config.train.batch_size * config.data.seq_len * (len(times) - 1 - first)
     return {

@@ -82,9 +82,9 @@ def inside_one_process(config: Config) -> dict[str, float]:
         meter = Meter(config, log, peak)
         for step in range(STEPS):
             start = time.perf_counter()
-            for turn in range(_ROUND):
+            for index in range(_ROUND):
                 state, metrics = step_program(state, run.on_mesh(next(run.batches)))
-                meter.add(_ROUND * step + turn + 1, metrics)
+                meter.add(_ROUND * step + index + 1, metrics)
             meter.finish()
             between = time.perf_counter()
             for _ in range(_ROUND):

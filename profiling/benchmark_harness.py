@@ -74,7 +74,7 @@ def seconds_per_step(step: Step, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def tell(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line on process 0 only."""
     if box.rank() == 0:
         print(line, flush=True)
@@ -83,9 +83,9 @@ def tell(line: str) -> None:
 def traced(step: Step, program: Compiled) -> list[TracedOperation]:
     """Trace one step and return its operations with their times."""
     with tempfile.TemporaryDirectory() as folder:
-        for turn in ("warm-up", "measured"):  # a step is slower while the profiler starts
-            multihost_utils.sync_global_devices(turn)
-            with jax.profiler.trace(Path(folder) / turn):
+        for phase in ("warm-up", "measured"):  # a step is slower while the profiler starts
+            multihost_utils.sync_global_devices(phase)
+            with jax.profiler.trace(Path(folder) / phase):
                 jax.block_until_ready(step())
         return read_trace(Path(folder) / "measured", program.as_text() or "")
 
@@ -99,7 +99,7 @@ class Profile(NamedTuple):
     step_s: float
 
 
-def profiled(stand: Harness, config: Config, parts: Sequence[int]) -> Profile:
+def profiled(harness: Harness, config: Config, parts: Sequence[int]) -> Profile:
     """Time a step split into each number of parts. Traces give the shares of tasks, the clock the total time."""
     steps, runs = {}, {}
     for count in parts:
@@ -107,8 +107,8 @@ def profiled(stand: Harness, config: Config, parts: Sequence[int]) -> Profile:
             config.schedule, policy="unified", microbatches=count, weight_grad="greedy", grad_reduce="block"
         )
         with without_communication():
-            program = stand.compiled(dataclasses.replace(config, schedule=schedule))
-        steps[count] = stand.step_of(program)
+            program = harness.compiled(dataclasses.replace(config, schedule=schedule))
+        steps[count] = harness.step_of(program)
         kinds = config.model.block_kinds
         runs[count] = [_by_op(traced(steps[count], program), kinds) for _ in range(_RUNS)]
     # alternately, so that other load on the machine affects all of them alike

@@ -90,11 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 
-def add_turns(parser: argparse.ArgumentParser, *, rate: str, out_of: str, turn: str, rounds: int) -> None:
+def add_round_flags(parser: argparse.ArgumentParser, *, rate: str, out_of: str, unit: str, rounds: int) -> None:
     """Add the flags of a benchmark that alternates its variants, round by round, over links of a given rate."""
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rate", default=rate, help=f"out of each {out_of} (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, help=f"of a {turn} (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help=f"of a {unit} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
 
 
@@ -181,14 +181,15 @@ def set_latency(seconds: float) -> None:
 
 
 def set_buffers(num_bytes: int) -> None:
-    """Set the buffer size of the sockets that this process opens from now on. Only valid inside a box, since the
-    setting applies to the whole namespace.
+    """Set the buffer size of sockets that this process opens from now on.
+
+    Only valid inside a box, since the setting applies to the whole namespace.
     """
     for direction in ("rmem", "wmem"):
         Path(f"/proc/sys/net/ipv4/tcp_{direction}").write_text(f"4096 {num_bytes} {num_bytes}")
 
 
-def hand_back(values: Any) -> None:
+def return_values(values: Any) -> None:
     """Return plain values to the caller of `run_in_box`; only those of rank 0 are used."""
     if rank() == 0:
         Path(os.environ[_RESULTS]).write_text(json.dumps(values))
@@ -247,8 +248,10 @@ def check_possible() -> None:
 
 @contextmanager
 def namespaces(box: Box) -> Iterator[list[str]]:
-    """Create namespaces on switches, with a hosts file for each: gloo listens at the address that the host name
-    resolves to.
+    """Create namespaces on switches, with a hosts file for each, and remove them at the end.
+
+    gloo listens at the address that the host name resolves to, so the hosts files map all names to addresses in the
+    box.
     """
     names = [f"moebox{os.getpid()}n{i}" for i in range(box.processes)]
     tree = f"moebox{os.getpid()}switch"

@@ -12,8 +12,9 @@ COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 
 
 def hidden_share(operations: Sequence[TracedOperation], direction: str | tuple[str, ...]) -> float | None:
-    """Return the share of a direction's communication in one step during which this process computes; None without
-    communication.
+    """Return the share of a direction's communication in one step during which this process computes.
+
+    It is None without communication.
     """
     of_direction = [each for each in operations if each.communicates and each.task.startswith(direction)]
     total = sum(each.end_s - each.start_s for each in of_direction)

@@ -82,7 +82,7 @@ def main() -> None:
     kinds = arguments.kinds.split(",")
     if unknown := sorted(set(kinds) - KINDS.keys()):
         raise ConfigError(f"--kinds={unknown[0]} is unknown: choose of {', '.join(KINDS)}")
-    values = come_through(Chaos(_drawn(kinds, arguments.faults, arguments.seed), arguments.processes, arguments.seed))
+    values = disturbed_run(Chaos(_drawn(kinds, arguments.faults, arguments.seed), arguments.processes, arguments.seed))
     path = write_result(NAMES.get(frozenset(kinds), f"chaos_{'_'.join(kinds)}"), values)
     write_picture(values, path.with_suffix(".png"))
     if values["broken"]:
@@ -90,8 +90,9 @@ def main() -> None:
 
 
 def _drawn(kinds: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draw this number of faults and insert those that come before others; without drawn kinds, return the inserted
-    ones alone.
+    """Draw this number of faults and insert those that come before others.
+
+    Without drawn kinds, return the inserted ones alone.
     """
     others = [kind for kind in kinds if KINDS[kind].before_every]
     main = [kind for kind in kinds if kind not in others] or others
@@ -102,7 +103,7 @@ def _drawn(kinds: Sequence[str], count: int, seed: int) -> list[str]:
     return found
 
 
-def come_through(chaos: Chaos) -> dict[str, Any]:
+def disturbed_run(chaos: Chaos) -> dict[str, Any]:
     """Run through the faults and compare with an undisturbed run. Raises ChaosError if the run did not recover."""
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         folder, quiet = Path(home) / "disturbed", Path(home) / "undisturbed"
@@ -122,8 +123,8 @@ def come_through(chaos: Chaos) -> dict[str, Any]:
         stack.callback(other.stop)
         other.start()
         other.finish()
-        judged = _judged(faults, disturbed, read_metrics(quiet))
-    broken = _broken(judged, chaos.checkpoint_every)
+        judged = _summary(faults, disturbed, read_metrics(quiet))
+    broken = _broken_guarantees(judged, chaos.checkpoint_every)
     facts = {"kinds": sorted(set(kinds)), "disturbed_run_s": rounded(took_s), "broken": broken}
     return asdict(chaos) | facts | judged
 
@@ -169,7 +170,7 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     return [fault | (run.outcome(fault.pop("at")) if "at" in fault else {}) for fault in faults]
 
 
-def _judged(
+def _summary(
     faults: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Summarise the effects of the faults for a comparison with the guarantees."""
@@ -192,7 +193,7 @@ def _judged(
     }
 
 
-def _broken(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
+def _broken_guarantees(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
     """List the guarantees that do not hold."""
     broken = [] if judged["losses_equal_bit_for_bit"] else ["losses differ from those of the undisturbed run"]
     for number, fault in enumerate(judged["faults"], 1):

@@ -40,9 +40,10 @@ def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: sig
     return {"at": run.signal(number, ranks)}
 
 
-def _told_to_end(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """Send SIGTERM and start the run again, unless the processes were replaced before they could react, as happens to
-    stopped ones.
+def _terminated(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """Send SIGTERM and start the run again after it has ended.
+
+    Processes that are stopped may be replaced before they react; the run then continues.
     """
     at, replaced = run.signal(signal.SIGTERM, ranks), len(run.stretches)
     code = run.wait(_TERM_S)
@@ -71,14 +72,14 @@ def _full(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any
     during = rng.random() < 0.5
     if during:
         run.wait_for(lambda: any((run.folder / FOLDER).glob("*tmp*")), "a save")
-    step, said = run.step, len(run.said)
+    step, before = run.step, len(run.output)
 
-    def told() -> list[str]:
-        return [line for line in run.said[said:] if "was not saved" in line]
+    def failed_saves() -> list[str]:
+        return [line for line in run.output[before:] if "was not saved" in line]
 
     with run.disk.full():
-        run.wait_for(lambda: bool(told()), "a save that fails")
-    return {"step": step, "during_a_save": during, "told": told()[0]}
+        run.wait_for(lambda: bool(failed_saves()), "a save that fails")
+    return {"step": step, "during_a_save": during, "told": failed_saves()[0]}
 
 
 def _nan(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
@@ -124,15 +125,15 @@ def _poked(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, An
 def _started_twice(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
     """Start the same training in the same folder, which has to be refused."""
     before, step = len(run.stretches), run.step
-    code, said = run.second(_SECOND_S)
+    code, last_line = run.second(_SECOND_S)
     run.wait_for_step(step + _STEPS_AFTER)
-    return {"step": step, "second_exit_code": code, "said": said, "restarted": len(run.stretches) > before}
+    return {"step": step, "second_exit_code": code, "said": last_line, "restarted": len(run.stretches) > before}
 
 
 KINDS = {
     "kill": Kind(partial(_signalled, number=signal.SIGKILL), 3, at_starts=True),
     "stop": Kind(partial(_signalled, number=signal.SIGSTOP), 2, at_starts=True),
-    "term": Kind(_told_to_end, 2, at_starts=True),
+    "term": Kind(_terminated, 2, at_starts=True),
     "bit": Kind(partial(_damaged, how="bit"), 1),
     "cut": Kind(partial(_damaged, how="cut"), 1),
     "nan": Kind(_nan, 1),

@@ -70,7 +70,7 @@ class Strangers:
     def poke(self, port: Port, rng: random.Random) -> int:
         """Connect once for each entry of `_WAYS`; return the number of accepted connections."""
         taken = 0
-        for said, end in _WAYS:
+        for data, end in _ATTACKS:
             with suppress(OSError):  # the run refuses the connection or closes it
                 address = _OWN.get(port.address, port.address), port.port
                 connection = socket.create_connection(address, timeout=_TIMEOUT_S)
@@ -79,7 +79,7 @@ class Strangers:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 if end == "stays":
                     self._keep(connection)
-                connection.sendall(rng.randbytes(said) if isinstance(said, int) else said)
+                connection.sendall(rng.randbytes(data) if isinstance(data, int) else data)
                 if end != "stays":
                     connection.close()
         return taken
@@ -91,7 +91,7 @@ class Strangers:
 
 
 # the bytes sent (a number: this many random bytes), and how the connection ends
-_WAYS: tuple[tuple[bytes | int, str], ...] = (
+_ATTACKS: tuple[tuple[bytes | int, str], ...] = (
     *((b"", "closes"), (b"", "reset"), (b"", "stays")),
     *((3, "closes"), (3, "stays"), (12, "stays"), (4096, "closes"), (4096, "reset"), (2**17, "stays")),
     *((HTTP, "closes"), (HTTP, "stays"), (HTTP_2, "closes"), (HTTP_2, "stays"), (b'{"kind": "join"', "stays")),

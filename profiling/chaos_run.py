@@ -44,7 +44,7 @@ class Stretch:
     began_at: float
     reason: str  # as the run printed it; empty if started by hand
     resumed: int = 0  # step
-    told: str | None = None  # the checkpoint or copy that it resumes from, once printed
+    source: str | None = None  # the checkpoint or copy that it resumes from, once printed
     damaged: str | None = None  # why a newer checkpoint was quarantined
     first_step_at: float | None = None
     furthest: int | None = None  # step
@@ -62,7 +62,7 @@ class DisturbedRun:
         self.faults.mkdir(exist_ok=True)
         self.stretches: list[Stretch] = []
         self._had_faults: set[int] = set()  # indices of stretches
-        self.said: list[str] = []
+        self.output: list[str] = []
         self.strangers = Strangers()
         training = ["--config", CONFIG, f"log.dir={folder}", *settings]
         self._command = [sys.executable, "-m", "moe_jax.launch", *launcher, *training]
@@ -72,16 +72,16 @@ class DisturbedRun:
     def start(self) -> None:
         """Start the run, or resume it."""
         self.stretches.append(Stretch(time.monotonic(), ""))
-        kept = {PROGRAMS: str(self.folder.parent / "programs")}  # shared by all starts of the command
+        programs = {PROGRAMS: str(self.folder.parent / "programs")}  # shared by all starts of the command
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=os.environ | kept | {faults.FOLDER: str(self.faults)},
+            env=os.environ | programs | {faults.FOLDER: str(self.faults)},
         )
-        self._reader = threading.Thread(target=self._listen, args=[self._process])
+        self._reader = threading.Thread(target=self._read_output, args=[self._process])
         self._reader.start()
 
     def wait(self, at_most_s: float | None = None) -> int | None:
@@ -107,7 +107,10 @@ class DisturbedRun:
             self.wait()
 
     def second(self, at_most_s: float) -> tuple[int | None, str]:
-        """Start the same training as one process; return its exit code, None if it had to be killed, and its last line."""
+        """Start the same training as one process; return its exit code and its last line.
+
+        The exit code is None if the process had to be killed.
+        """
         try:
             done = subprocess.run(self._alone, capture_output=True, text=True, errors="replace", timeout=at_most_s)
         except subprocess.TimeoutExpired:
@@ -173,8 +176,7 @@ class DisturbedRun:
         return {int(found[1]): int(line.split()[0]) for line in lines if (found := _RANK.search(line))}
 
     def outcome(self, at: float) -> dict[str, Any]:
-        """Return what a fault caused: when the next stretch began, its first new step, and the number of repeated
-        steps.
+        """Return what a fault caused: the next stretch's start, its first new step, and the number of repeated steps.
 
         Empty for a fault that hit a run which another fault had ended already.
         """
@@ -193,19 +195,19 @@ class DisturbedRun:
             values["not_saved"] = [step for step in hit.not_saved if step > after.resumed]
         return values
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _read_output(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                self.said.append(line.strip())
-                self._hear(line, time.monotonic())
+                self.output.append(line.strip())
+                self._parse_line(line, time.monotonic())
 
-    def _hear(self, line: str, now: float) -> None:
+    def _parse_line(self, line: str, now: float) -> None:
         stretch = self.stretches[-1]
         if found := _AGAIN.search(line):  # may follow the part of a line that a killed process left
             self.stretches.append(Stretch(now, found[1] or found[2]))
         elif found := _GOING_ON.match(line):
-            stretch.resumed, stretch.told = int(found[1]), found[2] or ""
+            stretch.resumed, stretch.source = int(found[1]), found[2] or ""
         elif found := _DAMAGED.match(line):
             stretch.damaged = found[1]
         elif found := _NOT_SAVED.match(line):
@@ -215,4 +217,4 @@ class DisturbedRun:
             stretch.first_step_at = stretch.first_step_at or now
 
     def _error(self, what: str) -> ChaosError:
-        return ChaosError(f"{what}: {' | '.join(self.said[-_LAST_LINES:])}")
+        return ChaosError(f"{what}: {' | '.join(self.output[-_LAST_LINES:])}")

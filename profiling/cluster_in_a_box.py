@@ -21,7 +21,7 @@ from pathlib import Path
 
 import box
 import numpy as np
-from benchmark_harness import Harness, Step, profiled, seconds_per_step, tell, traced
+from benchmark_harness import Harness, Step, print_once, profiled, seconds_per_step, traced
 from box_picture import write_picture, write_timelines
 from box_summary import COMMUNICATION, COMPUTE, summary, table
 from count_argument import check_least
@@ -62,7 +62,7 @@ _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
 
 
 def choose_rate(compute: Step, transfer: Step, steps: int) -> float:
-    """Return bits per second at which communication alone takes about as long as compute alone; the same on all ranks."""
+    """Return bits per second at which communication alone takes about as long as compute alone; equal on all ranks."""
     rate = _PROBE_RATE
     seconds_per_step(compute, 1)
     compute_s = seconds_per_step(compute, steps)
@@ -78,11 +78,11 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     """Run all rounds, in one process of the box."""
     box.join()
     box.set_rate(_PROBE_RATE)
-    stand = Harness(configs["vanilla"])
+    harness = Harness(configs["vanilla"])
     with without_communication():
-        alone = {f"{COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
-    steps: dict[str, Step] = {name: stand.step_of(program) for name, program in alone.items()}
-    steps[COMMUNICATION] = stand.communication(configs["vanilla"])
+        alone = {f"{COMPUTE}: {n}": harness.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
+    steps: dict[str, Step] = {name: harness.step_of(program) for name, program in alone.items()}
+    steps[COMMUNICATION] = harness.communication(configs["vanilla"])
     if arguments.rate == "auto":
         rate = choose_rate(steps[f"{COMPUTE}: vanilla"], steps[COMMUNICATION], arguments.steps)
     else:
@@ -90,21 +90,21 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.set_rate(rate)
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "task_times.json"
-        profile = profiled(stand, configs["vanilla"], parts=[2])
+        profile = profiled(harness, configs["vanilla"], parts=[2])
         write_times(times, profile.tasks, profile.rest_s)
         task_times = json.loads(times.read_text(encoding="utf-8"))
-        programs = {name: stand.compiled(_timed(config, times, rate)) for name, config in configs.items()}
-    steps = {name: stand.step_of(program) for name, program in programs.items()} | steps
-    tell("compiled")
+        programs = {name: harness.compiled(_timed(config, times, rate)) for name, config in configs.items()}
+    steps = {name: harness.step_of(program) for name, program in programs.items()} | steps
+    print_once("compiled")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(arguments.rounds + 1):
+    for round_index in range(arguments.rounds + 1):
         for name, step in steps.items():
             step_s = seconds_per_step(step, arguments.steps)
-            if turn:  # round 0 is the warm-up
+            if round_index:  # round 0 is the warm-up
                 seconds[name].append(step_s)
-        tell(f"round {turn} of {arguments.rounds}")
+        print_once(f"round {round_index} of {arguments.rounds}")
     timelines = {name: traced(steps[name], programs[name]) for name in programs}
-    box.hand_back({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
+    box.return_values({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
 
 
 def _timed(config: Config, times: Path, rate: float) -> Config:
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
     parser.add_argument("--rounds", type=int, default=10, help="default 10")
     parser.add_argument(
-        "--variants", metavar="NAME,…", help=f"beside vanilla, of {', '.join(VARIANTS)} (default all but flat)"
+        "--variants", metavar="NAME,…", help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default all but flat)"
     )
     parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")

@@ -114,13 +114,13 @@ def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
 
 def _differences(python: str, pairs: dict[str, Pair]) -> dict[str, dict[str, float]]:
     """Return the largest difference of each model's logits. Raises ConvertedError."""
-    said = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
-    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(said)]
+    output = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
+    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(output)]
     return dict(zip(pairs, found, strict=True))
 
 
-def _convert(way: str, source: Path, out: Path) -> None:
-    with patch.object(sys, "argv", ["convert", way, str(source), "--out", str(out)]):
+def _convert(direction: str, source: Path, out: Path) -> None:
+    with patch.object(sys, "argv", ["convert", direction, str(source), "--out", str(out)]):
         convert.main()
 
 

@@ -9,7 +9,7 @@ from moe_jax.errors import CommandParser, ConfigError
 
 
 def count_argument(name: str, default: int, description: str | None) -> int:
-    """Parse the single optional argument `name` of a program: a number from 1 up, or the default. Raises ConfigError."""
+    """Parse a program's optional argument `name`: a number from 1 up, or the default. Raises ConfigError."""
     program = f"python profiling/{Path(sys.argv[0]).name}"
     parser = CommandParser(prog=program, description=description)
     parser.add_argument("count", metavar=name, nargs="?", type=int, default=default, help="default: %(default)s")

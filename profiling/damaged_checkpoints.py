@@ -83,9 +83,9 @@ def damage(run: Path, rng: random.Random, kind: str) -> str:
     else:
         file.write_bytes(_damaged(content, kind, place, rng.randrange(8)))
     try:
-        with _heard() as said:
+        with _captured_output() as output:
             outcome = _restored(run)
-        return f"{outcome}, and something was printed" if said else outcome
+        return f"{outcome}, and something was printed" if output else outcome
     finally:
         file.write_bytes(content)
 
@@ -149,8 +149,9 @@ def _checkpoints(run: Path) -> Checkpoints:
 
 
 def _save_on(run: Path, progress: Connection) -> None:
-    """Save steps after the latest one in an endless loop, in a process of its own, and send the last one that is
-    certainly committed.
+    """Save steps after the latest one in an endless loop, and send the last one that is certainly committed.
+
+    Runs in a process of its own.
     """
     first = newest_checkpoint(run) or 0
     with _checkpoints(run) as checkpoints:
@@ -161,21 +162,21 @@ def _save_on(run: Path, progress: Connection) -> None:
 
 
 @contextmanager
-def _heard() -> Iterator[list[bytes]]:
+def _captured_output() -> Iterator[list[bytes]]:
     """Capture the output within this context, including that of threads and C++."""
-    said: list[bytes] = []
+    output: list[bytes] = []
     with tempfile.TemporaryFile() as file:
-        kept = [os.dup(number) for number in (1, 2)]
+        saved = [os.dup(number) for number in (1, 2)]
         try:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
-            yield said
+            yield output
         finally:
-            for number, own in zip((1, 2), kept, strict=True):
+            for number, own in zip((1, 2), saved, strict=True):
                 os.dup2(own, number)
                 os.close(own)
             file.seek(0)
-            said += [text for text in [file.read()] if text]
+            output += [text for text in [file.read()] if text]
 
 
 if __name__ == "__main__":

@@ -43,16 +43,14 @@ def main() -> None:
 
 
 def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
-    """Return the differences between losses of `after` processes and of the `before` that continued. Raises
-    ElasticError.
-    """
+    """Compare losses of `after` processes with those of the `before` that continued. Raises ElasticError."""
     same, other = home / str(before), home / f"{before}to{after}"
     shutil.copytree(same, other)
     shutil.rmtree(other / FOLDER / str(2 * steps))
-    said = _train(other, after, steps)
-    if f"going on from step {steps}\n" not in said or "damaged" in said:
-        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {said[-300:]}")
-    expected, losses = (_losses_behind(folder, steps) for folder in (same, other))
+    output = _train(other, after, steps)
+    if f"going on from step {steps}\n" not in output or "damaged" in output:
+        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {output[-300:]}")
+    expected, losses = (_losses_after(folder, steps) for folder in (same, other))
     drifts = [abs(losses[step] - loss) / loss for step, loss in expected.items()]
     return {
         "before": before,
@@ -84,7 +82,7 @@ def _train(folder: Path, processes: int, steps: int) -> str:
     return done.stdout
 
 
-def _losses_behind(folder: Path, step: int) -> dict[int, float]:
+def _losses_after(folder: Path, step: int) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in read_metrics(folder) if "loss" in each and each["step"] > step}
 
 

@@ -14,8 +14,8 @@ import dataclasses
 from typing import Any
 
 import box
-import jax
 import jax.numpy as jnp
+from benchmark_harness import print_once
 from count_argument import check_least
 from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
 from results_file import RESULTS, write_result
@@ -45,15 +45,9 @@ def measure(arguments: argparse.Namespace) -> None:
         each for group in GROUPS for num_bytes in sizes for each in collectives(group, num_bytes, machine, dtype)
     )
     programs = compile_all(operations, dtype)
-    tell(f"{len(programs)} programs compiled")
-    times = times_of(programs, dtype, arguments.rounds, _ROUND_S, tell)
-    box.hand_back([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
-
-
-def tell(line: str) -> None:
-    """Print a line on process 0 only."""
-    if jax.process_index() == 0:
-        print(line, flush=True)
+    print_once(f"{len(programs)} programs compiled")
+    times = times_of(programs, dtype, arguments.rounds, _ROUND_S, print_once)
+    box.return_values([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
 
 
 def main() -> None:

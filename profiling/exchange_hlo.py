@@ -40,9 +40,7 @@ def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.Sh
 
 
 def describe(found: list[ExchangeOp], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
-    """Describe a phase: its collectives, the traffic of ranks in the program, and whether it equals the closed form on
-    every rank.
-    """
+    """Describe a phase: its collectives, the traffic of ranks, and whether it equals the closed form on every rank."""
     counted = traffic_of(found, num_ranks, per_node)
     leader, member = as_numbers(counted[0]), as_numbers(counted[-1])
     groups = " ".join(str(list(group)).replace(" ", "") for group in found[0].groups[:3])
@@ -84,7 +82,7 @@ def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStr
 def main() -> None:
     """Read the command line, check every algorithm, write the result."""
     parser = CommandParser(prog="python profiling/exchange_hlo.py", description=__doc__)
-    parser.add_argument("--per-node", type=int, help="ranks of a node (default: as the devices tell)")
+    parser.add_argument("--per-node", type=int, help="ranks per node (default: as the devices report)")
     parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
     arguments, target = read_command(parser, ("per_node", "rows", "width"))

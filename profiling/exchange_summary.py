@@ -18,10 +18,10 @@ Lines = Mapping[tuple[str, str], Linear]  # by collective, and "inside" or "betw
 
 
 def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float | None:
-    """Predict seconds by `plan.exchange` and the fitted lines of an algorithm's phases; None if the algorithm has no
-    closed form.
+    """Predict seconds by `plan.exchange` and the fitted lines of an algorithm's phases.
 
-    Exchanges in the background send the same messages as flat ones, over sockets of their own.
+    Returns None if the algorithm has no closed form. Exchanges in the background send the same messages as flat ones,
+    over sockets of their own.
     """
     if algorithm == "ring":
         return ring_seconds(num_bytes, NODES, RANKS_PER_NODE, _links("all_to_all.flat", lines))
@@ -46,9 +46,7 @@ def _links(name: str, lines: Lines) -> Links:
 
 
 def summary(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return measured and predicted times of each algorithm over all ranks at each size, and the fit of every
-    collective.
-    """
+    """Return measured and predicted times of each algorithm over all ranks, and the fit of every collective."""
     exchanges = {
         curve.name.partition(".")[2]: curve
         for curve in curves

@@ -43,12 +43,10 @@ def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
 
 
 def compared(config: Config) -> tuple[float, float]:
-    """Return two ratios: the suggested step over the best other one, and the best one's forward pass over that in its
-    ranges.
-    """
+    """Return the ratios of the suggested step to the best one, and of the best one's forward pass to that in ranges."""
     draft = open_draft(config)
-    ways = choices(draft, config, ({"schedule": each} for each in schedules()))
-    best = min((estimate(each, CLUSTER) for each in ways), key=lambda found: found.step_s)
+    candidates = choices(draft, config, ({"schedule": each} for each in schedules()))
+    best = min((estimate(each, CLUSTER) for each in candidates), key=lambda found: found.step_s)
     ranges = best_ranges(best)
     suggested = ({"schedule": scheduled(found.policy, found.parts)} for found in ranges.cut)
     step_s = min(estimate(each, CLUSTER).step_s for each in choices(draft, config, suggested))

@@ -45,9 +45,7 @@ def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
 
 
 def read(program: HloModule) -> dict[str, Any]:
-    """Count matrix products and attention calls in the program, and list products outside the router with float32
-    operands.
-    """
+    """Count matrix products and attention calls, and list products outside the router with float32 operands."""
     products = [line for line in program.by_name.values() if is_product(line)]
     attention = [line for line in products if is_attention(line)]
     backward = sum("Backward" in line.attributes for line in attention)

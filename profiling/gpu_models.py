@@ -85,10 +85,10 @@ def filling(model: ModelConfig, num_bytes: int) -> Config | None:
 
     All activations are stored: MFU does not count recomputation.
     """
-    room = _SHARE * num_bytes
+    budget = _SHARE * num_bytes
     for layers in range(model.num_layers, model.moe.first_k_dense_replace, -1):
         cut = dataclasses.replace(model, num_layers=layers)
-        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= room]
+        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= budget]
         if fitting and fitting[0] >= _LEAST:
             return config_of(cut, fitting[0])
     return None

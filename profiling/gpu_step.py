@@ -106,13 +106,11 @@ def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> 
 
 
 def _kinds(program: Compiled, state: Any, batch: np.ndarray, config: Config, rates: Values, trace: Path) -> Values:
-    """Return seconds of each kind of operation in a traced step, with their lower bounds; save the trace as the file
-    `trace`.
-    """
+    """Return seconds and lower bounds of each kind of operation in a traced step; save the trace in `trace`."""
     text = program.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
-        for turn in ("warm-up", "measured"):  # a step is slower while the profiler starts
-            with jax.profiler.trace(Path(folder) / turn):
+        for phase in ("warm-up", "measured"):  # a step is slower while the profiler starts
+            with jax.profiler.trace(Path(folder) / phase):
                 state, metrics = program(state, batch)
                 jax.block_until_ready(metrics)
         found = seconds_by_kind(read_trace(Path(folder) / "measured", text), parse(text))

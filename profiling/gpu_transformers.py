@@ -16,7 +16,7 @@ from rounds import seconds_in_rounds
 
 from moe_jax.measure.provenance import package_version
 
-_WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # is compiled, implementation of the experts
+_VARIANTS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # is compiled, implementation of the experts
 
 
 def measure(
@@ -32,22 +32,22 @@ def measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts = [sequences >> halved for halved in range(sequences.bit_length())]
     refused: Values = {}
-    for is_compiled, experts in _WAYS[device == "cpu" :]:
-        way = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
+    for is_compiled, experts in _VARIANTS[device == "cpu" :]:
+        variant = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
         for count in counts:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             try:
                 found = _times(settings, device, is_compiled, experts, count, seq_len, clock_s)
             except Exception as error:
-                refused[f"{way}, {count} sequences"] = one_line(error)
+                refused[f"{variant}, {count} sequences"] = one_line(error)
                 put({"refused": refused})
                 is_full = isinstance(error, torch.OutOfMemoryError)
             else:
                 tokens_per_s = count * seq_len / statistics.median(found["times"])
                 return put(
                     {
-                        "way": way,
+                        "way": variant,
                         "sequences": count,
                         "step_s": quartiles(found["times"]),
                         "first_step_s": rounded(found["first_step_s"]),
@@ -71,10 +71,10 @@ def _times(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = {} if experts is None else {"experts_implementation": experts}
+    options = {} if experts is None else {"experts_implementation": experts}
     config = AutoConfig.for_model(**settings, use_cache=False)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa", **given)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa", **options)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model) if is_compiled else model

@@ -51,9 +51,7 @@ class Case(NamedTuple):
     gradient: float  # sum over devices
 
     def layer_s(self, degree: int, sum_s: float) -> float:
-        """Return seconds of the backward pass of an MoE layer that also sums gradients: FSMoE's four cases (section
-        4.2).
-        """
+        """Return seconds of an MoE layer's backward pass with sums of gradients: FSMoE's four cases (section 4.2)."""
         exchange, gather, expert = (self.part_s(op, degree) for op in ("dispatch", "gather", "expert"))
         return max(
             2 * degree * exchange + sum_s,
@@ -143,7 +141,7 @@ class Sum(NamedTuple):
     starts: bool  # whether it is a message of its own, not part of the previous one
 
 
-class Way(NamedTuple):
+class BackwardOrder(NamedTuple):
     """An order of the backward pass, with its sums of gradients."""
 
     degree: int
@@ -155,31 +153,31 @@ class Way(NamedTuple):
         return simulate(self.schedule, _seconds(case, self.degree, self.sums)).makespan_s
 
 
-def partitioned(case: Case) -> Iterator[Way]:
+def partitioned(case: Case) -> Iterator[BackwardOrder]:
     """Yield the orders with FSMoE's messages."""
     for degree in DEGREES:
         sums: dict[Action, Sum] = {}
-        behind: dict[Gap, list[Action]] = {}
+        messages: dict[Gap, list[Action]] = {}
         sent = [0] * LAYERS
         for gap, pieces in fill(case, degree, both_steps(case, degree))[1].items():
-            behind[gap] = [Action("G", "reduce", piece.layer, sent[piece.layer]) for piece in pieces]
-            for task, piece in zip(behind[gap], pieces, strict=True):
-                sums[task] = Sum(piece.seconds / case.gradient, starts=task == behind[gap][0])
+            messages[gap] = [Action("G", "reduce", piece.layer, sent[piece.layer]) for piece in pieces]
+            for task, piece in zip(messages[gap], pieces, strict=True):
+                sums[task] = Sum(piece.seconds / case.gradient, starts=task == messages[gap][0])
                 sent[piece.layer] += 1
         issued: list[Action] = []
         for task in make_schedule(POLICY, _shape(degree, [0] * LAYERS), _seconds(case, degree, {})).actions:
             last = task.direction == "B" and task.part == 0  # backward, parts run from the last to the first
-            issued += [task, *(behind.get((task.op, task.block), []) if last else [])]
-        yield Way(degree, Schedule(POLICY, _shape(degree, sent), tuple(issued)), sums)
+            issued += [task, *(messages.get((task.op, task.block), []) if last else [])]
+        yield BackwardOrder(degree, Schedule(POLICY, _shape(degree, sent), tuple(issued)), sums)
 
 
-def chunked(case: Case) -> Iterator[Way]:
+def chunked(case: Case) -> Iterator[BackwardOrder]:
     """Yield the orders with each layer's gradients in equal buckets."""
     for degree, count in itertools.product(DEGREES, CHUNKS):
         layers = itertools.product(range(LAYERS), range(count))
         sums = {Action("G", "reduce", layer, chunk): Sum(1 / count, starts=True) for layer, chunk in layers}
         shape = _shape(degree, [count] * LAYERS)
-        yield Way(degree, make_schedule(POLICY, shape, _seconds(case, degree, sums)), sums)
+        yield BackwardOrder(degree, make_schedule(POLICY, shape, _seconds(case, degree, sums)), sums)
 
 
 def _shape(degree: int, sums: Sequence[int]) -> StepShape:
@@ -208,8 +206,8 @@ def main() -> None:
         wrong = Case(case.alpha, *(value * WRONG ** rng.uniform(-1, 1) for value in values[1:]))
         for name, assumed in (("times_known", case), ("times_wrong", wrong)):
             seconds = [
-                min(ways(assumed), key=lambda way: way.seconds(assumed)).seconds(case)
-                for ways in (chunked, partitioned)
+                min(orders(assumed), key=lambda order: order.seconds(assumed)).seconds(case)
+                for orders in (chunked, partitioned)
             ]
             ratios[name].append(seconds[0] / seconds[1])
         one_step = min(fill(case, degree, [0.0] * LAYERS)[0] for degree in DEGREES)

@@ -70,7 +70,7 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
         **{name: partial(_padded, product, x, w, sizes, dy) for name, product in products.items()},
         "even": partial(_case, _even, x, w, sizes, dy),
     }
-    cases, left_out = _working(made)
+    cases, left_out = _runnable(made)
     expected = jax.device_get(cases["ragged_dot"].both()) if "ragged_dot" in cases else None
     for name in products.keys() & cases.keys():
         place, found = _places(products[name], rows, groups, sizes), jax.device_get(cases[name].both())
@@ -78,7 +78,7 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
         rtol, atol = _TOLERANCES[platform]
         for wanted, each in zip(expected or found, found, strict=True):
             np.testing.assert_allclose(np.float32(each), np.float32(wanted), rtol=rtol, atol=atol, err_msg=name)
-    found_s = {name: _in_turn(cases, name, rounds) for name in ("forward", "both")}
+    found_s = {name: _alternating(cases, name, rounds) for name in ("forward", "both")}
     tile = own.tile(rows, groups)
     return {
         "tile": tile,
@@ -94,7 +94,7 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
     }
 
 
-def _working(made: dict[str, Callable[[], Case]]) -> tuple[dict[str, Case], dict[str, str]]:
+def _runnable(made: dict[str, Callable[[], Case]]) -> tuple[dict[str, Case], dict[str, str]]:
     """Return the cases that run here, and the errors of the others: XLA's form of one may not fit into memory."""
     cases, left_out = {}, {}
     for name, make in made.items():
@@ -144,19 +144,19 @@ def _case(function: Callable[..., jax.Array], x: np.ndarray, w: np.ndarray, size
         y, pull = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
         return y, *pull(dy)
 
-    given = [jax.device_put(each) for each in (x, w, sizes.astype(np.int32), dy)]
+    inputs = [jax.device_put(each) for each in (x, w, sizes.astype(np.int32), dy)]
     forward, backward = jax.jit(function), jax.jit(both)
-    return Case(lambda: forward(*given[:3]), lambda: backward(*given))
+    return Case(lambda: forward(*inputs[:3]), lambda: backward(*inputs))
 
 
-def _in_turn(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[float]]:
+def _alternating(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[float]]:
     """Return seconds of each case in each round; the first round compiles."""
     seconds: dict[str, list[float]] = {case: [] for case in cases}
-    for turn in range(rounds + 1):
-        for case in cases if turn % 2 else reversed(cases):
+    for round_index in range(rounds + 1):
+        for case in cases if round_index % 2 else reversed(cases):
             start = time.perf_counter()
             jax.block_until_ready(getattr(cases[case], name)())
-            seconds[case] += [time.perf_counter() - start] if turn else []
+            seconds[case] += [time.perf_counter() - start] if round_index else []
     return seconds
 
 

@@ -1,6 +1,4 @@
-"""Measurements of the link between the two processes of a testbed: duration of exchanges, and the compute that they
-cost.
-"""
+"""Measurements of the link between two processes of a testbed: durations of exchanges, and the compute they cost."""
 
 import functools
 import math
@@ -35,9 +33,9 @@ Wait = Callable[[], None]
 class Link:
     """Exchanges over the link of a harness's mesh."""
 
-    def __init__(self, stand: Harness):
+    def __init__(self, harness: Harness):
         self._axes = (Axis.DATA, Axis.EXPERT)
-        self._on_mesh = functools.partial(jax.shard_map, mesh=stand.mesh, out_specs=REPLICATED, check_vma=False)
+        self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         self._start_times, self._finish_times = self._handling()
 
     def times(self, rate: float, profile: Profile) -> LinkTimes:
@@ -91,8 +89,9 @@ class Link:
         return statistics.median(found)
 
     def _handling(self) -> list[tuple[float, float]]:
-        """Measure the compute that starting and finishing takes, from several exchanges in a row against one, on an
-        unthrottled link.
+        """Measure the compute that starting and finishing takes, on an unthrottled link.
+
+        Several exchanges in a row are compared with one.
         """
         times = [self._handled_s(size) for size in _SIZES]
         lines = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
@@ -117,7 +116,7 @@ class Link:
         return max(start_s, 1e-6), max(finish_s, 1e-6)
 
     def _start(self, num_bytes: int, count: int = 1) -> Wait:
-        """Start exchanges of this many bytes, each process's own half included; the returned function waits for them."""
+        """Start exchanges of this many bytes, including each process's own half; return a function that waits."""
         begin, end, x = self._programs(num_bytes, count)
         tickets = jax.block_until_ready(begin(x))
 

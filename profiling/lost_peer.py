@@ -51,9 +51,9 @@ class Pair:
         for rank, name in enumerate(self.names):
             meeting = ["--coordinator", f"{box.address(0)}:{PORT}", "--num-processes", str(PROCESSES)]
             command = [sys.executable, "-m", "moe_jax.train", "--config", CONFIG, f"log.dir={self.folder}"]
-            with (self.folder / f"said-{rank}").open("w") as said:
+            with (self.folder / f"output-{rank}").open("w") as output:
                 whole = [*box.inside(name), *command, *self._settings, *meeting, "--process-id", str(rank)]
-                self.processes.append(subprocess.Popen(whole, stdout=said, stderr=said, text=True))
+                self.processes.append(subprocess.Popen(whole, stdout=output, stderr=output, text=True))
 
     def step(self) -> int:
         """The last recorded step."""
@@ -74,11 +74,11 @@ class Pair:
         if not self.wait_for(lambda: self.step() >= step or any(each.poll() is not None for each in self.processes)):
             raise LostPeerError(f"step {step} was not reached in {LONGEST_S:g} s")
         if self.step() < step:
-            raise LostPeerError(f"a process ended before step {step}: {self.said(0)} | {self.said(1)}")
+            raise LostPeerError(f"a process ended before step {step}: {self.last_line(0)} | {self.last_line(1)}")
 
-    def said(self, rank: int) -> str:
+    def last_line(self, rank: int) -> str:
         """Return the last non-empty line that a process printed."""
-        lines = (self.folder / f"said-{rank}").read_text(errors="replace").split("\n")
+        lines = (self.folder / f"output-{rank}").read_text(errors="replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
     def kill(self) -> None:
@@ -107,7 +107,7 @@ def _lost(pair: Pair, how: str, rank: int) -> dict[str, Any]:
             code = pair.processes[each].poll()
             if code is not None and str(each) not in ended:
                 seconds = rounded(time.monotonic() - at)
-                ended[str(each)] = {"seconds": seconds, "exit_code": code, "said": pair.said(each)}
+                ended[str(each)] = {"seconds": seconds, "exit_code": code, "said": pair.last_line(each)}
         return len(ended) == len(left)
 
     pair.wait_for(all_ended)
@@ -168,7 +168,7 @@ def _ends_equal(pair: Pair, undisturbed: Path, steps: int) -> bool:
         if not run.wait_for(lambda run=run: all(each.poll() is not None for each in run.processes)):  # type: ignore[misc]
             run.kill()
         if any(each.returncode for each in run.processes):
-            raise LostPeerError(f"a process of the last run failed: {run.said(0)} | {run.said(1)}")
+            raise LostPeerError(f"a process of the last run failed: {run.last_line(0)} | {run.last_line(1)}")
     disturbed, expected = (
         [(each["step"], each["loss"]) for each in read_metrics(run.folder) if "loss" in each] for run in runs
     )

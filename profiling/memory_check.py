@@ -101,9 +101,9 @@ def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
     settings += [f"train.batch_size={sequences * data * expert}", f"data.seq_len={length}"]
     settings += [*(f"schedule.{setting}" for setting in schedule.split()), *more]
     policy = schedule.split()[0].removeprefix("policy=").replace("vanilla", "plain")
-    told = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
-    told += [setting.partition(".")[-1] for setting in more]
-    words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *told]
+    shown = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
+    shown += [setting.partition(".")[-1] for setting in more]
+    words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *shown]
     return " ".join(word for word in words if word != "microbatches=1"), settings, data * expert * tensor
 
 
@@ -120,8 +120,9 @@ def compiled_bytes(target: Target, settings: list[str]) -> dict[str, Any]:
 
 
 def check(kind: str, only: str) -> dict[str, Any]:
-    """Compile the missing cases with `only` in their names; the file is written after each, so that a run can be
-    resumed.
+    """Compile the missing cases with `only` in their names.
+
+    The file is written after each of them, so that a run can be resumed.
     """
     path = RESULTS / f"memory_{kind}.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}

@@ -100,9 +100,7 @@ def _steps_of(config: Config) -> Callable[[], float]:
 
 
 def _bytes(config: Config, moves: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return bytes of the collectives in the compiled program of a move, and those predicted for an expert and for the
-    moves.
-    """
+    """Return bytes of the collectives in a move's compiled program, and predicted bytes of an expert and the moves."""
     mesh = make_mesh(config.mesh)
     mover = Mover(config, make_trainer(config, mesh))
     (group,) = mover.groups

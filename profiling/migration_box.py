@@ -108,19 +108,17 @@ def _together(run: Callable[[], object]) -> float:
 
 
 def experts_alone(config: Config) -> Callable[[], float]:
-    """Return a function that measures seconds of one block's experts on this device, forward and backward, at an even
-    load.
-    """
+    """Return a function that times one block's experts on this device, forward and backward, at an even load."""
     model, moe = config.model, config.model.moe
-    held = moe.num_experts // RANKS
+    num_local = moe.num_experts // RANKS
     tokens = config.train.batch_size // RANKS * config.data.seq_len
     rng = np.random.default_rng(0)
     sizes = {"gate": (model.hidden_size, moe.intermediate_size), "up": (model.hidden_size, moe.intermediate_size)}
     sizes["down"] = (moe.intermediate_size, model.hidden_size)
-    params = {name: rng.standard_normal((held, *size), np.float32) / 32 for name, size in sizes.items()}
-    width = tokens * min(moe.top_k, held)  # rows from a source, enough for the worst case
+    params = {name: rng.standard_normal((num_local, *size), np.float32) / 32 for name, size in sizes.items()}
+    width = tokens * min(moe.top_k, num_local)  # rows from a source, enough for the worst case
     x_PWD = rng.standard_normal((RANKS, width, model.hidden_size), np.float32) / 32
-    count_PL = np.full((RANKS, held), tokens * moe.top_k // moe.num_experts, np.int32)
+    count_PL = np.full((RANKS, num_local), tokens * moe.top_k // moe.num_experts, np.int32)
 
     def passes(params: Any, x: jax.Array) -> Any:
         def experts(params: Any, x: jax.Array) -> jax.Array:
@@ -129,19 +127,17 @@ def experts_alone(config: Config) -> Callable[[], float]:
         out, pull = jax.vjp(experts, params, x)
         return pull(out)
 
-    program, given = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))
+    program, inputs = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))
 
     def run() -> None:
         for _ in range(_ALONE):
-            jax.block_until_ready(program(*given))
+            jax.block_until_ready(program(*inputs))
 
     return lambda: _together(run) / _ALONE
 
 
 def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
-    """Return a function that measures seconds in which each process sends this much to the other, as cluster profiles
-    do.
-    """
+    """Return a function that times how each process sends this much to the other, as cluster profiles do."""
     spec = PartitionSpec("expert")
     body = functools.partial(permuted, axes="expert", pairs=[(0, 1), (1, 0)])
     shape = jax.ShapeDtypeStruct((RANKS, num_bytes // 4), np.float32, sharding=NamedSharding(mesh, spec))
@@ -153,30 +149,32 @@ def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
 def measure(arguments: argparse.Namespace, config: Config) -> None:
     """Run all rounds, in one process of the box."""
     box.join()
-    stand = Harness(config)
-    (group,) = stand.mover.groups
-    alone, send = experts_alone(config), send_alone(stand.mesh, stand.mover.expert_bytes(group))
+    harness = Harness(config)
+    (group,) = harness.mover.groups
+    alone, send = experts_alone(config), send_alone(harness.mesh, harness.mover.expert_bytes(group))
     box.set_data_rate(box.parse_rate(arguments.rate))
-    plans = stand.plans()
+    plans = harness.plans()
     there = [found.moves for found in plans]
     back = [tuple(reversed(moves)) for moves in there]
     first = np.tile(np.arange(config.model.moe.num_experts), (len(plans), 1))
     found: dict[str, list[float]] = {"uneven_s": [], "even_s": [], "experts_s": [], "move_s": [], "send_s": []}
-    for turn in range(arguments.rounds + 1):
-        experts_s, uneven_s = alone(), stand.seconds(arguments.steps)
+    for round_index in range(arguments.rounds + 1):
+        experts_s, uneven_s = alone(), harness.seconds(arguments.steps)
         before = _sent_bytes()
-        move_s = stand.move(there, [np.argsort(found.expert_S) for found in plans])
+        move_s = harness.move(there, [np.argsort(found.expert_S) for found in plans])
         wire_bytes = _sent_bytes() - before
-        even_step_s = stand.seconds(arguments.steps)
-        stand.move(back, first)
+        even_step_s = harness.seconds(arguments.steps)
+        harness.move(back, first)
         send_s = send()
-        if turn:  # round 0 is the warm-up
+        if round_index:  # round 0 is the warm-up
             for seconds, each in zip(found.values(), (uneven_s, even_step_s, experts_s, move_s, send_s), strict=True):
                 seconds.append(each)
         if box.rank() == 0:
-            print(f"round {turn} of {arguments.rounds}: {uneven_s:.2f} s, {even_step_s:.2f} s a step", flush=True)
-    cost = stand.mover.cost(there)
-    box.hand_back(
+            print(
+                f"round {round_index} of {arguments.rounds}: {uneven_s:.2f} s, {even_step_s:.2f} s a step", flush=True
+            )
+    cost = harness.mover.cost(there)
+    box.return_values(
         found
         | {"ratios": [[found.ratio_before, found.ratio_after] for found in plans]}
         | {
@@ -212,7 +210,7 @@ def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
-    box.add_turns(parser, rate="1gbit", out_of="process", turn="turn", rounds=12)
+    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="half round", rounds=12)
     box.add_arguments(parser)
     parser.set_defaults(processes=RANKS)
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ def main() -> None:
     """Introduce all faults and write the result."""
     parser = CommandParser(prog="python profiling/mutations.py", description=__doc__)
     parser.add_argument("names", metavar="NAMES", nargs="*", help="of faults (default: all)")
-    parser.add_argument("--suite", metavar="COMMIT", help="whose code and tests are used")
+    parser.add_argument("--suite", metavar="COMMIT", help="commit with the code and tests to use")
     parser.add_argument("--clean", action="store_true", help="run the tests without a fault")
     arguments = parser.parse_args()
     chosen = _chosen(arguments.names)
@@ -64,9 +64,9 @@ def main() -> None:
         found: dict[str, dict[str, Any]] = {}
         for number, mutation in enumerate(chosen, start=1):
             found[mutation.name] = result = _try(mutation, copy, is_older)
-            print(f"{number}/{len(chosen)} {mutation.name}: {_told(result)}", flush=True)
+            print(f"{number}/{len(chosen)} {mutation.name}: {_as_text(result)}", flush=True)
     column = {"commit": commit, "faults": found}
-    write_result("mutations", _beside_other(column, is_older), quick=len(chosen) < len(MUTATIONS))
+    write_result("mutations", _with_other_suite(column, is_older), quick=len(chosen) < len(MUTATIONS))
     counts = Counter(result["outcome"] for result in found.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     missed = [name for name, result in found.items() if result["outcome"] != "noticed"]
@@ -159,12 +159,12 @@ def _run_tests(arguments: Sequence[str], copy: Path, limit_s: float) -> Ended:
         return Ended(code, seconds, output.read().decode(errors="replace"))
 
 
-def _told(result: dict[str, Any]) -> str:
+def _as_text(result: dict[str, Any]) -> str:
     by = f" by {result['by']}" if "by" in result else ""
     return f"{result['outcome']}{by}" + (f" after {result['seconds']} s" if "seconds" in result else "")
 
 
-def _beside_other(column: dict[str, Any], is_older: bool) -> dict[str, Any]:
+def _with_other_suite(column: dict[str, Any], is_older: bool) -> dict[str, Any]:
     """Return the new values together with those of the other suite, if it was run before."""
     own, other = ("older_suite", "suite") if is_older else ("suite", "older_suite")
     try:

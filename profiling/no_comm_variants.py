@@ -22,7 +22,7 @@ _PRIMITIVES = {"all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "ppe
 
 @contextmanager
 def without_communication() -> Iterator[None]:
-    """Trace programs within this context with a local operation of the same result shape in place of every collective."""
+    """Within this context, trace programs with a local operation of equal result shape in place of every collective."""
     originals: dict[str, Callable[..., Any]] = {name: getattr(jax.lax, name) for name in _FUNCTIONS}
     start, finish = background.start, background.finish
 
@@ -76,10 +76,10 @@ def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
             shapes = tuple(jax.ShapeDtypeStruct(*_shape_and_dtype(x.aval)) for x in equation.invars)
             found.append(Collective(equation.primitive, equation.params, shapes))
             continue
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        iterations = equation.params["length"] if equation.primitive.name == "scan" else 1
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(value):
-                found += collectives_of(value) * turns
+                found += collectives_of(value) * iterations
     return found
 
 

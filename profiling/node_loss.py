@@ -95,11 +95,11 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
             shutil.rmtree(next(memory.glob(f"*/node-{rank}")))
         run.wait_for(partial(_has_more, run, stretches), "another start")
         reached = _recorded(run)  # the records of repeated steps are removed
-        run.wait_for(lambda: run.stretches[-1].told is not None, "going on")
-        resumed, told = run.stretches[-1].resumed, run.stretches[-1].told
+        run.wait_for(lambda: run.stretches[-1].source is not None, "going on")
+        resumed, source = run.stretches[-1].resumed, run.stretches[-1].source
         lost.append({"ranks": ranks, "reached": reached, "resumed": resumed, "steps_lost": reached - resumed})
-        lost[-1] |= {"told": told, "going_on_s": rounded(time.monotonic() - at)}
-        print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {told}", flush=True)
+        lost[-1] |= {"told": source, "going_on_s": rounded(time.monotonic() - at)}
+        print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {source}", flush=True)
     return lost
 
 

@@ -49,12 +49,12 @@ def main() -> None:
     batch = jax.device_put(tokens, NamedSharding(mesh, BATCH_SPEC))
     state = trainers["plain"].init()
     ratios = []
-    for turn in range(rounds + 2):
+    for round_index in range(rounds + 2):
         found = {}
-        order = list(trainers) if turn % 2 else list(reversed(trainers))  # the second program may find warmer caches
+        order = list(trainers) if round_index % 2 else list(reversed(trainers))  # caches are warmer for the second
         for name in order:
             found[name], state = seconds(trainers[name], state, batch)
-        if turn >= 2:  # the first rounds compile
+        if round_index >= 2:  # the first rounds compile
             ratios.append(found["unified_1"] / found["plain"])
     write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)}, quick=rounds < ROUNDS)
 

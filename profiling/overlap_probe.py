@@ -56,11 +56,11 @@ def forms(count: int) -> dict[str, Form]:
             lambda under_way: exchange.finish(under_way, ranks).ravel(),
         )
 
-    def form_of_reduction(way: ReduceImpl) -> Form:
-        return Form(lambda x: way.start(x, (Axis.EXPERT,)), way.finish)
+    def form_of_reduction(reduction: ReduceImpl) -> Form:
+        return Form(lambda x: reduction.start(x, (Axis.EXPERT,)), reduction.finish)
 
     exchanges = {f"exchange {name}": form_of_exchange(exchange) for name, exchange in EXCHANGES.items()}
-    return exchanges | {f"reduction {name}": form_of_reduction(way) for name, way in REDUCTIONS.items()}
+    return exchanges | {f"reduction {name}": form_of_reduction(reduction) for name, reduction in REDUCTIONS.items()}
 
 
 def collective(x: jax.Array, form: Form) -> jax.Array:
@@ -116,10 +116,10 @@ def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, floa
         "in_order_s": (compiled(mesh, functools.partial(in_order, form=form, count=count), x, h), x, h),
     }
     runs: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(ROUNDS + 1):
+    for round_index in range(ROUNDS + 1):
         for name, (program, *arguments) in programs.items():
             value = seconds(program, *arguments)
-            if turn:  # round 0 is the warm-up
+            if round_index:  # round 0 is the warm-up
                 runs[name].append(value)
     result = {name: statistics.median(values) for name, values in runs.items()}
     total, shorter = result["alone_s"] + result["compute_s"], min(result["alone_s"], result["compute_s"])
@@ -144,7 +144,7 @@ def measure(arguments: argparse.Namespace) -> None:
             if box.rank() == 0:
                 numbers = "  ".join(f"{value:8.4f}" for value in found.values())
                 print(f"{os.environ['PJRT_NPROC']} threads  {name:26} {megabytes:3} MB  {numbers}", flush=True)
-    box.hand_back(results)
+    box.return_values(results)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Parts of a benchmark, each in its own process, which frees its memory at the end; a failure is reported in one line."""
+"""Parts of a benchmark, each in its own process, which frees its memory at its end. A failure is reported in a line."""
 
 import importlib
 import multiprocessing
@@ -52,5 +52,5 @@ def _measure(sender: Connection, module: str, arguments: Values) -> None:
 
 def one_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
-    told = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {told}"[:300].removesuffix(": ")
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}"[:300].removesuffix(": ")

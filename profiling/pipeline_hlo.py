@@ -150,10 +150,8 @@ def between_passes_us(program: HloModule, target: Target) -> float:
     return 1e6 * sum(seconds_of(program, target, line) for line in program.computations[tick])
 
 
-def beside_the_other(program: HloModule, target: Target, num_devices: int) -> list[dict[str, Any]]:
-    """Return, for each all-to-all of a tick with both passes, its time and the other pass's compute between start and
-    done.
-    """
+def concurrent_compute(program: HloModule, target: Target, num_devices: int) -> list[dict[str, Any]]:
+    """Return, of each all-to-all of a tick with both passes, its time and the other pass's compute while it runs."""
     found = []
     for computation in computations_with(program, ("F", "B")):
         for each in exchanges(program, num_devices, computation):
@@ -184,8 +182,9 @@ def seconds_of(program: HloModule, target: Target, line: Instruction) -> float:
 
 
 def side_of_line(program: HloModule, line: Instruction) -> str:
-    """Return F or B for instructions of tasks, and for a tick's stores of a forward pass or additions to the sums; else
-    "".
+    """Return the direction of an instruction: F or B, or "" if it belongs to neither.
+
+    F and B are instructions of tasks, a tick's stores of a forward pass (F), and its additions to the sums (B).
     """
     words = _words(program, line)
     return next((side for side, scopes in _SIDES.items() if words & scopes), "")
@@ -195,8 +194,8 @@ def study(target: Target, config: Config, overrides: list[str], mesh: Mesh) -> d
     """Compile and describe one schedule."""
     job = Job(target=target.name, config=_CONFIG, overrides=overrides, options={})
     text, outcome = compile_job(target, job)
-    program, held = parse(text), buffer_bytes(config, mesh)
-    grads, found = held.pop("grads"), replay(program, target, mesh.size, outcome.passes)
+    program, buffers = parse(text), buffer_bytes(config, mesh)
+    grads, found = buffers.pop("grads"), replay(program, target, mesh.size, outcome.passes)
     passes = outcome.passes or {}
     return {
         "settings": " ".join(overrides),
@@ -204,15 +203,15 @@ def study(target: Target, config: Config, overrides: list[str], mesh: Mesh) -> d
         "temporary_bytes": outcome.temporary_bytes,
         "peak_bytes": outcome.peak_bytes,
         "gradient_bytes": grads,
-        "in_flight_bytes": sum(held.values()),
-        "in_flight_bytes_by_buffer": held,
+        "in_flight_bytes": sum(buffers.values()),
+        "in_flight_bytes_by_buffer": buffers,
         "step_ms": rounded(1e3 * found.step_s),
         "compute_ms": rounded(1e3 * found.compute_s),
         "exposed_ms": rounded(1e3 * found.exposed_s),
         "idle_ms": rounded(1e3 * found.idle_s),
         "tick_between_passes_us": rounded(between_passes_us(program, target)),
         "sends": sends(found, passes),
-        "all_to_alls": beside_the_other(program, target, mesh.size),
+        "all_to_alls": concurrent_compute(program, target, mesh.size),
         "exposed_share_of_pairs": exposed_share(found, passes),
         "compile_s": rounded(outcome.compile_s),
     }
@@ -242,7 +241,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Check the expectations of the schedules present. Activations are all memory but arguments and sums of gradients."""
+    """Check the expectations of the schedules present.
+
+    Activations are all memory except arguments and sums of gradients.
+    """
     activations = {
         name: row["peak_bytes"] - row["argument_bytes"] - row["gradient_bytes"] for name, row in rows.items()
     }

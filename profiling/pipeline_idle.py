@@ -23,9 +23,7 @@ _SENDS = 9  # round trips; the time of a send is half their median
 
 
 def seconds_of_send(mesh: Mesh, config: Config) -> float:
-    """Return seconds to send a microbatch's activations from stage to stage on an otherwise idle link: half a round
-    trip.
-    """
+    """Return seconds to send a microbatch's activations to the next stage on an idle link: half a round trip."""
     tokens = config.train.batch_size // (EXPERT_RANKS * config.train.grad_accumulation) * config.data.seq_len
     background.connect(mesh)
 
@@ -36,15 +34,13 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
         return arriving(post(jnp.where(first, x, came), "to_previous", jnp.stack([~first, first])), both)(came)
 
     on_mesh = jax.shard_map(there_and_back, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
-    way, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)
-    jax.block_until_ready(way(x))
-    return float(np.median([seconds_per_step(lambda: way(x), 1) for _ in range(_SENDS)])) / 2
+    program, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)
+    jax.block_until_ready(program(x))
+    return float(np.median([seconds_per_step(lambda: program(x), 1) for _ in range(_SENDS)])) / 2
 
 
-def of_ranks(operations: Sequence[TracedOperation]) -> list[list[TracedOperation]]:
-    """Return the operations of each rank in its step. Clocks are aligned at the end, where all ranks wait for each
-    other.
-    """
+def operations_by_rank(operations: Sequence[TracedOperation]) -> list[list[TracedOperation]]:
+    """Return the operations of each rank in its step, with clocks aligned at the end, where all ranks synchronise."""
     own = _shifted(operations, operations[-1].end_s)
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
@@ -57,7 +53,7 @@ def of_ranks(operations: Sequence[TracedOperation]) -> list[list[TracedOperation
     return [_shifted(rank, begin_s) for rank in found]
 
 
-def of_stages(ranks: Sequence[Sequence[TracedOperation]]) -> list[Sequence[Sequence[TracedOperation]]]:
+def ranks_by_stage(ranks: Sequence[Sequence[TracedOperation]]) -> list[Sequence[Sequence[TracedOperation]]]:
     """Group the ranks by stage."""
     return [ranks[first : first + EXPERT_RANKS] for first in range(0, len(ranks), EXPERT_RANKS)]
 
@@ -71,7 +67,7 @@ def bubble_of(ranks: Sequence[Sequence[TracedOperation]], table: Table, send_s: 
 
     Returns it measured; by the table, with slots of average length; with each slot's own length; and with sends.
     """
-    busy_ST = [busy_in_ticks(stage_ranks, table, number) for number, stage_ranks in enumerate(of_stages(ranks))]
+    busy_ST = [busy_in_ticks(stage_ranks, table, number) for number, stage_ranks in enumerate(ranks_by_stage(ranks))]
     spans = [span for tick in busy_ST[0] for span in tick]
     whole_s = spans[-1][1] - spans[0][0]
     busy_TS = [[sum(end - start for start, end in tick) for tick in slots] for slots in zip(*busy_ST, strict=True)]
@@ -92,11 +88,11 @@ def bubble_of(ranks: Sequence[Sequence[TracedOperation]], table: Table, send_s: 
 def busy_in_ticks(
     ranks: Sequence[Sequence[TracedOperation]], table: Table, number: int
 ) -> list[list[tuple[float, float]]]:
-    """Return the intervals in which a stage is busy in each tick, from its first pass to its last; its ranks share a
-    core.
+    """Return the intervals in which a stage is busy in each tick, from its first pass to its last.
 
     A stage is busy while one of its ranks is in a pass, from the first of its operations to the last, whatever it waits
-    for in between, and while one computes anything else, such as values of earlier passes that a pass reads.
+    for in between, and while one computes anything else, such as values of earlier passes that a pass reads. The ranks
+    of a stage share a core.
     """
     busy_T: list[list[tuple[float, float]]] = [[] for _ in table.ticks]
     with_passes = [tick for tick, slots in enumerate(table.ticks) if slots[number].tasks()]

@@ -30,7 +30,7 @@ MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "m
 _GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
-WAYS = {
+VARIANTS = {
     "vanilla": [],
     "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.bucket_cap_mb=4"],
     "expert_pipeline, R=2": _PIPELINE,
@@ -52,9 +52,9 @@ _CORE = Device(
 )
 
 
-def ways_on(mesh: str) -> tuple[str, ...]:
+def variants_on(mesh: str) -> tuple[str, ...]:
     """Return the variants tried on a mesh."""
-    return tuple(WAYS) if mesh == "expert" else _WITHOUT_EXCHANGE
+    return tuple(VARIANTS) if mesh == "expert" else _WITHOUT_EXCHANGE
 
 
 def config_of(model: str, mesh: str, *more: str) -> Config:
@@ -94,7 +94,7 @@ class TaskTimes:
     def write(self, path: Path, pace: float = 1.0) -> None:
         """Write all times, multiplied by `pace`."""
         tasks = {
-            op: {parts: {way: pace * each_s for way, each_s in times.items()} for parts, times in at.items()}
+            op: {parts: {kind: pace * each_s for kind, each_s in times.items()} for parts, times in at.items()}
             for op, at in self.tasks.items()
         }
         write_times(path, tasks, pace * self.rest_s)
@@ -107,7 +107,7 @@ class TaskTimes:
 
 
 def predicted_step_s(config: Config, times: TaskTimes, pace: float, link: LinkTimes, path: Path) -> float:
-    """Predict a step on a machine that computes `pace` times as slowly; `path` is for the file that the config names."""
+    """Predict a step on a machine that computes `pace` times as slowly; `path` is for a file that the config names."""
     times.write(path, pace)
     # scale the link with the compute, so that tasks keep the order of the compiled program
     schedule = dataclasses.replace(config.schedule, link_gb_per_s=_LINK_GB_PER_S / pace, task_times=str(path))

@@ -15,9 +15,7 @@ NEAR = 0.03  # relative to the fastest
 
 
 def summary(measured: Sequence[Row]) -> Row:
-    """Return the errors of all rows, and for each case (a model and a rate) the extra time of the step predicted to be
-    fastest.
-    """
+    """Return errors of all rows, and of each case (a model and a rate) the extra time of the best prediction."""
     found = [_row(each) for each in measured]
     cases: dict[tuple[str, float], list[Row]] = {}
     for each in found:

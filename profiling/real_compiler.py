@@ -44,9 +44,7 @@ def row_dtype(platform: str) -> jnp.dtype[Any]:
 def compile_on(
     mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any
 ) -> HloModule:
-    """Compile a function of each device's shard of arrays, all sharded by `spec`, with the options of the training
-    step.
-    """
+    """Compile a function of each device's shards of arrays, sharded by `spec`, with the training step's options."""
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
     return parse(lowered.compile(compiler_options=compiler_options(platform)).as_text() or "")

@@ -75,8 +75,8 @@ def main() -> None:
 
 
 def _values(refused: Refused) -> dict[str, Any]:
-    said = refused.errors.strip()
-    short = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
+    output = refused.errors.strip()
+    short = output if len(output) <= _SHOWN else f"{output[:_SHOWN]}…"
     return {"seconds": round(refused.seconds, 2), "exit_code": refused.exit_code, "said": short}
 
 

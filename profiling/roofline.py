@@ -53,9 +53,7 @@ def kind_of(line: Instruction, program: HloModule) -> str:
 
 
 def seconds_by_kind(operations: Sequence[TracedOperation], program: HloModule) -> dict[str, float]:
-    """Return the seconds of each kind in one traced step; concurrent operations count once. Loops count as their
-    contents.
-    """
+    """Return the seconds of each kind in one traced step; concurrent operations count once, loops as their contents."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for operation in operations:
         line = program.by_name.get(operation.name)
@@ -65,8 +63,9 @@ def seconds_by_kind(operations: Sequence[TracedOperation], program: HloModule) -
 
 
 def work_by_kind(config: Config) -> dict[str, Work]:
-    """Return the work of each kind in a step on one device, forward and backward, activations in bfloat16, parameters
-    in float32.
+    """Return the work of each kind in a step on one device, forward and backward.
+
+    Activations are bfloat16, parameters float32.
     """
     model, length = config.model, config.data.seq_len
     moe, width = model.moe, model.hidden_size

@@ -15,9 +15,7 @@ _ALWAYS = 100.0  # larger than any difference of the random numbers
 
 
 def choose(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
-    """Draw k experts without replacement, by random numbers from the bits of a token's own logits; weights are a
-    softmax.
-    """
+    """Draw k experts without replacement, by random numbers from the bits of a token's logits, with softmax weights."""
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
 
 

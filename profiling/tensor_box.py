@@ -68,7 +68,7 @@ class Harness:
 def measure(arguments: argparse.Namespace) -> None:
     """Run all rounds, in one process of the box."""
     box.join(devices=max(TENSOR_RANKS))
-    stands = {
+    harnesses = {
         (tensor, form): Harness(
             load_config(
                 arguments.config, [*_COMMON, *_SMALLER, f"mesh.tensor={tensor}", f"exchange.tensor_form={form}"]
@@ -78,15 +78,17 @@ def measure(arguments: argparse.Namespace) -> None:
         for form in FORMS
     }
     box.set_rate(box.parse_rate(arguments.rate))
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in stands}
-    for turn in range(arguments.rounds + 1):
-        for key, stand in stands.items():
-            step_s = stand.seconds(arguments.steps)
-            if turn:  # round 0 is the warm-up
+    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in harnesses}
+    for round_index in range(arguments.rounds + 1):
+        for key, harness in harnesses.items():
+            step_s = harness.seconds(arguments.steps)
+            if round_index:  # round 0 is the warm-up
                 seconds[key].append(step_s)
         if box.rank() == 0:
-            print(f"round {turn} of {arguments.rounds}", flush=True)
-    box.hand_back([[*key, seconds[key], stand.exchanged_bytes, stand.losses] for key, stand in stands.items()])
+            print(f"round {round_index} of {arguments.rounds}", flush=True)
+    box.return_values(
+        [[*key, seconds[key], harness.exchanged_bytes, harness.losses] for key, harness in harnesses.items()]
+    )
 
 
 def summary(found: list[Any]) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def summary(found: list[Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/tensor_box.py", description=__doc__)
-    box.add_turns(parser, rate="400mbit", out_of="node", turn="form in a round", rounds=7)
+    box.add_round_flags(parser, rate="400mbit", out_of="node", unit="form in a round", rounds=7)
     box.add_arguments(parser)
     # a device that waits for another one occupies a thread
     parser.set_defaults(processes=NODES, threads=2 * max(TENSOR_RANKS))

@@ -40,7 +40,7 @@ def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width
     return compile_on(mesh, route.ranks.platform, body, _SPEC, x)
 
 
-def of_kind(found: list[ExchangeOp], kind: str) -> list[ExchangeOp]:
+def with_kind(found: list[ExchangeOp], kind: str) -> list[ExchangeOp]:
     return [each for each in found if each.collective.opcode.startswith(kind)]
 
 
@@ -48,7 +48,7 @@ def study(form: str, program: HloModule, num_bytes: float, tensor: int, experts:
     """Describe one form; `num_bytes` is the total of all tensor ranks of an expert rank."""
     devices = tensor * experts
     found = exchanges(program, devices)
-    sends, gathers = of_kind(found, "all-to-all"), of_kind(found, "all-gather")
+    sends, gathers = with_kind(found, "all-to-all"), with_kind(found, "all-gather")
     sent = sum(sent_bytes(each.collective, program, devices) for each in sends)
     only_bytes = LinkStages(*(lambda x: x,) * 3)
     expected = stage_seconds(num_bytes, tensor, experts, 1, only_bytes)[0] * (tensor if form == "replicated" else 1)

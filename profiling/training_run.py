@@ -16,8 +16,9 @@ _QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
 
 def tiny(ranks: int, *, batch_size: int, seq_len: int, experts: int) -> list[str]:
-    """Return settings of a small model on `ranks` expert ranks that records each step. Losses do not depend on
-    train.steps.
+    """Return settings of a small model on `ranks` expert ranks that records each step.
+
+    Losses do not depend on train.steps.
     """
     return [
         *(
@@ -43,8 +44,9 @@ def train_config(settings: Sequence[str], steps: int) -> Config:
 
 
 def losses_of(settings: Sequence[str], steps: int, name: str) -> dict[int, float]:
-    """Train; return the metric `name` (`loss`, `validation_loss`) by step, for each step that logged it. Raises
-    StoppedError.
+    """Train and return the metric `name` (`loss`, `validation_loss`) of each step that logged it.
+
+    Raises StoppedError.
     """
     return {record["step"]: record[name] for record in records_of(settings, steps) if name in record}
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import box
 import numpy as np
-from benchmark_harness import Harness, seconds_per_step, tell
+from benchmark_harness import Harness, print_once, seconds_per_step
 from count_argument import check_least
 from results_file import RESULTS, quartiles, rounded, write_result
 from tuned_picture import write_picture
@@ -61,18 +61,18 @@ _RUN = "TUNED_BOX_RUN"  # the folder of the run, for the processes of the box
 def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: int) -> list[list[float]]:
     """Return seconds of a step of each size in each round, the median of `iterations` as in the tuner."""
     box.set_data_rate(rate)
-    stand = Harness(next(iter(configs.values())))
+    harness = Harness(next(iter(configs.values())))
     steps = []
     for number, config in enumerate(configs.values()):
-        steps.append(stand.step_of(stand.compiled(config)))
-        tell(f"compiled {number + 1} of {len(configs)}")
+        steps.append(harness.step_of(harness.compiled(config)))
+        print_once(f"compiled {number + 1} of {len(configs)}")
     seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(rounds):
+    for round_index in range(rounds):
         # forwards and backwards, so that slow changes of the machine affect all sizes alike
-        for number in list(range(len(steps)))[:: 1 if turn % 2 else -1]:
+        for number in list(range(len(steps)))[:: 1 if round_index % 2 else -1]:
             seconds_per_step(steps[number], 1)
             seconds[number].append(statistics.median(seconds_per_step(steps[number], 1) for _ in range(iterations)))
-        tell(f"round {turn + 1} of {rounds}")
+        print_once(f"round {round_index + 1} of {rounds}")
     return seconds
 
 
@@ -150,10 +150,10 @@ def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, f
     sizes = [choices.settings(number)["bucket_cap_mb"] for number in range(len(choices.values))]
     configs = {float(size): choices.config_of(number) for number, size in enumerate(sizes)}
     seconds = sweep(configs, rates[0], arguments.rounds, config.tune.iterations)
-    tell("training")
+    print_once("training")
     deadline = time.monotonic() + 60 * arguments.minutes
     live(config, rates, deadline)
-    box.hand_back({"sizes": list(configs), "seconds": seconds, "live": live_summary(Path(config.log.dir), rates)})
+    box.return_values({"sizes": list(configs), "seconds": seconds, "live": live_summary(Path(config.log.dir), rates)})
 
 
 def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
     }
 
 
-def told(result: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """Format the summary as text."""
     lines = [
         f"best of {len(result['sweep']['bucket_cap_mb'])} sizes {result['sweep']['best_chunk_mb']} MB, "
@@ -222,7 +222,7 @@ def main() -> None:
         os.environ[_RUN] = folder
         found = box.run_in_box(settings)
     result = summary(found, arguments.seeds)
-    print(told(result))
+    print(text(result))
     print(f"written: {write_picture(result, RESULTS / f'{arguments.name}.png')}")
     write_result(arguments.name, result | {"box": dataclasses.asdict(settings)})
 

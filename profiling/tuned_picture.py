@@ -1,4 +1,4 @@
-"""Pictures of tuning: the times of all sizes, how fast each search method finds the best, and a run that tunes itself."""
+"""Pictures of tuning: times of all sizes, how fast each search method finds the best, and a run that tunes itself."""
 
 from collections.abc import Mapping
 from pathlib import Path
