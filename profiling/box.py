@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `box_from` reads."""
     group = parser.add_argument_group("box")
     group.add_argument("--processes", type=int, default=2, metavar="N", help="2..4 (default 2)")
-    group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, in turn (default: all)")
+    group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, round-robin (default: all)")
     group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 

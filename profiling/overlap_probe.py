@@ -151,7 +151,7 @@ def main() -> None:
     """Run the box with one and two threads, and write results/overlap_probe.json."""
     parser = CommandParser(prog="python profiling/overlap_probe.py", description=__doc__)
     parser.add_argument("--rate", default="400mbit", help="of every link (default 400mbit)")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="that a process holds")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="size of a process's array")
     box.add_arguments(parser)
     arguments = parser.parse_args()
     if min(arguments.megabytes) < 1:
