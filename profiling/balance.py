@@ -1,8 +1,8 @@
-"""What balances experts, and at which loss? python profiling/balance.py [STEPS]
+"""Which balancing method evens out expert loads, and at what loss? python profiling/balance.py [STEPS]
 
-Trains `configs/shakespeare_cpu.yaml` with gate sigmoid: with the load-balance loss at its default weight, with score
-biases instead (`model.moe.bias_update_rate`), both with two seeds, and with neither. Runs of one seed see the same
-tokens in the same order. Loads are those of the last tenth of the steps.
+Trains `configs/shakespeare_cpu.yaml` with gate sigmoid in three settings: the load-balance loss at its default weight,
+score biases instead (`model.moe.bias_update_rate`), both with two seeds, and neither. Runs with the same seed process
+the same tokens in the same order. Loads are means over the last tenth of the steps.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from moe_jax.errors import run_command
 
 ALL = ["model.moe.gate=sigmoid", "log.every=1"]
 NO_LOSS = "model.moe.aux_loss_coeff=0"
-RUNS: dict[str, tuple[list[str], tuple[int, ...]]] = {  # settings and seeds
+RUNS: dict[str, tuple[list[str], tuple[int, ...]]] = {  # run name: its settings and its seeds
     "load-balance loss": ([], (0, 1)),
     "bias, rate 0.01": (["model.moe.bias_update_rate=0.01", NO_LOSS], (0, 1)),
     "neither": ([NO_LOSS], (0,)),
@@ -22,7 +22,7 @@ RUNS: dict[str, tuple[list[str], tuple[int, ...]]] = {  # settings and seeds
 
 
 def main() -> None:
-    """Train all, print a row of each and write results/balance.json."""
+    """Train all runs, print a row for each and write results/balance.json."""
     steps = count_argument("STEPS", 1000, __doc__)
     runs: dict[str, dict[str, object]] = {}
     for name, (settings, seeds) in RUNS.items():

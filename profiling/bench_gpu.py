@@ -1,12 +1,13 @@
 """How fast is a training step on a GPU? python profiling/bench_gpu.py [--toy] [--only PARTS] [--out FOLDER]
 
-The rates of matrix products and copies first; then, for a model of coarse experts (Mixtral's widths) and one of
-fine-grained ones (DeepSeek-V2-Lite's), with as many blocks as fill the device: our step without a capacity, the same
-model in transformers, and our step with capacity factor 1.25. Each part runs in a process of its own and within its
-time, nine minutes in all; what fails is one line, and the others go on. Tells tokens/s, MFU by the measured rate, peak
-memory, and what each kind of operations takes beside the least that it could. Writes results/bench_gpu_DEVICE.json
-after each part, and traces beside it. Needs neither grain nor matplotlib. --toy, or a machine without a GPU, runs tiny
-models and writes bench_gpu.quick.json.
+Measures the rates of matrix products and copies first. Then it measures a model of coarse experts (Mixtral's widths)
+and one of fine-grained experts (DeepSeek-V2-Lite's), with as many blocks as fill the device: our step without a
+capacity, the same model in transformers, and our step with capacity factor 1.25. Each part runs in its own process with
+its own time limit, nine minutes in all. A part that fails is reported in one line, and the other parts still run.
+
+Reports tokens/s, MFU by the measured rate, peak memory, and the time of each kind of operation next to its lower bound.
+Writes results/bench_gpu_DEVICE.json after each part, and traces into the same folder. Needs neither grain nor
+matplotlib. With --toy, or on a machine without a GPU, it runs tiny models and writes bench_gpu.quick.json.
 """
 
 import json
@@ -28,7 +29,7 @@ from moe_jax.files.atomic import write_atomically
 from moe_jax.measure.provenance import origin
 from moe_jax.plan.resources import train_flops_per_token
 
-PARTS = {  # model, and how it is computed; in this order: the last may find no time
+PARTS = {  # model, and what computes it; in this order, since time may run out before the last
     "coarse": ("coarse", "dropless"),
     "coarse-transformers": ("coarse", "transformers"),
     "fine": ("fine", "dropless"),
@@ -37,18 +38,18 @@ PARTS = {  # model, and how it is computed; in this order: the last may find no 
     "fine-capacity": ("fine", "capacity"),
 }
 _FACTORS = {"dropless": None, "capacity": 1.25}
-_IN_ALL_S, _LEAST_S = 530.0, 40.0  # of all parts; without which none is begun
-_RATES_S, _PART_S = 75.0, 125.0  # at most
-_CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # of timed steps of a part
+_IN_ALL_S, _LEAST_S = 530.0, 40.0  # time limit of all parts; least remaining time to start another part
+_RATES_S, _PART_S = 75.0, 125.0  # time limits of the rates and of each other part
+_CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # duration of the timed steps of a part
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # jax leaves a quarter of the memory otherwise
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # by default, jax leaves a quarter of the memory unused
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
 
 class Bench:
-    """A run of all parts, and what is known so far."""
+    """A run of all parts, and the results so far."""
 
     def __init__(self, folder: Path, toy: bool):
         self._start, self._folder, self._toy = time.monotonic(), folder, toy
@@ -56,7 +57,7 @@ class Bench:
         self.parts: dict[str, Values] = {}
 
     def run(self, wanted: list[str]) -> None:
-        """The rates, then the parts."""
+        """Measure the rates, then run the parts in `wanted`."""
         rates = self._part("rates", "gpu_rates", {}, _RATES_S)
         for name in wanted:
             model, how = PARTS[name]
@@ -72,7 +73,7 @@ class Bench:
 
     @property
     def path(self) -> Path:
-        """Of the results."""
+        """Return the path of the results file."""
         device = self.parts["rates"].get("device", "")
         name = ".quick" if self._is_toy else "_" + re.sub(r"\W+", "_", device.lower())
         return self._folder / f"bench_gpu{name}.json"
@@ -115,10 +116,10 @@ def main() -> None:
         raise ConfigError(f"--only={unknown[0]} is unknown: choose of {', '.join(PARTS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as programs:
-        # what a GPU's compiler tries out in one part, it finds again in the next
+        # results of the GPU compiler's autotuning are shared between parts
         for variable, value in (_ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": programs}).items():
             os.environ.setdefault(variable, value)
-        os.environ[_VISIBLE] = os.environ.get(_VISIBLE, "0").partition(",")[0]  # one device, whatever the machine has
+        os.environ[_VISIBLE] = os.environ.get(_VISIBLE, "0").partition(",")[0]  # use one device only
         bench = Bench(arguments.out, arguments.toy)
         bench.run(wanted)
     print(table(bench.parts))
@@ -126,7 +127,7 @@ def main() -> None:
 
 
 def _in_transformers(config: Config) -> Values:
-    """Arguments of the same model there."""
+    """Return the model's settings as arguments for transformers."""
     family = family_that_holds(config.model)
     return {
         "settings": {"model_type": family.model_type, **family.settings(config.model)},
@@ -137,7 +138,7 @@ def _in_transformers(config: Config) -> Values:
 
 
 def table(parts: dict[str, Values]) -> str:
-    """Of all parts, and of each kind of operations in those that were traced."""
+    """Format a table of all parts, and one of each kind of operation for the parts that were traced."""
     rows = [f"{'part':<22}{'tokens/s':>12}{'MFU':>8}{'step ms':>10}{'peak GB':>9}"]
     for name, found in parts.items():
         if "tokens_per_s" in found:
@@ -155,11 +156,11 @@ def table(parts: dict[str, Values]) -> str:
 
 
 def _line(name: str, found: Values) -> str:
-    told: Any = found.get("failed") or found.get("skipped")
-    if told is None:
+    text: Any = found.get("failed") or found.get("skipped")
+    if text is None:
         shown = ("device", "tokens_per_s", "mfu", "matrix_flops_per_s", "memory_bytes_per_s")
-        told = ", ".join(f"{key} {found[key]}" for key in shown if key in found)
-    return f"{name}: {told} ({found.get('wall_s', 0)} s)"
+        text = ", ".join(f"{key} {found[key]}" for key in shown if key in found)
+    return f"{name}: {text} ({found.get('wall_s', 0)} s)"
 
 
 if __name__ == "__main__":

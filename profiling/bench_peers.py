@@ -1,10 +1,10 @@
-"""How fast are we beside others on one machine? python profiling/bench_peers.py [--maxtext PYTHON] [ROUNDS]
+"""How fast are we compared with others on one machine? python profiling/bench_peers.py [--maxtext PYTHON] [ROUNDS]
 
-Trains the model of `configs/bench/peers.yaml` on eight simulated devices, experts cut over all of them, with our
-command and with MaxText's, in turn, each in a process of its own that is timed from outside by what it writes: seconds
-from the command to its first step, and tokens/s behind the first quarter of its steps. PYTHON is that of a virtual
-environment with MaxText (docs/measure.md); without it we run alone. A minute
-or two for a round of each. Both compile their programs in each round anew. Writes results/bench_peers.json.
+Trains the model of `configs/bench/peers.yaml` on eight simulated devices, with experts sharded over all of them, by our
+command and by MaxText's, alternately. Each run has its own process and is timed from outside by what it writes: seconds
+from the command to its first step, and tokens/s after the first quarter of its steps. PYTHON is the interpreter of a
+virtual environment with MaxText (docs/measure.md); without it, only our command runs. A round takes a minute or two for
+each command. Both compile their programs again in each round. Writes results/bench_peers.json.
 """
 
 import os
@@ -29,22 +29,22 @@ _POLL_S, _LIMIT_S = 0.01, 600.0
 
 
 class StoppedError(UserError):
-    """A command that ended before its last step."""
+    """Raised for a command that ended before its last step."""
 
 
 class Peer(NamedTuple):
-    """A training command: what it is started with, and a file that gets a line with `step` for each step."""
+    """A training command, its environment, and a file that gets a line containing `step` for each step."""
 
     command: Sequence[str]
     environment: dict[str, str]
-    file: str  # in the folder that it is started with; "output": what it prints
+    file: str  # in the working directory; "output" for standard output
     step: str
 
 
 def main() -> None:
-    """Measure and write results/bench_peers.json."""
+    """Measure, compare and write results/bench_peers.json."""
     parser = CommandParser(prog="python profiling/bench_peers.py", description=__doc__)
-    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="of an environment with MaxText")
+    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="interpreter of an environment with MaxText")
     parser.add_argument("--steps", type=int, default=40, help="of each run (default: %(default)s)")
     parser.add_argument("rounds", metavar="ROUNDS", nargs="?", type=int, default=3, help="default: %(default)s")
     arguments = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def ours(config: Config) -> Peer:
-    """As a user starts it."""
+    """Return our training command, as a user starts it."""
     root = Path(__file__).parents[1]
     settings = [f"train.steps={config.train.steps}", "log.dir=run", f"data.path={root / config.data.path}"]
     command = [sys.executable, "-m", "moe_jax.train", "--config", str(root / CONFIG), *settings]
@@ -72,7 +72,7 @@ def ours(config: Config) -> Peer:
 
 
 def maxtext(python: Path, config: Config) -> Peer:
-    """The same model, from tokens that are made up."""
+    """Return MaxText's training command for the same model, on synthetic tokens."""
     model, devices = config.model, config.mesh.cpu_devices
     settings = {
         "run_name": "peers",
@@ -81,7 +81,7 @@ def maxtext(python: Path, config: Config) -> Peer:
         "steps": config.train.steps,
         "dataset_type": "synthetic",
         "enable_checkpointing": False,
-        "jax_cache_dir": "run/programs",  # a new folder: it would keep programs of earlier rounds in the home folder
+        "jax_cache_dir": "run/programs",  # a new folder: by default programs of earlier rounds stay in the home folder
         "decoder_block": "mixtral",
         "attention": "dot_product",
         "dtype": config.train.compute_dtype,
@@ -121,7 +121,7 @@ def maxtext(python: Path, config: Config) -> Peer:
     )
 
 
-_REMAT = {"none": "minimal_with_context", "dots": "minimal", "full": "full"}  # it has none that recomputes nothing
+_REMAT = {"none": "minimal_with_context", "dots": "minimal", "full": "full"}  # MaxText always recomputes
 
 _FIND_MAXTEXT = """
 import importlib.util, pathlib
@@ -147,7 +147,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def timed(peer: Peer, config: Config) -> dict[str, float]:
-    """Seconds to the first step and tokens/s, and what else the machine did at the start. Raises StoppedError."""
+    """Measure seconds to the first step, tokens/s, and the load of the machine at the start. Raises StoppedError."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("wb") as output:
         start = time.perf_counter()
@@ -158,8 +158,8 @@ def timed(peer: Peer, config: Config) -> dict[str, float]:
             times = _step_times(process, Path(folder) / peer.file, peer.step, config.train.steps)
             process.terminate()
         if len(times) < config.train.steps:
-            said = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()[-1:]
-            raise StoppedError(f"ended with step {len(times)}: {' '.join(said)}")
+            last_line = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()[-1:]
+            raise StoppedError(f"ended with step {len(times)}: {' '.join(last_line)}")
     first = config.train.steps // 4
     tokens = config.train.batch_size * config.data.seq_len * (len(times) - 1 - first)
     return {
@@ -170,7 +170,7 @@ def timed(peer: Peer, config: Config) -> dict[str, float]:
 
 
 def _step_times(process: subprocess.Popen[bytes], file: Path, word: str, steps: int) -> list[float]:
-    """When each step was seen in the file."""
+    """Return the time at which each step appeared in the file."""
     times: list[float] = []
     end = time.perf_counter() + _LIMIT_S
     while len(times) < steps and time.perf_counter() < end:
@@ -184,7 +184,7 @@ def _step_times(process: subprocess.Popen[bytes], file: Path, word: str, steps: 
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians and quartiles of each, and ours over theirs round by round."""
+    """Return medians and quartiles of each command, and the ratios of ours to theirs, round by round."""
     values: dict[str, Any] = {
         name: {key: quartiles([run[key] for run in runs]) for key in runs[0]} for name, runs in found.items()
     }

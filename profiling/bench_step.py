@@ -1,7 +1,7 @@
 """Start-up and speed of a training step: python profiling/bench_step.py [section.key=value …]
 
-Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a few steps in a process of its own, then
-compares, in turn in one process, steps as the loop runs them with bare ones. About two minutes.
+Trains `configs/shakespeare_cpu.yaml` on 8 simulated devices (expert=8) for a few steps in its own process. Then, in one
+process, compares steps as the training loop runs them with bare ones, alternately. Takes about two minutes.
 """
 
 import resource
@@ -26,7 +26,7 @@ from moe_jax.telemetry.run_log import RunLog, read_metrics
 
 CONFIG = "configs/shakespeare_cpu.yaml"
 STEPS = 40
-_ROUND = 3  # steps of each kind in turn
+_ROUND = 3  # steps of each kind in a round
 SETTINGS = [
     "mesh.cpu_devices=8",
     "mesh.expert=8",
@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 def whole_command(overrides: list[str]) -> dict[str, float]:
-    """Seconds from the command to the first loss on disk, the median step after it, and the peak memory."""
+    """Measure seconds from the command to the first loss on disk, the median step after it, and the peak memory."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "moe_jax.train", "--config", CONFIG, *overrides, f"log.dir={folder}"]
         start = time.perf_counter()
@@ -66,9 +66,9 @@ def whole_command(overrides: list[str]) -> dict[str, float]:
 
 
 def inside_one_process(config: Config) -> dict[str, float]:
-    """Seconds to trace and compile, and rounds of steps as the loop runs them against bare ones, taken in turn.
+    """Measure seconds to trace and compile, and rounds that alternate steps of the training loop with bare ones.
 
-    A bare step has its batch on the devices already and no log.
+    The batch of a bare step is already on the devices, and a bare step logs nothing.
     """
     run = open_run(config)
     peak = matrix_flops_per_s(config.train.compute_dtype)
@@ -82,9 +82,9 @@ def inside_one_process(config: Config) -> dict[str, float]:
         meter = Meter(config, log, peak)
         for step in range(STEPS):
             start = time.perf_counter()
-            for turn in range(_ROUND):
+            for index in range(_ROUND):
                 state, metrics = step_program(state, run.on_mesh(next(run.batches)))
-                meter.add(_ROUND * step + turn + 1, metrics)
+                meter.add(_ROUND * step + index + 1, metrics)
             meter.finish()
             between = time.perf_counter()
             for _ in range(_ROUND):
@@ -99,7 +99,7 @@ def inside_one_process(config: Config) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both and write results/bench_step.json."""
+    """Run both measurements and write results/bench_step.json."""
     parser = CommandParser(prog="python profiling/bench_step.py", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     overrides = [*SETTINGS, *parser.parse_args().overrides]

@@ -1,4 +1,4 @@
-"""Training steps of one process in a box: compiled, timed, traced, and their tasks profiled without communication."""
+"""Training steps in one process of a network testbed: compiled, timed, traced, and profiled without communication."""
 
 import dataclasses
 import statistics
@@ -24,14 +24,14 @@ from moe_jax.plan.measured import OPS, Seconds
 from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
 
-_RUNS = 3  # traces that the shares of tasks are the median of
-_CLOCKED = 9  # steps that their times are the median of
+_RUNS = 3  # traces; shares of tasks are medians over them
+_CLOCKED = 9  # timed steps; step times are medians over them
 
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
 
 
 class Harness:
-    """Everything of one process that stays on its device: one state for all variants, one batch."""
+    """The devices of one process, with one training state and one batch that all variants share."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -44,12 +44,12 @@ class Harness:
         self.batch = jax.make_array_from_callback(shape, sharding, lambda index: tokens[index])
 
     def compiled(self, config: Config) -> Compiled:
-        """The training step of a config."""
+        """Compile the training step of a config."""
         trainer = make_trainer(config, self.mesh)
         return step_program(trainer, self.batch, target_here(trainer)).compile()
 
     def step_of(self, program: Compiled) -> Step:
-        """A step that goes on from the state that the step before left."""
+        """Return a function that runs a step from the state after the previous step."""
 
         def run() -> Any:
             self.state, metrics = program(self.state, self.batch)
@@ -58,14 +58,14 @@ class Harness:
         return run
 
     def communication(self, config: Config) -> Compiled:
-        """The collectives of a config's step."""
+        """Compile the collectives of a config's step as a program of their own."""
         trainer = make_trainer(config, self.mesh)
         traced = trainer.step.trace(trainer.state_shapes, self.batch)
         return communication(collectives_of(traced.jaxpr), self.mesh).lower().compile()
 
 
 def seconds_per_step(step: Step, steps: int) -> float:
-    """Mean of `steps` in a row, started together with the other processes."""
+    """Return mean seconds of `steps` consecutive steps, after a barrier with the other processes."""
     multihost_utils.sync_global_devices("round")
     start = time.perf_counter()
     for _ in range(steps):
@@ -74,44 +74,44 @@ def seconds_per_step(step: Step, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def tell(line: str) -> None:
-    """Print once, not once for every process."""
+def print_once(line: str) -> None:
+    """Print a line on process 0 only."""
     if box.rank() == 0:
         print(line, flush=True)
 
 
 def traced(step: Step, program: Compiled) -> list[TracedOperation]:
-    """What ran when in one step."""
+    """Trace one step and return its operations with their times."""
     with tempfile.TemporaryDirectory() as folder:
-        for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
-            multihost_utils.sync_global_devices(turn)
-            with jax.profiler.trace(Path(folder) / turn):
+        for phase in ("warm-up", "measured"):  # a step is slower while the profiler starts
+            multihost_utils.sync_global_devices(phase)
+            with jax.profiler.trace(Path(folder) / phase):
                 jax.block_until_ready(step())
         return read_trace(Path(folder) / "measured", program.as_text() or "")
 
 
 class Profile(NamedTuple):
-    """How long tasks take without communication: where processes differ the slowest counts, as they wait for it."""
+    """Seconds of tasks without communication. They are those of the slowest process, since the others wait for it."""
 
     tasks: Seconds
     rest_s: float  # outside of tasks
-    step: Step  # cut into the first number of parts
+    step: Step  # the step split into the first of the numbers of parts
     step_s: float
 
 
-def profiled(stand: Harness, config: Config, parts: Sequence[int]) -> Profile:
-    """Time a step cut into so many parts. Traces say how it divides, the clock how long it takes."""
+def profiled(harness: Harness, config: Config, parts: Sequence[int]) -> Profile:
+    """Time a step split into each number of parts. Traces give the shares of tasks, the clock the total time."""
     steps, runs = {}, {}
     for count in parts:
         schedule = dataclasses.replace(
             config.schedule, policy="unified", microbatches=count, weight_grad="greedy", grad_reduce="block"
         )
         with without_communication():
-            program = stand.compiled(dataclasses.replace(config, schedule=schedule))
-        steps[count] = stand.step_of(program)
+            program = harness.compiled(dataclasses.replace(config, schedule=schedule))
+        steps[count] = harness.step_of(program)
         kinds = config.model.block_kinds
         runs[count] = [_by_op(traced(steps[count], program), kinds) for _ in range(_RUNS)]
-    # in turn: what else goes on at the machine is the same for all
+    # alternately, so that other load on the machine affects all of them alike
     clock = [{count: seconds_per_step(step, 1) for count, step in steps.items()} for _ in range(_CLOCKED)]
     found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
     shared = {}
@@ -130,7 +130,7 @@ def profiled(stand: Harness, config: Config, parts: Sequence[int]) -> Profile:
 
 
 def _by_op(operations: Sequence[TracedOperation], kinds: Sequence[str]) -> list[list[float]]:
-    """Seconds of each op and direction, and in the last row those outside of tasks."""
+    """Return seconds of each op and direction; the last row is the time outside of tasks."""
     found = seconds_by_op(operations, kinds)
     outside = [(each.start_s, each.end_s) for each in operations if not each.task and not each.communicates]
     rest_s = sum(end - start for start, end in joined(outside))

@@ -1,10 +1,11 @@
-"""A cluster in one box: processes in network namespaces, joined by switches through throttled links.
+"""A network testbed on one machine: processes in network namespaces, joined by switches through throttled links.
 
-Every process has a link of its own to its node's switch. With several processes in a node the nodes' switches hang on
-one more switch, by links that are throttled from the start; with one, the process's own link is the node's.
+Every process has its own link to the switch of its node. With several processes per node, the switches of the nodes are
+connected to one more switch, by links that are throttled from the start. With one process per node, the link of the
+process is the link of the node.
 
-`run_in_box` starts the command that calls it again in every namespace, where `rank()` tells which one it is. Needs
-Linux, root, and the programs of iproute2 and util-linux; leaves nothing behind.
+`run_in_box` starts the calling command again in every namespace, where `rank()` returns the index of the process. Needs
+Linux, root, and the programs of iproute2 and util-linux. It removes everything that it creates.
 """
 
 import argparse
@@ -33,26 +34,26 @@ _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
 _RANK = "BOX_RANK"
 _SIZE = "BOX_PROCESSES"
 _RESULTS = "BOX_RESULTS"
-LINK = "eth0"  # its name inside every namespace
-# Of a node's link. A burst that is sent for free would make short messages cheap and bend the line of their times.
+LINK = "eth0"  # name of the link inside every namespace
+# Burst of a node's link. A large free burst would make short messages cheap and bend the fitted line of their times.
 _NODE_BURST = "16kb"
 _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class BoxError(UserError):
-    """A box that cannot be built here."""
+    """Raised if the testbed cannot be built on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """How many processes, and what each one gets. Making it checks it: raises BoxError."""
+    """The number of processes, and the links and cores of each. Construction checks the values and raises BoxError."""
 
     processes: int = 2
-    ranks_per_node: int = 1  # neighbours that share a node
-    node_bits_per_s: float | None = None  # what leaves a node of several processes
-    cores: tuple[int, ...]  # process i is pinned to the i-th, round and round
-    threads: int = 1  # of XLA's pool in each process; with one, XLA's own collectives hide nothing
+    ranks_per_node: int = 1  # consecutive ranks share a node
+    node_bits_per_s: float | None = None  # rate out of a node with several processes
+    cores: tuple[int, ...]  # process i is pinned to core i modulo their number
+    threads: int = 1  # of XLA's pool in each process; with one thread, XLA's own collectives overlap nothing
 
     def __post_init__(self) -> None:
         if not 2 <= self.processes <= 4:
@@ -85,20 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `box_from` reads."""
     group = parser.add_argument_group("box")
     group.add_argument("--processes", type=int, default=2, metavar="N", help="2..4 (default 2)")
-    group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, in turn (default: all)")
+    group.add_argument("--cores", metavar="I,J,…", help="cores to pin processes to, round-robin (default: all)")
     group.add_argument("--threads", type=int, default=1, help="of XLA's pool in each process (default 1)")
 
 
-def add_turns(parser: argparse.ArgumentParser, *, rate: str, out_of: str, turn: str, rounds: int) -> None:
-    """Add the flags of a benchmark whose variants take turns, round by round, over links of a rate."""
+def add_round_flags(parser: argparse.ArgumentParser, *, rate: str, out_of: str, unit: str, rounds: int) -> None:
+    """Add the flags of a benchmark that alternates its variants, round by round, over links of a given rate."""
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rate", default=rate, help=f"out of each {out_of} (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, help=f"of a {turn} (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help=f"of a {unit} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
 
 
 def box_from(arguments: argparse.Namespace, **nodes: Any) -> Box:
-    """The box behind parsed flags, and what `nodes` there are. Raises BoxError."""
+    """Return the box that the parsed flags describe; `nodes` are further fields of it. Raises BoxError."""
     try:
         cores = tuple(int(core) for core in arguments.cores.split(",")) if arguments.cores else None
     except ValueError:
@@ -112,7 +113,7 @@ def box_from(arguments: argparse.Namespace, **nodes: Any) -> Box:
 
 
 def parse_rate(text: str, flag: str = "--rate") -> float:
-    """Bits per second of e.g. "400mbit". Raises BoxError."""
+    """Parse bits per second, e.g. "400mbit". Raises BoxError."""
     match = re.fullmatch(r"([0-9.]+)(|kbit|mbit|gbit)", text)
     try:
         bits_per_s = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -124,13 +125,13 @@ def parse_rate(text: str, flag: str = "--rate") -> float:
 
 
 def rank() -> int | None:
-    """Of this process in its box; None outside."""
+    """Return the rank of this process in its box, or None outside of a box."""
     text = os.environ.get(_RANK)
     return None if text is None else int(text)
 
 
 def join(devices: int = 1) -> None:
-    """Join the other processes of the box, with so many CPU devices each."""
+    """Join the other processes of the box, with this number of CPU devices each."""
     size = int(os.environ[_SIZE])
     initialize(
         Processes(coordinator=f"{address(0)}:8476", num_processes=size, process_id=rank()),
@@ -139,18 +140,20 @@ def join(devices: int = 1) -> None:
 
 
 def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms") -> None:
-    """Limit what this process sends from now on, but for a burst after a pause. Only inside a box.
+    """Limit what this process sends from now on, except for a burst after a pause. Only valid inside a box.
 
-    `queue`, of what has to wait, is a time or a `limit` in bytes: what comes on top is lost, and sent again.
+    `queue` limits what waits to be sent: a `latency`, or a `limit` in bytes. Packets beyond it are dropped and sent
+    again.
     """
     tbf = f"rate {bits_per_s:.0f}bit burst {burst_kb}kb {queue}"
     _run("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *tbf.split())
 
 
 def set_data_rate(bits_per_s: float) -> None:
-    """Limit what this process sends from now on, but for acknowledgements: nothing is lost, and no burst is free.
+    """Limit what this process sends from now on, except for acknowledgements; nothing is lost, and no burst is free.
 
-    Behind data of its own, a process's acknowledgements would hold up what the other one sends. Only inside a box.
+    Acknowledgements that queue after a process's own data would delay what the other process sends. Only valid inside a
+    box.
     """
     data = f"classid 1:2 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb quantum 60000"
     changed = subprocess.run(f"tc class change dev {LINK} {data}".split(), capture_output=True, check=False)
@@ -164,9 +167,9 @@ def set_data_rate(bits_per_s: float) -> None:
 
 
 def set_latency(seconds: float) -> None:
-    """Let each message of collectives in the background occupy its sender so much longer, like a link's start-up.
+    """Delay each message of the collectives in the background by blocking its sender, like the start-up time of a link.
 
-    Kernels without netem cannot delay what they send.
+    Used since kernels without netem cannot delay packets.
     """
     send = P2PTransport.send
 
@@ -178,21 +181,25 @@ def set_latency(seconds: float) -> None:
 
 
 def set_buffers(num_bytes: int) -> None:
-    """Of the sockets that this process makes from now on. Only inside a box, as it holds for the whole namespace."""
+    """Set the buffer size of sockets that this process opens from now on.
+
+    Only valid inside a box, since the setting applies to the whole namespace.
+    """
     for direction in ("rmem", "wmem"):
         Path(f"/proc/sys/net/ipv4/tcp_{direction}").write_text(f"4096 {num_bytes} {num_bytes}")
 
 
-def hand_back(values: Any) -> None:
-    """Give plain values to the caller of `run_in_box`; rank 0's count."""
+def return_values(values: Any) -> None:
+    """Return plain values to the caller of `run_in_box`; only those of rank 0 are used."""
     if rank() == 0:
         Path(os.environ[_RESULTS]).write_text(json.dumps(values))
 
 
 def run_in_box(box: Box) -> Any:
-    """Run this command again as every process of `box`; returns what rank 0 handed back.
+    """Run this command again as every process of `box`, and return the values that rank 0 handed back.
 
-    Raises BoxError if it cannot be built here; ends this program like the first process that failed.
+    Raises BoxError if the box cannot be built here. If a process fails, ends this program with the exit code of the
+    first one that failed.
     """
     check_possible()
     with _stop_on_signals(), tempfile.TemporaryDirectory() as folder, namespaces(box) as names:
@@ -201,7 +208,7 @@ def run_in_box(box: Box) -> Any:
         try:
             while any(process.poll() is None for process in running):
                 if any(process.returncode for process in running):
-                    time.sleep(3)  # a failure drags the others along; let them tell why
+                    time.sleep(3)  # the other processes fail as a consequence; let them report why
                     break
                 time.sleep(0.05)
         finally:
@@ -221,16 +228,17 @@ def _start(box: Box, rank: int, name: str, results: Path) -> subprocess.Popen[by
 
 
 def inside(name: str) -> list[str]:
-    """What stands before a command that runs in a namespace, and ends with this process.
+    """Return the prefix of a command that is to run in a namespace and to end with this process.
 
-    Every program of this chain becomes the next one, so that the process started is the one that computes.
+    Every program of this chain executes the next one in its own process, so that the process started is the one that
+    computes.
     """
     chain = ["ip", "netns", "exec", name, "setpriv", "--pdeathsig", "KILL", "unshare", "--uts"]
     return [*chain, "sh", "-c", 'hostname "$0"; exec "$@"', name]
 
 
 def check_possible() -> None:
-    """Raise BoxError where no box can be built."""
+    """Raise BoxError if this machine cannot build a box."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
         raise BoxError(f"a box needs {', '.join(missing)}: install iproute2, util-linux and hostname")
@@ -240,7 +248,11 @@ def check_possible() -> None:
 
 @contextmanager
 def namespaces(box: Box) -> Iterator[list[str]]:
-    """Namespaces on switches, and a hosts file for each: gloo listens where the host's name points to."""
+    """Create namespaces on switches, with a hosts file for each, and remove them at the end.
+
+    gloo listens at the address that the host name resolves to, so the hosts files map all names to addresses in the
+    box.
+    """
     names = [f"moebox{os.getpid()}n{i}" for i in range(box.processes)]
     tree = f"moebox{os.getpid()}switch"
     switches = [tree] if box.ranks_per_node == 1 else [f"{tree}{node}" for node in range(box.nodes)]
@@ -279,7 +291,7 @@ def _remove(names: Sequence[str]) -> None:
 
 
 def _existing() -> list[str]:
-    """Namespaces of all boxes; those of one that was killed outlive it."""
+    """List the namespaces of all boxes; those of a box that was killed still exist."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return re.findall(r"^moebox\d+\w+", listed, re.MULTILINE)
 
@@ -291,7 +303,7 @@ def _is_running(name: str) -> bool:
 
 @contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """End through every `finally` when interrupted or asked to terminate, and let no second signal disturb that."""
+    """Run all `finally` blocks on SIGINT or SIGTERM, and ignore further signals meanwhile."""
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: int, _: object) -> None:
@@ -317,10 +329,10 @@ def _run(*command: str) -> None:
 
 
 def _hosts(name: str) -> Path:
-    """`ip netns exec` shows it as /etc/hosts."""
+    """Return the hosts file that `ip netns exec` mounts as /etc/hosts."""
     return Path("/etc/netns") / name / "hosts"
 
 
 def address(rank: int) -> str:
-    """In the network of the box."""
+    """Return the address of a rank in the network of the box."""
     return f"10.77.0.{rank + 1}"

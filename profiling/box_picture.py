@@ -1,4 +1,4 @@
-"""Pictures of what a box measured."""
+"""Pictures of the measurements of a network testbed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ _LANES = ("communication", "compute")
 
 
 def write_picture(result: dict[str, Any], path: Path) -> Path:
-    """Bars of seconds per step with their quartiles, and the two bounds as lines."""
+    """Draw bars of seconds per step with their quartiles, and the two lower bounds as lines."""
     rows = result["variants"]
     names = list(reversed(rows))
     median = [rows[name]["step_s"]["median"] for name in names]
@@ -42,12 +42,12 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
 
 
 def write_timelines(timelines: dict[str, Sequence[TracedOperation]], path: Path) -> Path:
-    """What one step computed and sent, one picture above the other on one scale."""
+    """Draw the computations and collectives of one step per variant, one plot above the other, on one time scale."""
     figure, axes = plt.subplots(
         len(timelines), figsize=(11, 0.6 + 1.05 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
     )
     for (name, operations), axis in zip(timelines.items(), axes[:, 0], strict=True):
-        spans: dict[tuple[int, str], list[tuple[float, float]]] = {}  # one artist of each kind: there are thousands
+        spans: dict[tuple[int, str], list[tuple[float, float]]] = {}  # one artist per kind: there are thousands
         for each in operations:
             kind = 0 if each.communicates else 1, _COLORS[each.task[:1]]
             spans.setdefault(kind, []).append((each.start_s, each.end_s - each.start_s))

@@ -1,4 +1,4 @@
-"""Medians, quartiles and ratios of what a box measured, as plain values and as a table."""
+"""Medians, quartiles and ratios of the measurements of a network testbed, as plain values and as a table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,15 @@ from results_file import quartiles, rounded
 
 from moe_jax.measure.trace import TracedOperation, joined
 
-REFERENCES = ("vanilla", "expert_pipeline")  # what the others are compared with
+REFERENCES = ("vanilla", "expert_pipeline")  # the baselines that the other variants are compared with
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 
 
 def hidden_share(operations: Sequence[TracedOperation], direction: str | tuple[str, ...]) -> float | None:
-    """The part of a direction's communication in one step during which this process computes; None without any."""
+    """Return the share of a direction's communication in one step during which this process computes.
+
+    It is None without communication.
+    """
     of_direction = [each for each in operations if each.communicates and each.task.startswith(direction)]
     total = sum(each.end_s - each.start_s for each in of_direction)
     computing = joined([(each.start_s, each.end_s) for each in operations if not each.communicates])
@@ -25,7 +28,7 @@ def hidden_share(operations: Sequence[TracedOperation], direction: str | tuple[s
 
 
 def summary(found: dict[str, Any], variants: dict[str, list[str]]) -> dict[str, Any]:
-    """Medians and quartiles of seconds, and of ratios within a round."""
+    """Return medians and quartiles of seconds, and of ratios within a round."""
     seconds: dict[str, list[float]] = found["seconds"]
     compute, transfer = seconds[f"{COMPUTE}: vanilla"], seconds[COMMUNICATION]
     bound = [max(pair) for pair in zip(compute, transfer, strict=True)]
@@ -63,7 +66,7 @@ def _percent(share: float | None) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summary as text."""
+    """Format the summary as text."""
     width = max(map(len, result["variants"])) + 2
     lines = [
         f"{'':{width}}  step s  (quartiles)      × vanilla  × expert_pipeline  / bound  hidden: exchanges, sums",

@@ -1,22 +1,22 @@
-"""Does a run come through faults unharmed, and how soon? python profiling/chaos.py [--faults N] [--kinds K,K,…]
+"""Does a run recover from faults, and how soon? python profiling/chaos.py [--faults N] [--kinds K,K,…]
 
-Trains a small model under the launcher twice: while faults come over it, and undisturbed. Kinds of faults are
+Trains a small model under the launcher twice: while faults hit it, and undisturbed. The kinds of faults are
 
-    kill, stop, term   random ranks get SIGKILL, SIGSTOP or SIGTERM, one, two or all, some while the run starts again
-    bit, cut           the newest checkpoint has a flipped bit, or a file of it ends early, when ranks are killed
+    kill, stop, term   random ranks get SIGKILL, SIGSTOP or SIGTERM, one, two or all, some while the run restarts
+    bit, cut           the latest checkpoint has a flipped bit or a truncated file when ranks are killed
     nan                one device's copy of a parameter becomes NaN
     full               the run's disk is full, before a save or in the middle of one (a tmpfs: left out if not root)
     slow               ranks are stopped half of the time, for five seconds
     poke               strangers connect to all ports of all processes, send nothing, garbage or half a message, and
-                       leave or stay; not drawn, but before each fault of the other kinds
+                       leave or stay; not drawn, but injected before each fault of the other kinds
     second             a second run is started in the same folder, which has to be refused with exit code 2; not
-                       drawn, but before every fourth fault of the other kinds
+                       drawn, but injected before every fourth fault of the other kinds
 
-By hand nothing is done but to give the same command again after a SIGTERM, which ends a run well. Compares all losses
-bit for bit, and writes results/chaos.json and .png, or of some kinds results/chaos_kill_stop.json (of kill, poke and
-second: chaos_poked.json). Exit code 1 if they differ, more steps were lost than the newest checkpoints may cost, a
-SIGTERM did not end the run, strangers or a second run did, or a second run was not refused. Cut links are tried by
-lost_peer.py.
+The only manual action is to start the same command again after a SIGTERM, which ends a run successfully. Compares all
+losses bit for bit, and writes results/chaos.json and .png; with --kinds, e.g. results/chaos_kill_stop.json (for kill,
+poke and second: chaos_poked.json). Exit code 1 if losses differ, if more steps were lost than the latest checkpoints
+may cost, if a SIGTERM did not end the run, if strangers or a second run did, or if a second run was not refused.
+lost_peer.py tests network links that fail.
 """
 
 import random
@@ -41,31 +41,31 @@ from training_run import tiny
 from moe_jax.errors import EXIT_BAD_INPUT, CommandParser, ConfigError, run_command
 from moe_jax.telemetry.run_log import read_metrics
 
-LONGEST_START_S = 8  # into which they come
+LONGEST_START_S = 8  # within this time of a start, faults hit the starting run
 DISK_BYTES = 256 * 10**6
-# Checkpoints that a fault may cost: the next one, and one whose save is under way; one that is damaged; and any for
-# which there was no room
+# Checkpoints that a fault may cost: the next one, and one whose save is running; a damaged one; and any that the disk
+# had no space for.
 MOST_LOST = {"kill": 2, "stop": 2, "term": 0, "bit": 3, "cut": 3, "nan": 2, "full": 0, "slow": 0}
 MOST_LOST |= {"poke": 0, "second": 0}
-NAMES = {frozenset(KINDS): "chaos", frozenset({"kill", "poke", "second"}): "chaos_poked"}  # of results
+NAMES = {frozenset(KINDS): "chaos", frozenset({"kill", "poke", "second"}): "chaos_poked"}  # names of result files
 TIMES = ("restart_s", "first_new_step_s", "exit_s")
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """Which faults, in order, and what they come over."""
+    """The faults to inject, in order, and the run that they hit."""
 
     kinds: Sequence[str]
     processes: int
-    seed: int = 0  # of ranks and times
-    while_starting: float = 0.2  # share of faults that come while the run recovers from the one before, if they may
+    seed: int = 0  # of the random ranks and times
+    while_starting: float = 0.2  # share of faults (of kinds that allow it) during recovery from the previous one
     checkpoint_every: int = 20
-    steps_between: int = 30  # of two faults, or more
+    steps_between: int = 30  # least number of steps between two faults
     progress_timeout_s: int = 5
 
 
 def main() -> None:
-    """Train both and write the result."""
+    """Train both runs and write the result."""
     parser = CommandParser(
         prog=f"python profiling/{Path(sys.argv[0]).name}",
         description=__doc__,
@@ -82,7 +82,7 @@ def main() -> None:
     kinds = arguments.kinds.split(",")
     if unknown := sorted(set(kinds) - KINDS.keys()):
         raise ConfigError(f"--kinds={unknown[0]} is unknown: choose of {', '.join(KINDS)}")
-    values = come_through(Chaos(_drawn(kinds, arguments.faults, arguments.seed), arguments.processes, arguments.seed))
+    values = disturbed_run(Chaos(_drawn(kinds, arguments.faults, arguments.seed), arguments.processes, arguments.seed))
     path = write_result(NAMES.get(frozenset(kinds), f"chaos_{'_'.join(kinds)}"), values)
     write_picture(values, path.with_suffix(".png"))
     if values["broken"]:
@@ -90,7 +90,10 @@ def main() -> None:
 
 
 def _drawn(kinds: Sequence[str], count: int, seed: int) -> list[str]:
-    """So many faults, and others that come before some of them; those alone, if there are no others."""
+    """Draw this number of faults and insert those that come before others.
+
+    Without drawn kinds, return the inserted ones alone.
+    """
     others = [kind for kind in kinds if KINDS[kind].before_every]
     main = [kind for kind in kinds if kind not in others] or others
     found = []
@@ -100,8 +103,8 @@ def _drawn(kinds: Sequence[str], count: int, seed: int) -> list[str]:
     return found
 
 
-def come_through(chaos: Chaos) -> dict[str, Any]:
-    """What became of a run through faults, against an undisturbed one. Raises ChaosError if it did not come through."""
+def disturbed_run(chaos: Chaos) -> dict[str, Any]:
+    """Run through the faults and compare with an undisturbed run. Raises ChaosError if the run did not recover."""
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         folder, quiet = Path(home) / "disturbed", Path(home) / "undisturbed"
         folder.mkdir()
@@ -120,8 +123,8 @@ def come_through(chaos: Chaos) -> dict[str, Any]:
         stack.callback(other.stop)
         other.start()
         other.finish()
-        judged = _judged(faults, disturbed, read_metrics(quiet))
-    broken = _broken(judged, chaos.checkpoint_every)
+        judged = _summary(faults, disturbed, read_metrics(quiet))
+    broken = _broken_guarantees(judged, chaos.checkpoint_every)
     facts = {"kinds": sorted(set(kinds)), "disturbed_run_s": rounded(took_s), "broken": broken}
     return asdict(chaos) | facts | judged
 
@@ -133,14 +136,14 @@ def _settings(chaos: Chaos) -> list[str]:
 
 
 def _launcher(chaos: Chaos) -> list[str]:
-    # faults that hit a start make no progress
+    # faults that hit a starting run make no progress
     retries, timeout_s = len(chaos.kinds), chaos.progress_timeout_s
     flags = [f"--processes={chaos.processes}", f"--retries={retries}", f"--progress-timeout={timeout_s}"]
     return [*flags, "--start-timeout=600"]
 
 
 def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Train on through all faults, and a little further; what was done and what came of it, in order."""
+    """Train through all faults, and a little further; return each fault and its outcome, in order."""
     rng = random.Random(chaos.seed)
     faults: list[dict[str, Any]] = []
     reached = 0
@@ -148,7 +151,7 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     for name in kinds:
         kind = KINDS[name]
         starts = bool(faults) and ("at" in faults[-1] or faults[-1]["while_starting"])
-        share = chaos.while_starting * (3 if kind.before_every else 1)  # what ends nothing may come more often
+        share = chaos.while_starting * (3 if kind.before_every else 1)  # faults that end nothing may come more often
         starting = starts and kind.at_starts and rng.random() < share
         if starting:
             time.sleep(rng.uniform(0, LONGEST_START_S))
@@ -167,10 +170,10 @@ def _disturb(run: DisturbedRun, chaos: Chaos, kinds: Sequence[str]) -> list[dict
     return [fault | (run.outcome(fault.pop("at")) if "at" in fault else {}) for fault in faults]
 
 
-def _judged(
+def _summary(
     faults: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What the faults did, against what is promised."""
+    """Summarise the effects of the faults for a comparison with the guarantees."""
     losses, expected = (
         [(record["step"], record["loss"]) for record in run if "loss" in record] for run in (disturbed, undisturbed)
     )
@@ -190,14 +193,14 @@ def _judged(
     }
 
 
-def _broken(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
-    """What was promised and does not hold."""
+def _broken_guarantees(judged: dict[str, Any], checkpoint_every: int) -> list[str]:
+    """List the guarantees that do not hold."""
     broken = [] if judged["losses_equal_bit_for_bit"] else ["losses differ from those of the undisturbed run"]
     for number, fault in enumerate(judged["faults"], 1):
         kind, lost, code = fault["kind"], fault.get("steps_lost", 0), fault.get("exit_code", 0)
         if lost > (MOST_LOST[kind] + len(fault.get("not_saved", []))) * checkpoint_every:
             broken.append(f"fault {number}, {kind}: {lost} steps lost")
-        if code and not fault["while_starting"]:  # before it can save, a run ends as it was told
+        if code and not fault["while_starting"]:  # a run that ends before it can save exits with the signal's code
             broken.append(f"fault {number}, {kind}: exit code {code}")
         if not fault.get("replaced", True):
             broken.append(f"fault {number}, {kind}: the run goes on")

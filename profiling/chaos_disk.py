@@ -1,4 +1,4 @@
-"""A disk of its own for a run, small enough to be filled: a tmpfs, which only root may mount."""
+"""A separate disk for a run, small enough to be filled: a tmpfs, which only root may mount."""
 
 import errno
 import os
@@ -12,14 +12,14 @@ _BALLAST = "ballast"
 
 
 class SmallDisk:
-    """Of a folder."""
+    """A mounted tmpfs that can be filled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Leave no byte free meanwhile."""
+        """Leave no byte free within this context."""
         ballast = self._folder / _BALLAST
         try:
             with ballast.open("wb") as file:
@@ -31,7 +31,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk | None]:
-    """The folder becomes one meanwhile; None: not here."""
+    """Mount a small disk at the folder within this context; yields None if that is not possible here."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "moe_jax", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         yield None
@@ -43,7 +43,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk | None]:
 
 
 def _fill(file: int, num_bytes: int) -> None:
-    """With less and less at a time, as others write, too."""
+    """Write smaller and smaller blocks, since other processes write as well."""
     end = 0
     while num_bytes:
         try:

@@ -1,6 +1,6 @@
-"""Faults that a disturbed run is put through: each hits it, and returns what is worth knowing.
+"""Faults for a disturbed run: each function injects one and returns the facts to record.
 
-If that made the run go back to a checkpoint, `at` is when, on the monotonic clock.
+If the fault made the run roll back to a checkpoint, `at` is the time of that on the monotonic clock.
 """
 
 import os
@@ -18,30 +18,33 @@ from results_file import rounded
 
 from moe_jax.checkpoint.files import FOLDER
 
-_TERM_S = 60  # until a run that was told to end has to be hit again: it may be stopped as well
-_SLOW_S, _TURN_S = 5.0, 0.1  # how long a process is slowed down, and stopped and let go on in turn meanwhile
+_TERM_S = 60  # time limit of a run that got SIGTERM before it is signalled again: it may be stopped as well
+_SLOW_S, _TURN_S = 5.0, 0.1  # duration of a slow-down, and of each interval in which the process is stopped or runs
 _POKE_S = 3.0
-_SECOND_S = 120  # for a second run to be refused, which imports take most of
-_STEPS_AFTER = 3  # that come after what should not have disturbed the run
+_SECOND_S = 120  # time limit for a second run to be refused; imports take most of it
+_STEPS_AFTER = 3  # steps to wait for after a fault that should not disturb the run
 
 Strike = Callable[[DisturbedRun, Random, Sequence[int]], dict[str, Any]]
 
 
 class Kind(NamedTuple):
-    """Of faults."""
+    """A kind of fault: its function, and when it is injected."""
 
     strike: Strike
-    weight: float  # how often it is drawn
-    at_starts: bool = False  # may hit a run that starts, too
-    before_every: int | None = None  # comes before every n-th fault of the other kinds, and is not drawn with them
+    weight: float  # relative frequency of its draws
+    at_starts: bool = False  # may also hit a run that is starting
+    before_every: int | None = None  # inserted before every n-th fault of the other kinds instead of drawn
 
 
 def _signalled(run: DisturbedRun, rng: Random, ranks: Sequence[int], number: signal.Signals) -> dict[str, Any]:
     return {"at": run.signal(number, ranks)}
 
 
-def _told_to_end(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """And started again; unless what was told has been replaced before it could hear, as one that was stopped is."""
+def _terminated(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
+    """Send SIGTERM and start the run again after it has ended.
+
+    Processes that are stopped may be replaced before they react; the run then continues.
+    """
     at, replaced = run.signal(signal.SIGTERM, ranks), len(run.stretches)
     code = run.wait(_TERM_S)
     if code is None:
@@ -51,7 +54,7 @@ def _told_to_end(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[s
 
 
 def _damaged(run: DisturbedRun, rng: Random, ranks: Sequence[int], how: str) -> dict[str, Any]:
-    """A byte of the newest of two checkpoints, as likely as any other; then processes are killed."""
+    """Damage a random byte of the latest of two checkpoints, then kill processes."""
     step = run.wait_for_checkpoints(2)[-1]
     files = sorted(path for path in (run.folder / FOLDER / str(step)).rglob("*") if path.is_file())
     file = rng.choices(files, [path.stat().st_size for path in files])[0]
@@ -64,23 +67,23 @@ def _damaged(run: DisturbedRun, rng: Random, ranks: Sequence[int], how: str) -> 
 
 
 def _full(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """The disk, before the next save or in the middle of it, until the run says that it could not save."""
+    """Fill the disk, before the next save or in the middle of it, until the run reports that it could not save."""
     assert run.disk is not None
     during = rng.random() < 0.5
     if during:
         run.wait_for(lambda: any((run.folder / FOLDER).glob("*tmp*")), "a save")
-    step, said = run.step, len(run.said)
+    step, before = run.step, len(run.output)
 
-    def told() -> list[str]:
-        return [line for line in run.said[said:] if "was not saved" in line]
+    def failed_saves() -> list[str]:
+        return [line for line in run.output[before:] if "was not saved" in line]
 
     with run.disk.full():
-        run.wait_for(lambda: bool(told()), "a save that fails")
-    return {"step": step, "during_a_save": during, "told": told()[0]}
+        run.wait_for(lambda: bool(failed_saves()), "a save that fails")
+    return {"step": step, "during_a_save": during, "told": failed_saves()[0]}
 
 
 def _nan(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """In a parameter, as the first device of one process holds it."""
+    """Write NaN into a parameter on the first device of one process."""
     asked = run.faults / f"nan-{ranks[0]}"
     at = time.monotonic()
     asked.touch()
@@ -93,14 +96,14 @@ def _slowed(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, A
     while time.monotonic() < until:
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for rank in ranks:
-                with suppress(ProcessLookupError, KeyError):  # it has ended meanwhile
+                with suppress(ProcessLookupError, KeyError):  # the process has ended meanwhile
                     os.kill(processes[rank], number)
             time.sleep(_TURN_S)
     return {"step": step, "steps_meanwhile": run.step - step}
 
 
 def _poked(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """All ports of all processes, for some seconds; what is left open stays so until the next time."""
+    """Connect to all ports of all processes, for some seconds; connections left open stay so until the next call."""
     before, step = len(run.stretches), run.step
     run.strangers.close()
     found: set[Port] = set()
@@ -113,24 +116,24 @@ def _poked(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, An
         connections += sum(run.strangers.poke(port, rng) for port in sorted(ports))
         time.sleep(_TURN_S)
     facts = {"step": step, "ports": len(found), "connections": connections}
-    if step:  # or it has just been started again
+    if step:  # skipped if the run has just been started again
         run.wait_for_step(step + _STEPS_AFTER)
         facts["restarted"] = len(run.stretches) > before
     return facts
 
 
 def _started_twice(run: DisturbedRun, rng: Random, ranks: Sequence[int]) -> dict[str, Any]:
-    """The same training in the same folder, which has to be refused."""
+    """Start the same training in the same folder, which has to be refused."""
     before, step = len(run.stretches), run.step
-    code, said = run.second(_SECOND_S)
+    code, last_line = run.second(_SECOND_S)
     run.wait_for_step(step + _STEPS_AFTER)
-    return {"step": step, "second_exit_code": code, "said": said, "restarted": len(run.stretches) > before}
+    return {"step": step, "second_exit_code": code, "said": last_line, "restarted": len(run.stretches) > before}
 
 
 KINDS = {
     "kill": Kind(partial(_signalled, number=signal.SIGKILL), 3, at_starts=True),
     "stop": Kind(partial(_signalled, number=signal.SIGSTOP), 2, at_starts=True),
-    "term": Kind(_told_to_end, 2, at_starts=True),
+    "term": Kind(_terminated, 2, at_starts=True),
     "bit": Kind(partial(_damaged, how="bit"), 1),
     "cut": Kind(partial(_damaged, how="cut"), 1),
     "nan": Kind(_nan, 1),

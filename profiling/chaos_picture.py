@@ -1,4 +1,4 @@
-"""Picture of a disturbed run: its losses over an undisturbed run's, steps lost, seconds to the first new step."""
+"""Picture of a disturbed run: its losses and an undisturbed run's, steps lost, and seconds to the first new step."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _COLORS = {
 
 
 def write_picture(result: Mapping[str, Any], path: Path) -> Path:
-    """Three plots over the same steps."""
+    """Draw three plots over the same steps."""
     figure, (losses, lost, seconds) = plt.subplots(
         3, 1, figsize=(10, 7), sharex=True, layout="constrained", height_ratios=[3, 2, 2]
     )

@@ -1,4 +1,4 @@
-"""Strangers at the ports of a run: what a port scan does, and worse, to all that its processes listen at."""
+"""Hostile connections to the ports of a run: a port scan, and worse, of every port that its processes listen on."""
 
 import os
 import random
@@ -11,25 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LISTENS = "0A"  # state of a socket in /proc/net/tcp
+_LISTENS = "0A"  # state of a listening socket in /proc/net/tcp
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
-_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to call what listens on all interfaces
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses for calls to sockets that listen on all interfaces
 _TIMEOUT_S = 2
-_MOST_OPEN = 256  # connections that stay
-_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing sends a reset
+_MOST_OPEN = 256  # limit of connections that stay open
+_RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which closing sends a reset
 HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # the preface of gRPC, after which settings should come
+HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # the preface of gRPC, which should be followed by settings
 
 
 class Port(NamedTuple):
-    """That a process listens at."""
+    """A port that a process listens on."""
 
     address: str
     port: int
 
 
 def listening_ports(processes: Iterable[int]) -> set[Port]:
-    """Of these processes, for which this user may look into /proc."""
+    """List the listening ports of these processes, as far as this user may read /proc."""
     inodes = {inode for process in processes for inode in _sockets(process)}
     found = set()
     for table, family in _TABLES:
@@ -43,11 +43,11 @@ def listening_ports(processes: Iterable[int]) -> set[Port]:
 
 
 def process_tree(root: int) -> list[int]:
-    """The process and all that come of it."""
+    """List the process and all of its descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(folder.name))
     found = [root]
@@ -57,21 +57,21 @@ def process_tree(root: int) -> list[int]:
 
 
 class Strangers:
-    """Whoever connects to a run's ports; some stay until they are closed."""
+    """Clients that connect to a run's ports; some connections stay open until `close`."""
 
     def __init__(self) -> None:
         self._open: deque[socket.socket] = deque()
 
     def close(self) -> None:
-        """Let those leave that have stayed."""
+        """Close the connections that stayed open."""
         while self._open:
             self._open.popleft().close()
 
     def poke(self, port: Port, rng: random.Random) -> int:
-        """Connect in each way of `_WAYS`; how many connections were accepted."""
+        """Connect once for each entry of `_WAYS`; return the number of accepted connections."""
         taken = 0
-        for said, end in _WAYS:
-            with suppress(OSError):  # it refuses, or hangs up
+        for data, end in _ATTACKS:
+            with suppress(OSError):  # the run refuses the connection or closes it
                 address = _OWN.get(port.address, port.address), port.port
                 connection = socket.create_connection(address, timeout=_TIMEOUT_S)
                 taken += 1
@@ -79,7 +79,7 @@ class Strangers:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 if end == "stays":
                     self._keep(connection)
-                connection.sendall(rng.randbytes(said) if isinstance(said, int) else said)
+                connection.sendall(rng.randbytes(data) if isinstance(data, int) else data)
                 if end != "stays":
                     connection.close()
         return taken
@@ -90,8 +90,8 @@ class Strangers:
             self._open.popleft().close()
 
 
-# what is sent (a number: so many random bytes), and how the connection ends
-_WAYS: tuple[tuple[bytes | int, str], ...] = (
+# the bytes sent (a number: this many random bytes), and how the connection ends
+_ATTACKS: tuple[tuple[bytes | int, str], ...] = (
     *((b"", "closes"), (b"", "reset"), (b"", "stays")),
     *((3, "closes"), (3, "stays"), (12, "stays"), (4096, "closes"), (4096, "reset"), (2**17, "stays")),
     *((HTTP, "closes"), (HTTP, "stays"), (HTTP_2, "closes"), (HTTP_2, "stays"), (b'{"kind": "join"', "stays")),
@@ -100,9 +100,9 @@ _WAYS: tuple[tuple[bytes | int, str], ...] = (
 
 
 def _sockets(process: int) -> list[str]:
-    """Inodes."""
+    """List the inodes of a process's sockets."""
     found = []
-    with suppress(OSError):  # it has ended, or is another user's
+    with suppress(OSError):  # the process has ended or belongs to another user
         for link in Path(f"/proc/{process}/fd").iterdir():
             with suppress(OSError):
                 if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
@@ -111,7 +111,7 @@ def _sockets(process: int) -> list[str]:
 
 
 def _address(words: str, family: int) -> str:
-    """As /proc has it: words of four bytes, each in the order of the machine."""
+    """Parse an address of /proc: words of four bytes, each in the byte order of the machine."""
     numbers = bytes.fromhex(words)
     text = socket.inet_ntop(family, b"".join(numbers[i : i + 4][::-1] for i in range(0, len(numbers), 4)))
     return text.removeprefix("::ffff:")  # IPv4 in IPv6

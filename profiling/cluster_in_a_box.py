@@ -3,12 +3,14 @@
     sudo .venv/bin/python profiling/cluster_in_a_box.py [section.key=value …]
 
 Processes in network namespaces run the project's own step on XLA:CPU, each on one core, with collectives that run in
-the background (`exchange.algorithm=background`). How long tasks take is measured first, and schedules are made by that.
-All variants are compiled at the start and then run in turn, a few steps of each in every round, so that ratios compare
-neighbours in time. In the same rounds: compute alone (the steps with local stand-ins for their collectives) and
-communication alone (the collectives of the plain step, one after another). No schedule can be faster than the longer
-of the two. Gradients are summed in the background, too. Variants with `flat` use XLA's own collectives; they run only
-if named in `--variants`, and need `--threads 2` to hide anything.
+the background (`exchange.algorithm=background`). First, the times of tasks are measured; schedules are built from them.
+All variants are compiled at the start and then alternate, a few steps of each in every round, so that ratios compare
+measurements that are close in time.
+
+The same rounds measure compute alone (the steps with local stand-ins for their collectives) and communication alone
+(the collectives of the plain step, one after another). No schedule can be faster than the longer of the two. Gradients
+are summed in the background, too. Variants with `flat` use XLA's own collectives; they run only if named in
+`--variants`, and need `--threads 2` to overlap anything.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import box
 import numpy as np
-from benchmark_harness import Harness, Step, profiled, seconds_per_step, tell, traced
+from benchmark_harness import Harness, Step, print_once, profiled, seconds_per_step, traced
 from box_picture import write_picture, write_timelines
 from box_summary import COMMUNICATION, COMPUTE, summary, table
 from count_argument import check_least
@@ -37,8 +39,8 @@ _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _GREEDY = ["schedule.weight_grad=greedy"]
 _CHUNKED = ["schedule.grad_reduce=bucketed", "schedule.bucket_cap_mb=2"]
-_FLAT = ["exchange.algorithm=flat", "exchange.reduction=all_reduce"]  # XLA's own
-# name: settings. The first two are what the others are compared with.
+_FLAT = ["exchange.algorithm=flat", "exchange.reduction=all_reduce"]  # XLA's own collectives
+# name: settings. The first two are the baselines of the others.
 VARIANTS: dict[str, list[str]] = {
     "vanilla": [],
     "expert_pipeline": _PIPELINE,
@@ -55,12 +57,12 @@ VARIANTS: dict[str, list[str]] = {
     "expert_pipeline+flat": _PIPELINE + _FLAT,
     "unified+flat": _UNIFIED + _FLAT,
 }
-_WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows what cutting the batch costs
+_WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows the cost of splitting the batch
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
 
 
 def choose_rate(compute: Step, transfer: Step, steps: int) -> float:
-    """Bits per second at which communication alone takes about as long as compute alone; the same on all ranks."""
+    """Return bits per second at which communication alone takes about as long as compute alone; equal on all ranks."""
     rate = _PROBE_RATE
     seconds_per_step(compute, 1)
     compute_s = seconds_per_step(compute, steps)
@@ -73,14 +75,14 @@ def choose_rate(compute: Step, transfer: Step, steps: int) -> float:
 
 
 def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.join()
     box.set_rate(_PROBE_RATE)
-    stand = Harness(configs["vanilla"])
+    harness = Harness(configs["vanilla"])
     with without_communication():
-        alone = {f"{COMPUTE}: {n}": stand.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
-    steps: dict[str, Step] = {name: stand.step_of(program) for name, program in alone.items()}
-    steps[COMMUNICATION] = stand.communication(configs["vanilla"])
+        alone = {f"{COMPUTE}: {n}": harness.compiled(configs[n]) for n in _WITHOUT_COMMUNICATION if n in configs}
+    steps: dict[str, Step] = {name: harness.step_of(program) for name, program in alone.items()}
+    steps[COMMUNICATION] = harness.communication(configs["vanilla"])
     if arguments.rate == "auto":
         rate = choose_rate(steps[f"{COMPUTE}: vanilla"], steps[COMMUNICATION], arguments.steps)
     else:
@@ -88,31 +90,31 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
     box.set_rate(rate)
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "task_times.json"
-        profile = profiled(stand, configs["vanilla"], parts=[2])
+        profile = profiled(harness, configs["vanilla"], parts=[2])
         write_times(times, profile.tasks, profile.rest_s)
         task_times = json.loads(times.read_text(encoding="utf-8"))
-        programs = {name: stand.compiled(_timed(config, times, rate)) for name, config in configs.items()}
-    steps = {name: stand.step_of(program) for name, program in programs.items()} | steps
-    tell("compiled")
+        programs = {name: harness.compiled(_timed(config, times, rate)) for name, config in configs.items()}
+    steps = {name: harness.step_of(program) for name, program in programs.items()} | steps
+    print_once("compiled")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(arguments.rounds + 1):
+    for round_index in range(arguments.rounds + 1):
         for name, step in steps.items():
             step_s = seconds_per_step(step, arguments.steps)
-            if turn:  # the first warms up
+            if round_index:  # round 0 is the warm-up
                 seconds[name].append(step_s)
-        tell(f"round {turn} of {arguments.rounds}")
+        print_once(f"round {round_index} of {arguments.rounds}")
     timelines = {name: traced(steps[name], programs[name]) for name in programs}
-    box.hand_back({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
+    box.return_values({"rate_mbit": rate / 1e6, "task_times": task_times, "seconds": seconds, "timelines": timelines})
 
 
 def _timed(config: Config, times: Path, rate: float) -> Config:
-    """Scheduled by these times and the links' rate."""
+    """Return the config scheduled by these task times and the rate of the links."""
     schedule = dataclasses.replace(config.schedule, task_times=str(times), link_gb_per_s=rate / 8e9)
     return dataclasses.replace(config, schedule=schedule)
 
 
 def chosen(names: str | None) -> dict[str, list[str]]:
-    """The variants to run, vanilla always among them. Raises ConfigError."""
+    """Return the variants to run, which always include vanilla. Raises ConfigError."""
     wanted = {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if "flat" not in name}
     if unknown := sorted(wanted - set(VARIANTS)):
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
@@ -129,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
     parser.add_argument("--rounds", type=int, default=10, help="default 10")
     parser.add_argument(
-        "--variants", metavar="NAME,…", help=f"beside vanilla, of {', '.join(VARIANTS)} (default all but flat)"
+        "--variants", metavar="NAME,…", help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default all but flat)"
     )
     parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")

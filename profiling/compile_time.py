@@ -1,7 +1,7 @@
 """Does compile time grow with depth? python profiling/compile_time.py [ROUNDS]
 
-Traces and compiles the scheduled step of a small model with 4 and with 32 blocks, in turn, on 8 simulated devices, and
-compares the memory of the deep one with that of the plain step, which scans its blocks. About four minutes.
+Traces and compiles the scheduled step of a small model with 4 and with 32 blocks, alternately, on 8 simulated devices,
+and compares the memory of the deep one with that of the plain step, which scans its blocks. Takes about four minutes.
 """
 
 import statistics
@@ -28,7 +28,7 @@ SCHEDULED: dict[str, Any] = {
     "grad_reduce": "bucketed",
     "unroll": 2,
 }
-# On CPUs each of two microbatches has room for all slots, and so as many rows as the whole batch.
+# On CPUs each of two microbatches has buffers for all slots, and so as many rows as the whole batch.
 MEMORY = {
     "scheduled": SCHEDULED,
     "scheduled_uncut": SCHEDULED | {"policy": "vanilla", "microbatches": 1},
@@ -38,7 +38,7 @@ _MIB = 2**20
 
 
 def config_of(num_layers: int, schedule: dict[str, Any]) -> Config:
-    """Blocks of experts on a mesh of data=2, expert=4."""
+    """Return a config with MoE blocks on a mesh of data=2, expert=4."""
     moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=128, moe_layer_freq=1, capacity_factor=1.25)
     return Config(
         model=ModelConfig(
@@ -52,9 +52,9 @@ def config_of(num_layers: int, schedule: dict[str, Any]) -> Config:
 
 
 def compiled(config: Config) -> tuple[dict[str, float], jax.stages.Compiled]:
-    """The step of a model, and the CPU seconds that it took to trace and to compile it.
+    """Compile the step of a model; return the CPU seconds of tracing and of compilation, and the program.
 
-    Of all threads: what else runs on the machine does not count.
+    CPU seconds are those of all threads of this process, so other load on the machine does not count.
     """
     jax.clear_caches()
     trainer = make_trainer(config, make_mesh(config.mesh))
@@ -67,7 +67,7 @@ def compiled(config: Config) -> tuple[dict[str, float], jax.stages.Compiled]:
 
 
 def temporary_mib(config: Config) -> float:
-    """What a device's step needs beside parameters and optimiser state."""
+    """Return the memory of a device's step without parameters and optimizer state, in MiB."""
     memory = compiled(config)[1].memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes / _MIB

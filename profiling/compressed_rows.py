@@ -1,8 +1,8 @@
-"""Does a model learn as well if its rows travel in fewer bits? python profiling/compressed_rows.py [STEPS]
+"""Does a model learn as well if its rows are sent in fewer bits? python profiling/compressed_rows.py [STEPS]
 
 Trains the model of `configs/shakespeare_cpu.yaml` on four expert ranks, simulated on the CPU, with each form of
-compression (`model.moe.hooks`). All see the same tokens in the same order, with the same seed and optimiser; one more
-run without compression and with another seed shows how much chance alone does.
+compression (`model.moe.hooks`). All runs process the same tokens in the same order, with the same seed and optimizer.
+One more run without compression and with another seed shows the effect of chance alone.
 """
 
 from count_argument import count_argument
@@ -21,7 +21,7 @@ RUNS = {
 
 
 def main() -> None:
-    """Train all and write results/compressed_rows.json and .png."""
+    """Train all runs and write results/compressed_rows.json and .png."""
     steps = count_argument("STEPS", 600, __doc__)
     initialize(Processes(mode="off"), cpu_devices=RANKS)
     where = ["mesh.data=1", f"mesh.expert={RANKS}"]

@@ -1,9 +1,10 @@
-"""Does transformers load what is exported? python profiling/converted.py --transformers PYTHON
+"""Does transformers load exported models? python profiling/converted.py --transformers PYTHON
 
-PYTHON is of an environment with torch, transformers and safetensors. All families of tests/golden are imported and
-exported again. Four are also made with 8 experts, imported, trained for 20 steps over 8 expert ranks, and exported.
-transformers loads the exports (tests/golden/check.py), without a missing or unknown tensor, and finds the logits that
-it gave the original, or that the trained model has here. Writes results/converted.json.
+PYTHON is the interpreter of an environment with torch, transformers and safetensors. All families of tests/golden are
+imported and exported again. Four are also created with 8 experts, imported, trained for 20 steps over 8 expert ranks,
+and exported. transformers loads the exports (tests/golden/check.py), without a missing or unknown tensor, and its
+logits are compared with those of the original model, or with those of the trained model here. Writes
+results/converted.json.
 """
 
 import json
@@ -37,19 +38,19 @@ from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/golden"
-TRAINED = {  # what transformers calls the number of experts
+TRAINED = {  # the name in transformers for the number of experts
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
     "deepseek_v3": "n_routed_experts",
     "gpt_oss": "num_local_experts",
 }
-RANKS, STEPS, VOCAB = 8, 20, 256  # a byte each
-Pair = tuple[Path, Path]  # an exported folder, and the logits that it is to have
+RANKS, STEPS, VOCAB = 8, 20, 256  # one token per byte
+Pair = tuple[Path, Path]  # an exported folder, and its expected logits
 DIFFERENCE = re.compile(r"largest difference (\S+)")
 
 
 class ConvertedError(UserError):
-    """A command that failed."""
+    """Raised for a command that failed."""
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
 
 
 def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
-    """Of a run's newest parameters, on one device."""
+    """Compute the logits of a run's latest parameters, on one device."""
     config, mesh = load_config(run), one_device_mesh()
     stages, placed, compute = Stages.of(config), NamedSharding(mesh, REPLICATED), ComputeConfig.of(config, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
@@ -112,19 +113,19 @@ def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def _differences(python: str, pairs: dict[str, Pair]) -> dict[str, dict[str, float]]:
-    """The largest of each one's logits. Raises ConvertedError."""
-    said = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
-    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(said)]
+    """Return the largest difference of each model's logits. Raises ConvertedError."""
+    output = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
+    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(output)]
     return dict(zip(pairs, found, strict=True))
 
 
-def _convert(way: str, source: Path, out: Path) -> None:
-    with patch.object(sys, "argv", ["convert", way, str(source), "--out", str(out)]):
+def _convert(direction: str, source: Path, out: Path) -> None:
+    with patch.object(sys, "argv", ["convert", direction, str(source), "--out", str(out)]):
         convert.main()
 
 
 def _call(*command: str) -> str:
-    """What it prints. Raises ConvertedError."""
+    """Run a command and return its output. Raises ConvertedError."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ConvertedError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stderr[-500:]}")

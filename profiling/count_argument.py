@@ -1,4 +1,4 @@
-"""Numbers on the command line of a benchmark: how often, or how long."""
+"""Numeric arguments of benchmarks, such as counts and durations: parsing and checks."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from moe_jax.errors import CommandParser, ConfigError
 
 
 def count_argument(name: str, default: int, description: str | None) -> int:
-    """A number from 1 up, or the default. Raises ConfigError."""
+    """Parse a program's optional argument `name`: a number from 1 up, or the default. Raises ConfigError."""
     program = f"python profiling/{Path(sys.argv[0]).name}"
     parser = CommandParser(prog=program, description=description)
     parser.add_argument("count", metavar=name, nargs="?", type=int, default=default, help="default: %(default)s")
@@ -19,7 +19,7 @@ def count_argument(name: str, default: int, description: str | None) -> int:
 
 
 def check_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Numbers that options were given, if they were, against the least of each. Raises ConfigError."""
+    """Check options that are not None against a lower bound for each. Raises ConfigError."""
     for name, bound in least.items():
         value = getattr(arguments, name)
         if value is not None and value < bound:

@@ -1,10 +1,11 @@
-"""What becomes of damaged checkpoints and killed saves? python profiling/damaged_checkpoints.py [--tries N] [--kills N]
+"""Does a restore notice damaged checkpoints and killed saves? python profiling/damaged_checkpoints.py [--tries N]
+[--kills N]
 
-Of a tiny run with two checkpoints, one file of the newer one, taken at random, is damaged: a bit flips, the file ends
-early, some of it becomes zeros, or it is gone. Then the newest checkpoint is restored. Either its arrays are equal bit
-for bit, as the damage was not significant, or it is noticed, and the older one comes back. And processes that save
-without end are killed at random times: the newest checkpoint has to be exact, and no older than the last that was
-committed.
+A tiny run has two checkpoints. One random file of the newer one is damaged: a bit flips, the file is truncated, some of
+it becomes zeros, or it is deleted. Then the latest checkpoint is restored. Either its arrays are equal bit for bit,
+since the damage was not significant, or the damage is detected, and the older one is restored. Then processes that save
+in an endless loop are killed at random times: the latest checkpoint has to be exact, and no older than the last
+committed one.
 """
 
 import os
@@ -36,13 +37,13 @@ from moe_jax.telemetry.run_log import RunLog
 
 OLDER, NEWER = 1, 2  # steps
 EQUAL = "equal bit for bit"
-NOTICED = {by: f"noticed by its {by}, and the older one restored" for by in ("files", "digests")}  # all else is bad
+NOTICED = {by: f"noticed by its {by}, and the older one restored" for by in ("files", "digests")}  # else a failure
 KINDS = ("bit", "cut", "zeros", "gone")
-_LONGEST_S = 0.3  # until a process that saves is killed
+_LONGEST_S = 0.3  # longest time until a saving process is killed
 
 
 def main() -> None:
-    """Damage, kill, and write results/damaged_checkpoints.json."""
+    """Damage checkpoints, kill saves, and write results/damaged_checkpoints.json."""
     parser = CommandParser(prog="python profiling/damaged_checkpoints.py", description=__doc__)
     parser.add_argument("--tries", type=int, default=1000, metavar="N", help="damages (default: 1000)")
     parser.add_argument("--kills", type=int, default=100, metavar="N", help="killed processes (default: 100)")
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Arrays that another step does not have, on one device."""
+    """Return arrays that differ from those of every other step, on one device."""
     rng = np.random.default_rng(step)
     params = {"w": rng.standard_normal((32, 48), np.float32), "scale": jax.numpy.bfloat16(rng.standard_normal(24))}
     moments = {"w": rng.standard_normal((32, 48), np.float32), "count": np.int32(step)}
@@ -65,7 +66,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def saved_run(run: Path) -> Path:
-    """A run's folder with two checkpoints."""
+    """Create a run's folder with two checkpoints and return it."""
     with _checkpoints(run) as checkpoints:
         for step in (OLDER, NEWER):
             checkpoints.save(step, state_of(step), data={"next_index": step})
@@ -73,7 +74,7 @@ def saved_run(run: Path) -> Path:
 
 
 def damage(run: Path, rng: random.Random, kind: str) -> str:
-    """Damage a file of the newer checkpoint, restore, and put it right again; returns what came of it."""
+    """Damage a file of the newer checkpoint, restore, and repair the file; return the outcome."""
     file = rng.choice(sorted(path for path in (run / FOLDER / str(NEWER)).rglob("*") if path.is_file()))
     content = file.read_bytes()
     place = rng.randrange(max(len(content), 1))
@@ -82,17 +83,17 @@ def damage(run: Path, rng: random.Random, kind: str) -> str:
     else:
         file.write_bytes(_damaged(content, kind, place, rng.randrange(8)))
     try:
-        with _heard() as said:
+        with _captured_output() as output:
             outcome = _restored(run)
-        return f"{outcome}, and something was printed" if said else outcome
+        return f"{outcome}, and something was printed" if output else outcome
     finally:
         file.write_bytes(content)
 
 
 def killed(run: Path, rng: random.Random, kills: int) -> Iterator[str]:
-    """Start processes that save without end and kill them; yields what came of each."""
+    """Start processes that save in an endless loop and kill them; yield the outcome of each."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["moe_jax.checkpoint.save", "moe_jax.run.restore"])  # which import the libraries
+    context.set_forkserver_preload(["moe_jax.checkpoint.save", "moe_jax.run.restore"])  # these import the libraries
     for _ in range(kills):
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_save_on, args=(run, there))
@@ -120,7 +121,7 @@ def _damaged(content: bytes, kind: str, place: int, bit: int) -> bytes:
 
 
 def _restored(run: Path, at_least: int = OLDER) -> str:
-    """What the newest checkpoint is found to be; `at_least` was committed."""
+    """Restore the latest checkpoint and return the outcome; `at_least` is the last committed step."""
     shapes, passed_over = jax.tree.map(_shape, state_of(0)), dict[int, str]()
     try:
         found = read_newest(run, lambda record: (record, read_arrays(run, record, shapes)), passed_over)
@@ -148,31 +149,34 @@ def _checkpoints(run: Path) -> Checkpoints:
 
 
 def _save_on(run: Path, progress: Connection) -> None:
-    """In a process of its own: go on saving behind the newest step, and tell the last that is certain to be there."""
+    """Save steps after the latest one in an endless loop, and send the last one that is certainly committed.
+
+    Runs in a process of its own.
+    """
     first = newest_checkpoint(run) or 0
     with _checkpoints(run) as checkpoints:
         for step in count(first + 1):
             checkpoints.save(step, state_of(step), data={"next_index": step})
             if step > 1:
-                progress.send(step - 1)  # a save begins when the one before is done
+                progress.send(step - 1)  # a save begins when the previous one is done
 
 
 @contextmanager
-def _heard() -> Iterator[list[bytes]]:
-    """What is printed meanwhile, by threads and C++, too."""
-    said: list[bytes] = []
+def _captured_output() -> Iterator[list[bytes]]:
+    """Capture the output within this context, including that of threads and C++."""
+    output: list[bytes] = []
     with tempfile.TemporaryFile() as file:
-        kept = [os.dup(number) for number in (1, 2)]
+        saved = [os.dup(number) for number in (1, 2)]
         try:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
-            yield said
+            yield output
         finally:
-            for number, own in zip((1, 2), kept, strict=True):
+            for number, own in zip((1, 2), saved, strict=True):
                 os.dup2(own, number)
                 os.close(own)
             file.seek(0)
-            said += [text for text in [file.read()] if text]
+            output += [text for text in [file.read()] if text]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Run every command of README.md and docs/ as it is written there. python profiling/docs_commands.py
 
 Copies the committed tree and runs the shell commands of the pages' code blocks in the copy: README.md first, then the
-pages in the order of docs/pages.md, each after those before it. A page that clones the project gets a new copy, which
-the pages after it use too. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a
-checkpoint and ends. A command that needs something this machine lacks is not run: NEEDS below lists what, and how it
-is found.
+pages in the order of docs/pages.md. A page that clones the project gets a new copy, which the pages after it use as
+well. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a checkpoint and ends. A
+command is skipped if this machine lacks something that it needs: NEEDS below lists these requirements and their tests.
 
-Writes results/docs_commands.json, of --pages only their part; exit code 1 if a command failed. Two hours or more on two
-quiet cores.
+Writes results/docs_commands.json; with --pages only the results of those pages. Exit code 1 if a command failed. Takes
+two hours or more on two idle cores.
 """
 
 import json
@@ -34,7 +33,7 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = RESULTS / "docs_commands.json"
 
-# What a page's commands read that is the reader's own, made from files of the project before the page's first command.
+# Files of the reader's own that a page's commands read, made from files of the project before the page's first command.
 READERS_OWN = {
     "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/",
     "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
@@ -42,11 +41,11 @@ READERS_OWN = {
 
 
 class Need(NamedTuple):
-    """Something that commands need and machines may lack."""
+    """A requirement of commands that machines may lack."""
 
-    pattern: str  # of the commands
+    pattern: str  # matches the commands that need it
     reason: str
-    test: str  # a shell line that succeeds where it is
+    test: str  # a shell line that succeeds if it is available
 
 
 NEEDS = (
@@ -73,29 +72,29 @@ class Command(NamedTuple):
     """A line of a code block."""
 
     page: str
-    line: str  # as it is written, without its comment
-    shown: str  # the line below it, in blocks that show what is printed
+    line: str  # as written, without its comment
+    shown: str  # the line below it, in blocks that show output
 
     @property
     def typed(self) -> str:
-        """Without the words in brackets that stand for settings of any kind."""
+        """The line without bracketed words, which stand for optional settings."""
         return re.sub(r" \[section\.key=value …\]", "", self.line)
 
     @property
     def need(self) -> Need | None:
-        """The first that it has."""
+        """The first requirement of this command, or None."""
         return next((need for need in NEEDS if re.search(need.pattern, self.line)), None)
 
 
 def pages() -> list[Path]:
-    """README.md, the list of pages, and the others in its order."""
+    """Return README.md, the list of pages, and the other pages in its order."""
     listed = ROOT / "docs" / "pages.md"
     names = re.findall(r"^\| .* \| \[.*\]\((\w+\.md)\) \|$", listed.read_text(), re.MULTILINE)
     return [ROOT / "README.md", listed, *(listed.with_name(name) for name in names)]
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The shell commands of its code blocks; in blocks that show output, those of this project."""
+    """Yield the shell commands of a page's code blocks; of blocks that show output, only this project's commands."""
     for language, content in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
         if language not in ("", "sh"):
             continue
@@ -110,7 +109,7 @@ def _without_comment(line: str) -> str:
 
 
 def main() -> None:
-    """Run all and write the result."""
+    """Run all commands and write the result."""
     parser = CommandParser(prog="python profiling/docs_commands.py", description=__doc__)
     parser.add_argument("--limit", type=int, default=3600, help="seconds of a training run (default: %(default)s)")
     parser.add_argument("--pages", nargs="+", metavar="PAGE", help="run only these, e.g. README.md data.md")
@@ -136,13 +135,13 @@ def main() -> None:
 
 
 def _write(found: dict[str, Any]) -> None:
-    """After each page, so that a run that ends early loses no other."""
+    """Write the results after each page, so that an interrupted run loses no earlier page."""
     counts = Counter(run["outcome"] for page in found.values() for run in page["commands"])
     write_result(RESULT.stem, {"counts": dict(counts), "pages": found})
 
 
 def _copied_tree(copy: Path) -> Path:
-    """What is committed, in a new folder."""
+    """Copy the committed files into a new folder."""
     archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as files:
         files.extractall(copy, filter="data")
@@ -150,7 +149,7 @@ def _copied_tree(copy: Path) -> Path:
 
 
 def _versions(copy: Path) -> dict[str, Any]:
-    """When, and of what: the copy may have an environment of its own."""
+    """Return the date and versions; the copy may have its own environment."""
     origin = "import json; from moe_jax.measure.provenance import origin; print(json.dumps(origin()))"
     _, output, _ = _bash(f"python -c {shlex.quote(origin)}", copy, 120)
     return {name: value for name, value in json.loads(output).items() if name in ("date", "python", "jax")}
@@ -182,7 +181,7 @@ def _outcome(command: Command, copy: Path, limit: int) -> dict[str, Any]:
 
 
 def _bash(line: str, copy: Path, limit: int) -> tuple[int, str, bool]:
-    """Exit code, what was printed, and whether it had to be stopped."""
+    """Run a line in bash; return the exit code, the output, and whether it had to be stopped."""
     environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     enter = "if [[ -f .venv/bin/activate ]]; then source .venv/bin/activate; fi; "
     command = ["bash", "-c", enter + line]

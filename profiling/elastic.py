@@ -1,8 +1,8 @@
-"""What becomes of a run that goes on with fewer or more processes? python profiling/elastic.py [--steps N]
+"""Can a run resume with fewer or more processes? python profiling/elastic.py [--steps N]
 
-A small dropless model is trained for twice N steps, with a checkpoint in the middle. From there another number of
-processes goes on: experts, optimizer and batches are cut anew. The restore compares the digest of each array with that
-of the checkpoint; the losses of the second half are compared here. Writes results/elastic.json.
+Trains a small dropless model for twice N steps, with a checkpoint in the middle. From there another number of processes
+resumes: experts, optimizer state and batches are sharded differently. The restore compares the digest of each array
+with that of the checkpoint; this program compares the losses of the second half. Writes results/elastic.json.
 """
 
 import os
@@ -22,15 +22,15 @@ from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.telemetry.run_log import read_metrics
 
 CHANGES = ((4, 3), (4, 2), (2, 4), (8, 1))  # processes before and after
-SIZE = 24  # sequences of a batch, and experts: all of these numbers divide it
+SIZE = 24  # sequences of a batch, and number of experts: all process counts divide it
 
 
 class ElasticError(UserError):
-    """A run that did not come to its end, or did not go on where it should."""
+    """Raised for a run that did not finish, or did not resume where it should."""
 
 
 def main() -> None:
-    """Train, go on with other numbers, and write the result."""
+    """Train, resume with other numbers of processes, and write the result."""
     parser = CommandParser(prog="python profiling/elastic.py", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args()
@@ -43,14 +43,14 @@ def main() -> None:
 
 
 def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
-    """How far losses of `after` processes are from those of the `before` that went on. Raises ElasticError."""
+    """Compare losses of `after` processes with those of the `before` that continued. Raises ElasticError."""
     same, other = home / str(before), home / f"{before}to{after}"
     shutil.copytree(same, other)
     shutil.rmtree(other / FOLDER / str(2 * steps))
-    said = _train(other, after, steps)
-    if f"going on from step {steps}\n" not in said or "damaged" in said:
-        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {said[-300:]}")
-    expected, losses = (_losses_behind(folder, steps) for folder in (same, other))
+    output = _train(other, after, steps)
+    if f"going on from step {steps}\n" not in output or "damaged" in output:
+        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {output[-300:]}")
+    expected, losses = (_losses_after(folder, steps) for folder in (same, other))
     drifts = [abs(losses[step] - loss) / loss for step, loss in expected.items()]
     return {
         "before": before,
@@ -62,7 +62,7 @@ def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
 
 
 def _train(folder: Path, processes: int, steps: int) -> str:
-    """To step 2 × steps, from the start or on; what was said. Raises ElasticError."""
+    """Train to step 2 × steps, from the start or resumed; return the output. Raises ElasticError."""
     settings = [
         *tiny(processes, batch_size=SIZE, seq_len=64, experts=SIZE),
         *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", f"log.dir={folder}"),
@@ -82,7 +82,7 @@ def _train(folder: Path, processes: int, steps: int) -> str:
     return done.stdout
 
 
-def _losses_behind(folder: Path, step: int) -> dict[int, float]:
+def _losses_after(folder: Path, step: int) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in read_metrics(folder) if "loss" in each and each["step"] > step}
 
 

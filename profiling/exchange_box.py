@@ -1,12 +1,12 @@
-"""Ways to exchange tokens between two nodes in one box.
+"""All-to-all algorithms between two nodes in one box.
 
     sudo .venv/bin/python profiling/exchange_box.py
 
-Two nodes of two processes: fast links inside, one slow link out of each node. All-to-alls of every algorithm over the
-four processes, and collectives inside a node and between nodes, take turns at sizes from 64 kB to 4 MB. The table says
-which algorithm lines through its times choose, and which was the fastest; beside the times, what closed forms predict
-from the lines of collectives inside a node and between nodes. Links are slow, so that what the machine's two cores have
-to do for four processes matters little.
+There are two nodes of two processes, with fast links inside and one slow link out of each node. All-to-alls of every
+algorithm over the four processes, and collectives inside a node and between nodes, alternate at sizes from 64 kB to 4
+MB. The table shows which algorithm is chosen by lines fitted to its times, and which was the fastest. Next to the times
+it shows the predictions of closed forms, based on lines fitted to collectives inside a node and between nodes. Links
+are slow, so that the compute of four processes on the machine's cores matters little.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import dataclasses
 from typing import Any
 
 import box
-import jax
 import jax.numpy as jnp
+from benchmark_harness import print_once
 from count_argument import check_least
 from exchange_summary import NODES, RANKS_PER_NODE, summary, table, write_picture
 from results_file import RESULTS, write_result
@@ -26,15 +26,15 @@ from moe_jax.measure.operations import CommGroup, Machine, collectives
 from moe_jax.plan.curves import Curve
 
 GROUPS = (CommGroup(RANKS_PER_NODE, 1), CommGroup(NODES, RANKS_PER_NODE), CommGroup(NODES * RANKS_PER_NODE, 1))
-_LOCAL_BURST_KB = 64  # a fast link needs some, or it rests until the timer comes
+_LOCAL_BURST_KB = 64  # a fast link needs a burst, or it is idle until its timer fires
 _LOCAL_QUEUE = "limit 64mb"  # no loss
-_BUFFER_BYTES = 2**25  # of a socket: any message fits
+_BUFFER_BYTES = 2**25  # of a socket: large enough for any message
 _SMALLEST = 16
-_ROUND_S = 0.2  # of small messages so many that what a link sends for free after a pause is little
+_ROUND_S = 0.2  # of a round of small messages: long compared with the free burst of a link after a pause
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.set_buffers(_BUFFER_BYTES)
     box.join()
     box.set_rate(box.parse_rate(arguments.local_rate), _LOCAL_BURST_KB, _LOCAL_QUEUE)
@@ -45,15 +45,9 @@ def measure(arguments: argparse.Namespace) -> None:
         each for group in GROUPS for num_bytes in sizes for each in collectives(group, num_bytes, machine, dtype)
     )
     programs = compile_all(operations, dtype)
-    tell(f"{len(programs)} programs compiled")
-    times = times_of(programs, dtype, arguments.rounds, _ROUND_S, tell)
-    box.hand_back([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
-
-
-def tell(line: str) -> None:
-    """Print once, not once for every process."""
-    if jax.process_index() == 0:
-        print(line, flush=True)
+    print_once(f"{len(programs)} programs compiled")
+    times = times_of(programs, dtype, arguments.rounds, _ROUND_S, print_once)
+    box.return_values([dataclasses.asdict(curve) for curve in curves_of([each.operation for each in programs], times)])
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""What exchanges by way of nodes become on real compilers: python profiling/exchange_hlo.py TARGET
+"""What node-aware exchanges become on real compilers: python profiling/exchange_hlo.py TARGET
 
-Compiles one exchange of bfloat16 rows with each algorithm for hardware that need not be there, counts what leaves a
-rank inside its node and between nodes in the scheduled program, and compares with the closed forms of plan/exchange.py.
-Targets as in docs/compiled.md: h100:1x2x8, h200:1x8x8, v5p:2x2x2, cpu:8. Seconds for each algorithm. Writes
-results/exchange_hlo_TARGET.json; exit code 1 if anything differs.
+Compiles one exchange of bfloat16 rows with each algorithm, ahead of time and without the hardware. Counts the bytes and
+messages that leave a rank inside its node and between nodes in the scheduled program, and compares them with the closed
+forms of plan/exchange.py. Targets as in docs/compiled.md: h100:1x2x8, h200:1x8x8, v5p:2x2x2, cpu:8. Takes seconds for
+each algorithm. Writes results/exchange_hlo_TARGET.json; exit code 1 if anything differs.
 """
 
 import itertools
@@ -27,11 +27,11 @@ from moe_jax.plan.exchange import ALGORITHMS, Links, Phase, Traffic, exchange_se
 
 
 class NodeError(UserError):
-    """Ranks that do not divide into nodes."""
+    """Raised for ranks that do not divide into nodes."""
 
 
 def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> HloModule:
-    """Rows that are computed, exchanged and computed with."""
+    """Compile a program that computes rows, exchanges them and computes with the result."""
 
     def body(x: jax.Array) -> jax.Array:
         return EXCHANGES[name](2 * x, ranks) + 1
@@ -40,7 +40,7 @@ def compile_exchange(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.Sh
 
 
 def describe(found: list[ExchangeOp], forms: list[Phase], num_ranks: int, per_node: int) -> dict[str, Any]:
-    """A phase: its collectives, what ranks send by the program, and whether that is the closed form, on every rank."""
+    """Describe a phase: its collectives, the traffic of ranks, and whether it equals the closed form on every rank."""
     counted = traffic_of(found, num_ranks, per_node)
     leader, member = as_numbers(counted[0]), as_numbers(counted[-1])
     groups = " ".join(str(list(group)).replace(" ", "") for group in found[0].groups[:3])
@@ -54,7 +54,7 @@ def describe(found: list[ExchangeOp], forms: list[Phase], num_ranks: int, per_no
 
 
 def as_numbers(sent: Traffic) -> str:
-    """Messages and bytes."""
+    """Format a number of messages and bytes."""
     texts = [
         f"{messages} messages of {num_bytes / messages:.0f} bytes {link}"
         for link, (messages, num_bytes) in sent._asdict().items()
@@ -64,7 +64,7 @@ def as_numbers(sent: Traffic) -> str:
 
 
 def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct, links: Links) -> dict[str, Any]:
-    """One algorithm."""
+    """Compile and check one algorithm."""
     program, num_bytes = compile_exchange(name, ranks, mesh, x), x.size * x.dtype.itemsize // mesh.size
     steps = steps_of(name, num_bytes, mesh.size // ranks.per_node, ranks.per_node)
     phases = by_phase(exchanges(program, mesh.size), steps)
@@ -80,9 +80,9 @@ def study(name: str, ranks: Ranks, mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStr
 
 
 def main() -> None:
-    """Read the command line, study every algorithm, write the result."""
+    """Read the command line, check every algorithm, write the result."""
     parser = CommandParser(prog="python profiling/exchange_hlo.py", description=__doc__)
-    parser.add_argument("--per-node", type=int, help="ranks of a node (default: as the devices tell)")
+    parser.add_argument("--per-node", type=int, help="ranks per node (default: as the devices report)")
     parser.add_argument("--rows", type=int, default=64, help="for each pair of ranks (default 64)")
     parser.add_argument("--width", type=int, default=1024, help="of a row (default 1024)")
     arguments, target = read_command(parser, ("per_node", "rows", "width"))

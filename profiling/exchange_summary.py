@@ -1,4 +1,4 @@
-"""What a box says of ways to exchange: measured times, those that lines fitted inside and between nodes predict."""
+"""Summary of exchange benchmarks: measured times, and those predicted by lines fitted inside nodes and between them."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,14 @@ from moe_jax.plan.task_times import Linear
 
 NODES, RANKS_PER_NODE = 2, 2
 _PLACES = {"inside": "inside a node", "between": "between nodes", "all": "over all ranks"}
-Lines = Mapping[tuple[str, str], Linear]  # of a collective, inside or between
+Lines = Mapping[tuple[str, str], Linear]  # by collective, and "inside" or "between"
 
 
 def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float | None:
-    """By `plan.exchange` and the lines of what an algorithm is made of; None if no form of it is known.
+    """Predict seconds by `plan.exchange` and the fitted lines of an algorithm's phases.
 
-    Exchanges in the background send what flat ones do, over sockets of their own.
+    Returns None if the algorithm has no closed form. Exchanges in the background send the same messages as flat ones,
+    over sockets of their own.
     """
     if algorithm == "ring":
         return ring_seconds(num_bytes, NODES, RANKS_PER_NODE, _links("all_to_all.flat", lines))
@@ -31,9 +32,9 @@ def predicted_seconds(algorithm: str, num_bytes: float, lines: Lines) -> float |
 
 
 def _links(name: str, lines: Lines) -> Links:
-    """Of one message: an all-to-all over n ranks sends n - 1 of them, each an n-th of its operand.
+    """Return the cost of one message: an all-to-all over n ranks sends n - 1 of them, each 1/n of its operand.
 
-    Between nodes it was measured with all ranks of a node at work, which share the node's link.
+    Between nodes, the line was measured with all ranks of a node sending, which share the node's link.
     """
     inside, between = lines[name, "inside"], lines[name, "between"]
     to_others, messages = RANKS_PER_NODE - 1, RANKS_PER_NODE * (NODES - 1)
@@ -45,7 +46,7 @@ def _links(name: str, lines: Lines) -> Links:
 
 
 def summary(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Of each algorithm over all ranks, what was measured and predicted at each size; of every collective, its fit."""
+    """Return measured and predicted times of each algorithm over all ranks, and the fit of every collective."""
     exchanges = {
         curve.name.partition(".")[2]: curve
         for curve in curves
@@ -94,7 +95,7 @@ def summary(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def _ahead_of_flat(seconds: Mapping[str, Sequence[float]], sizes: Sequence[float]) -> list[str]:
-    """Exchanges by way of nodes that take less than the flat one."""
+    """List the node-aware exchanges that take less time than the flat one."""
     return [
         f"{name} at {size:.0f} bytes"
         for name in BY_NODE
@@ -114,7 +115,7 @@ def _where(curve: Curve) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summary as text: milliseconds, measured and (predicted)."""
+    """Format the summary as text: milliseconds, measured and (predicted)."""
     names, sizes = result["algorithms"], result["sizes_bytes"]
     lines = [f"{'ms (predicted)':>14}" + "".join(f"{name:>19}" for name in names) + "   chosen by model  / fastest"]
     for i, size in enumerate(sizes):
@@ -135,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def write_picture(result: dict[str, Any], path: Path) -> Path:
-    """Measured times with quartiles over those of the fastest, and those of closed forms dashed."""
+    """Draw measured times with quartiles, relative to the fastest, and those of closed forms as dashed lines."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     sizes = result["sizes_bytes"]
     best = [min(row["median_s"][i] for row in result["algorithms"].values()) for i in range(len(sizes))]

@@ -1,9 +1,9 @@
-"""What Lancet's ranges of the forward pass are worth to the planner: python profiling/forward_ranges.py
+"""Do Lancet's ranges of the forward pass help the planner? python profiling/forward_ranges.py
 
-Models of three MoE layers on the 16 expert ranks of two nodes of H100, over a grid of sequences on each device, their
-length and the experts' width. Simulated steps of the policy and degree that the best ranges suggest are compared with
-the best of all schedules whose degrees are powers of two, and the schedule's forward pass with that in ranges. About a
-minute. Writes results/forward_ranges.json.
+Simulates models of three MoE layers on the 16 expert ranks of two nodes of H100, over a grid of sequences per device,
+sequence length and expert width. Compares the simulated step of the policy and degree that the best ranges suggest with
+the best of all schedules whose degrees are powers of two, and that schedule's forward pass with the one in ranges.
+Takes about a minute. Writes results/forward_ranges.json.
 """
 
 import itertools
@@ -29,7 +29,7 @@ GRID: Mapping[str, tuple[int, ...]] = {
 
 
 def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
-    """A model on a mesh of expert ranks."""
+    """Return the config of a model on a mesh of expert ranks."""
     ranks = CLUSTER.devices
     moe = MoEConfig(num_experts=ranks, top_k=2, intermediate_size=expert_width, num_shared_experts=1)
     return Config(
@@ -43,10 +43,10 @@ def config_of(sequences: int, seq_len: int, expert_width: int) -> Config:
 
 
 def compared(config: Config) -> tuple[float, float]:
-    """The suggestion's step over the best other one, and the best one's forward pass over that in its ranges."""
+    """Return the ratios of the suggested step to the best one, and of the best one's forward pass to that in ranges."""
     draft = open_draft(config)
-    ways = choices(draft, config, ({"schedule": each} for each in schedules()))
-    best = min((estimate(each, CLUSTER) for each in ways), key=lambda found: found.step_s)
+    candidates = choices(draft, config, ({"schedule": each} for each in schedules()))
+    best = min((estimate(each, CLUSTER) for each in candidates), key=lambda found: found.step_s)
     ranges = best_ranges(best)
     suggested = ({"schedule": scheduled(found.policy, found.parts)} for found in ranges.cut)
     step_s = min(estimate(each, CLUSTER).step_s for each in choices(draft, config, suggested))
@@ -54,7 +54,7 @@ def compared(config: Config) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Simulate all, write results."""
+    """Simulate all cases and write the results."""
     CommandParser(prog="python profiling/forward_ranges.py", description=__doc__).parse_args()
     found = {values: compared(config_of(*values)) for values in itertools.product(*GRID.values())}
     by_three = [step for (sequences, *_), (step, _) in found.items() if sequences % 3 == 0]

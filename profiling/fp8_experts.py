@@ -1,8 +1,8 @@
 """Does a model learn as well if its experts multiply in 8 bits? python profiling/fp8_experts.py [STEPS]
 
-Trains the model of `configs/shakespeare_cpu.yaml` with each form of `model.moe.expert_matmuls`. All see the same tokens
-in the same order, with the same seed and optimiser; one more run in float32 and with another seed shows how much chance
-alone does.
+Trains the model of `configs/shakespeare_cpu.yaml` with each form of `model.moe.expert_matmuls`. All runs process the
+same tokens in the same order, with the same seed and optimizer. One more run in float32 with another seed shows the
+effect of chance alone.
 """
 
 from count_argument import count_argument
@@ -19,7 +19,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def main() -> None:
-    """Train all and write results/fp8_experts.json and .png."""
+    """Train all runs and write results/fp8_experts.json and .png."""
     steps = count_argument("STEPS", 600, __doc__)
     initialize(Processes(mode="off"), cpu_devices=1)
     compare_losses("fp8_experts", RUNS, steps)

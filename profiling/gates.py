@@ -1,8 +1,8 @@
 """How well does a small model learn with each gate? python profiling/gates.py [STEPS]
 
-Trains a small form of `configs/shakespeare_cpu.yaml` (two blocks, 512 bytes in a step) once with each gate. All see the
-same tokens in the same order, with the same seed and optimiser. Losses of gates that let a token see those behind it
-(`expert_choice`, `softmoe`, `batch_prioritised`) are not what sampling would reach.
+Trains a small form of `configs/shakespeare_cpu.yaml` (two blocks, 512 bytes in a step) once with each gate. All runs
+process the same tokens in the same order, with the same seed and optimizer. Losses of gates whose choice for a token
+depends on later tokens (`expert_choice`, `softmoe`, `batch_prioritised`) could not be reached in sampling.
 """
 
 from count_argument import count_argument
@@ -17,14 +17,14 @@ SMALL = ["model.num_layers=2", "data.seq_len=64", "train.batch_size=8", "optimiz
 OWN = {
     "deepseek_v2": ["model.moe.n_group=4", "model.moe.topk_group=2", "model.moe.norm_topk_prob=false"],
     "deepseek_v3": ["model.moe.n_group=4", "model.moe.topk_group=2"],
-    "softmoe": ["model.moe.slots_per_expert=160"],  # as many as the others' capacity
+    "softmoe": ["model.moe.slots_per_expert=160"],  # equal to the capacity of the other gates
     "expert_choice": [],
 }
-_LAST = 20  # steps that the last loads are averaged over
+_LAST = 20  # steps that the loads at the end are averaged over
 
 
 def main() -> None:
-    """Train all and write results/gates.json."""
+    """Train with all gates and write results/gates.json."""
     steps = count_argument("STEPS", 200, __doc__)
     values: dict[str, object] = {
         "steps": steps,

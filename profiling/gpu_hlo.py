@@ -1,11 +1,12 @@
 """What does XLA make of a training step for one GPU? python profiling/gpu_hlo.py TARGET [--layers N]
 
-Compiles the two models of bench_gpu.py, as many blocks as fill the device, for hardware that need not be there, and
-reads the scheduled programs: which matrix products have float32 operands; whether attention is cuDNN's flash
-attention; what memory the compiler allocates beside what was predicted. What cuDNN works on is not known without a GPU,
-and in neither number. Targets: h100:1x1x1, h200:1x1x1. A minute or two for each model.
-Writes results/gpu_hlo_TARGET.json; exit code 1 if a product beside the router's has float32 operands, attention is not
-cuDNN's, or the prediction is more than 5 % away.
+Compiles the two models of bench_gpu.py, with as many blocks as fill the device, ahead of time and without the hardware,
+and reads the scheduled programs: which matrix products have float32 operands; whether attention is cuDNN's flash
+attention; and how much memory the compiler allocates, compared with the prediction. The workspace of cuDNN is unknown
+without a GPU, and in neither number. Targets: h100:1x1x1, h200:1x1x1. Takes a minute or two for each model.
+
+Writes results/gpu_hlo_TARGET.json; exit code 1 if a product other than the router's has float32 operands, if attention
+is not cuDNN's, or if the prediction is off by more than 5 %.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ _MOST_ERROR = 0.05
 
 
 def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
-    """A step's scheduled program, and the bytes that it takes."""
+    """Compile a step; return its scheduled program and the bytes that it allocates."""
     trainer = make_trainer(config, make_mesh(config.mesh, target_devices(target)))
     step = step_program(trainer, batch_shape(config, trainer.mesh), target).compile()
     memory = step.memory_analysis()
@@ -44,7 +45,7 @@ def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
 
 
 def read(program: HloModule) -> dict[str, Any]:
-    """Matrix products and attention in the program, and what has float32 operands beside the router."""
+    """Count matrix products and attention calls, and list products outside the router with float32 operands."""
     products = [line for line in program.by_name.values() if is_product(line)]
     attention = [line for line in products if is_attention(line)]
     backward = sum("Backward" in line.attributes for line in attention)
@@ -59,7 +60,7 @@ def read(program: HloModule) -> dict[str, Any]:
 
 
 def _is_float32(line: Instruction, program: HloModule) -> bool:
-    """Of operands, not of the result: sums of bfloat16 products are float32."""
+    """Check the operands, not the result: sums of bfloat16 products are float32."""
     operands = [array for name in line.operands[:2] for array in arrays(program.by_name[name].shape)]
     return not is_attention(line) and all(array.bits == _FLOAT32 for array in operands)
 
@@ -69,7 +70,7 @@ def _is_router(line: Instruction) -> bool:
 
 
 def main() -> None:
-    """Compile both, write results/gpu_hlo_TARGET.json."""
+    """Compile both models and write results/gpu_hlo_TARGET.json."""
     parser = CommandParser(prog="python profiling/gpu_hlo.py", description=__doc__)
     parser.add_argument("--layers", type=int, metavar="N", help="blocks of each model (default: as many as fit)")
     arguments, target = read_command(parser, ("layers",))

@@ -1,6 +1,6 @@
 """Two models that fill one device: coarse experts (Mixtral 8x7B) and fine-grained ones (DeepSeek-V2-Lite).
 
-Widths are the published ones; blocks are as many as fit. Imports no jax.
+Widths are the published ones; the number of blocks is the largest that fits. Imports no jax.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ TOYS = {
     ),
 }
 _SEQ_LEN, _SEQUENCES = 2048, (16, 12, 8, 6, 4, 2, 1)
-_LEAST = 4  # sequences that the number of blocks leaves room for
-_SHARE = 0.92  # of the memory: what is predicted may be too little
+_LEAST = 4  # sequences that have to fit with the chosen number of blocks
+_SHARE = 0.92  # share of the memory used, since the prediction may be too low
 
 
 def config_of(model: ModelConfig, sequences: int, seq_len: int = _SEQ_LEN, **schedule: Any) -> Config:
-    """A step of it on one device."""
+    """Return the config of the model's step on one device."""
     config = Config(
         model=model,
         mesh=MeshConfig(data=1, expert=1),
@@ -70,25 +70,25 @@ def config_of(model: ModelConfig, sequences: int, seq_len: int = _SEQ_LEN, **sch
 
 
 def with_capacity(config: Config, factor: float | None) -> Config:
-    """The same with so many slots for each expert."""
+    """Return the config with this capacity factor."""
     moe = dataclasses.replace(config.model.moe, capacity_factor=factor)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
 
 
 def with_sequences(config: Config, sequences: int) -> Config:
-    """The same with another batch."""
+    """Return the config with another number of sequences in a batch."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=sequences))
 
 
 def filling(model: ModelConfig, num_bytes: int) -> Config | None:
-    """The most blocks whose step fits with 4 sequences, then the most sequences; None if not one block fits.
+    """Return the config with the most blocks that fit with 4 sequences, then the most sequences; None if no block fits.
 
-    All activations are kept: what is recomputed counts in no MFU.
+    All activations are stored: MFU does not count recomputation.
     """
-    room = _SHARE * num_bytes
+    budget = _SHARE * num_bytes
     for layers in range(model.num_layers, model.moe.first_k_dense_replace, -1):
         cut = dataclasses.replace(model, num_layers=layers)
-        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= room]
+        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= budget]
         if fitting and fitting[0] >= _LEAST:
             return config_of(cut, fitting[0])
     return None

@@ -27,11 +27,11 @@ from moe_jax.step.trainer import make_trainer
 
 _SERIAL: dict[str, dict[str, str | bool]] = {
     "gpu": {"xla_gpu_enable_command_buffer": ""}
-}  # in a CUDA graph kernels have no names of instructions
+}  # kernels in a CUDA graph do not carry the names of instructions
 
 
 def measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
-    """Of about `clock_s` seconds of steps; with half the sequences, and again, where memory does not do."""
+    """Time steps for about `clock_s` seconds; halve the number of sequences whenever memory runs out."""
     sequences = config.train.batch_size
     while True:
         try:
@@ -42,7 +42,7 @@ def measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path
                 raise
             put({"no_room_for_sequences": config.train.batch_size, "because": one_line(error)})
         config = with_sequences(config, config.train.batch_size // 2)
-    if config.train.batch_size == sequences:  # else it would be that of the step without room
+    if config.train.batch_size == sequences:  # otherwise it would be that of the step that ran out of memory
         put({"peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")})
 
 
@@ -79,18 +79,18 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
         if serial := _SERIAL.get(rates["platform"]):
             program = step_program(trainer, batch, target_here(trainer), serial).compile()
         put({"kinds": _kinds(program, state, batch, config, rates, trace)})
-    except Exception as error:  # what was timed stays as it is
+    except Exception as error:  # the timed results stay
         put({"failed": f"its trace: {one_line(error)}"})
 
 
 def _allocated(memory: Any) -> int:
-    """As `plan.memory` counts it."""
+    """Return the allocated bytes as `plan.memory` counts them."""
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     return int(total - memory.alias_size_in_bytes)
 
 
 def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> tuple[Any, list[float]]:
-    """The state behind all steps, and seconds of one in each round; the first steps warm up."""
+    """Return the state after all steps, and seconds per step in each round; the first steps are a warm-up."""
 
     def run(steps: int) -> float:
         nonlocal state
@@ -106,11 +106,11 @@ def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> 
 
 
 def _kinds(program: Compiled, state: Any, batch: np.ndarray, config: Config, rates: Values, trace: Path) -> Values:
-    """Seconds of each kind of operation in a traced step beside the least; the trace becomes the file `trace`."""
+    """Return seconds and lower bounds of each kind of operation in a traced step; save the trace in `trace`."""
     text = program.as_text() or ""
     with tempfile.TemporaryDirectory() as folder:
-        for turn in ("warm-up", "measured"):  # a step slows down while the profiler starts
-            with jax.profiler.trace(Path(folder) / turn):
+        for phase in ("warm-up", "measured"):  # a step is slower while the profiler starts
+            with jax.profiler.trace(Path(folder) / phase):
                 state, metrics = program(state, batch)
                 jax.block_until_ready(metrics)
         found = seconds_by_kind(read_trace(Path(folder) / "measured", text), parse(text))

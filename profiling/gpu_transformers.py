@@ -1,7 +1,7 @@
 """A part of `bench_gpu.py`: the same model in Hugging Face transformers, compiled, with grouped products of experts.
 
-Parameters and moments of AdamW are bfloat16 (grouped products compile with no other): fewer bytes than our float32.
-Its loss is the cross-entropy alone. Both make its steps shorter, not longer.
+Parameters and moments of AdamW are bfloat16, since grouped products compile with no other type; these are fewer bytes
+than our float32. Its loss is the cross-entropy alone. Both make its steps shorter, not longer.
 """
 
 import gc
@@ -16,13 +16,13 @@ from rounds import seconds_in_rounds
 
 from moe_jax.measure.provenance import package_version
 
-_WAYS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # compiled, how experts are computed
+_VARIANTS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # is compiled, implementation of the experts
 
 
 def measure(
     put: Put, settings: Values, sequences: int, seq_len: int, flops_per_token: float, rates: Values, clock_s: float
 ) -> None:
-    """The first way that works, with half the sequences, and again, where memory does not do."""
+    """Time the first implementation that works; halve the number of sequences whenever memory runs out."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return put({"skipped": f"{' and '.join(missing)} not installed"})
@@ -32,22 +32,22 @@ def measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts = [sequences >> halved for halved in range(sequences.bit_length())]
     refused: Values = {}
-    for is_compiled, experts in _WAYS[device == "cpu" :]:
-        way = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
+    for is_compiled, experts in _VARIANTS[device == "cpu" :]:
+        variant = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
         for count in counts:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             try:
                 found = _times(settings, device, is_compiled, experts, count, seq_len, clock_s)
             except Exception as error:
-                refused[f"{way}, {count} sequences"] = one_line(error)
+                refused[f"{variant}, {count} sequences"] = one_line(error)
                 put({"refused": refused})
                 is_full = isinstance(error, torch.OutOfMemoryError)
             else:
                 tokens_per_s = count * seq_len / statistics.median(found["times"])
                 return put(
                     {
-                        "way": way,
+                        "way": variant,
                         "sequences": count,
                         "step_s": quartiles(found["times"]),
                         "first_step_s": rounded(found["first_step_s"]),
@@ -67,14 +67,14 @@ def measure(
 def _times(
     settings: Values, device: str, is_compiled: bool, experts: str | None, sequences: int, seq_len: int, clock_s: float
 ) -> Values:
-    """Seconds of the first step, and of one in each round."""
+    """Return the seconds of the first step, and seconds per step in each round."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = {} if experts is None else {"experts_implementation": experts}
+    options = {} if experts is None else {"experts_implementation": experts}
     config = AutoConfig.for_model(**settings, use_cache=False)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa", **given)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa", **options)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model) if is_compiled else model

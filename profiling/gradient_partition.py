@@ -1,11 +1,13 @@
-"""FSMoE's partition of gradients against chunks, by simulation, over a grid: python profiling/gradient_partition.py
+"""FSMoE's partition of gradients against buckets, by simulation, over a grid: python profiling/gradient_partition.py
 
-Equal MoE layers with sharded experts, whose gradients are summed over devices between all-to-alls. FSMoE (section 5)
-sends one message in each gap: step 1 fills what the layers' exchanges leave free, step 2 (differential evolution) adds
-to them what would be left for the end. `grad_reduce=bucketed` cuts gradients into equal chunks, of the best size here,
-which run wherever no exchange is ready. Each of both has the best number of parts of a layer. Both are planned twice:
-with the times of the simulation, and with times that are off by up to a fifth. About three minutes. Writes
-results/gradient_partition.json.
+Simulates equal MoE layers with sharded experts, whose gradients are summed over devices between all-to-alls. FSMoE
+(section 5) sends one message in each gap: step 1 fills the time that the layers' exchanges leave free, step 2
+(differential evolution) adds to these messages what would be left for the end. `grad_reduce=bucketed` splits gradients
+into equal buckets, of the best size here, which are reduced wherever no exchange is ready. Both use the best number of
+parts per layer.
+
+Both are planned twice: with the times of the simulation, and with times that are off by up to a fifth. Takes about
+three minutes. Writes results/gradient_partition.json.
 """
 
 import itertools
@@ -27,8 +29,8 @@ from moe_jax.schedule.shape import StepShape
 POLICY = "expert_pipeline"
 LAYERS = 6
 DEGREES = (1, 2, 4, 8)
-CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12)  # of a layer's gradients
-WRONG = 1.2  # factor by which assumed times are off at most
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12)  # numbers of buckets of a layer's gradients
+WRONG = 1.2  # largest factor by which assumed times are off
 # of a layer, forward, in units of an all-to-all without its start-up time
 GRID: Mapping[str, tuple[float, ...]] = {
     "alpha": (0.01, 0.05),
@@ -40,16 +42,16 @@ GRID: Mapping[str, tuple[float, ...]] = {
 
 
 class Case(NamedTuple):
-    """Seconds of one layer's tasks, uncut and without start-up times; `alpha` starts any task."""
+    """Seconds of one layer's tasks, unsplit and without start-up times; `alpha` is the start-up time of any task."""
 
     alpha: float
     gather: float  # as long as a scatter
     expert: float
-    dense: float  # all that is not the MoE layer
+    dense: float  # everything outside of the MoE layer
     gradient: float  # sum over devices
 
     def layer_s(self, degree: int, sum_s: float) -> float:
-        """The backward pass of an MoE layer that sums gradients, too: FSMoE's four cases (section 4.2)."""
+        """Return seconds of an MoE layer's backward pass with sums of gradients: FSMoE's four cases (section 4.2)."""
         exchange, gather, expert = (self.part_s(op, degree) for op in ("dispatch", "gather", "expert"))
         return max(
             2 * degree * exchange + sum_s,
@@ -59,26 +61,28 @@ class Case(NamedTuple):
         )
 
     def part_s(self, op: str, degree: int) -> float:
-        """One of so many parts of a backward task; those with weights are two tasks of the forward pass."""
+        """Return seconds of one of `degree` parts of a backward task; tasks with weights take two forward tasks."""
         whole = {"attend": 2 * self.dense, "expert": 2 * self.expert, "gather": self.gather, "scatter": self.gather}
         parts = 1 if op == "attend" else degree
         return self.alpha + whole.get(op, 1.0) / parts if op not in ("embed", "head") else 0.0
 
 
 class Piece(NamedTuple):
-    """Of a layer's gradients."""
+    """A piece of one layer's gradients."""
 
     layer: int
     seconds: float
 
 
-Gap = tuple[str, int]  # the exchange whose last part a message follows, and its layer
+Gap = tuple[str, int]  # a layer's exchange; the message is sent after its last part
 Messages = dict[Gap, list[Piece]]
 
 
 def fill(case: Case, degree: int, extra: Sequence[float]) -> tuple[float, Messages]:
-    """Time of the backward pass and what is sent in each gap; `extra` says which share of what did not fit into the
-    gap of each MoE layer is sent there anyway. A gradient exists once its layer's backward pass is done.
+    """Return the time of the backward pass and the messages of each gap.
+
+    `extra` is the share, for the gap of each MoE layer, of the gradients that did not fit into it and are sent there
+    anyway. A gradient exists once its layer's backward pass is done.
     """
     waiting: deque[Piece] = deque()
     messages: Messages = {}
@@ -87,7 +91,7 @@ def fill(case: Case, degree: int, extra: Sequence[float]) -> tuple[float, Messag
     time_s = 0.0
 
     def send(gap: Gap, gap_s: float, share: float = 0.0) -> float:
-        """The time of a message that fits, or is longer by a share of what would be left."""
+        """Return the time of a message that fits, or is longer by a share of the remaining gradients."""
         left = sum(piece.seconds for piece in waiting)
         fits = min(left, max(gap_s - case.alpha, 0.0))
         amount = fits + share * (left - fits)
@@ -106,7 +110,7 @@ def fill(case: Case, degree: int, extra: Sequence[float]) -> tuple[float, Messag
 
 
 def _taken(waiting: deque[Piece], amount: float) -> Iterator[Piece]:
-    """The oldest gradients, as much as asked for."""
+    """Yield pieces of the oldest gradients that add up to `amount`."""
     while waiting and amount > 1e-9:
         piece = waiting.popleft()
         taken = min(piece.seconds, amount)
@@ -117,7 +121,7 @@ def _taken(waiting: deque[Piece], amount: float) -> Iterator[Piece]:
 
 
 def both_steps(case: Case, degree: int) -> list[float]:
-    """What of step 2's shares makes the backward pass shortest."""
+    """Return the shares of step 2 that minimise the time of the backward pass."""
     found = differential_evolution(
         lambda extra: fill(case, degree, extra)[0],
         [(0.0, 1.0)] * (LAYERS - 1),
@@ -133,47 +137,47 @@ def both_steps(case: Case, degree: int) -> list[float]:
 class Sum(NamedTuple):
     """A task that sums gradients."""
 
-    share: float  # of a layer's
-    starts: bool  # whether it is sent for itself, and not with the one before
+    share: float  # of a layer's gradients
+    starts: bool  # whether it is a message of its own, not part of the previous one
 
 
-class Way(NamedTuple):
-    """An order of the backward pass."""
+class BackwardOrder(NamedTuple):
+    """An order of the backward pass, with its sums of gradients."""
 
     degree: int
     schedule: Schedule
     sums: Mapping[Action, Sum]
 
     def seconds(self, case: Case) -> float:
-        """Simulated."""
+        """Simulate the backward pass and return its seconds."""
         return simulate(self.schedule, _seconds(case, self.degree, self.sums)).makespan_s
 
 
-def partitioned(case: Case) -> Iterator[Way]:
-    """With FSMoE's messages."""
+def partitioned(case: Case) -> Iterator[BackwardOrder]:
+    """Yield the orders with FSMoE's messages."""
     for degree in DEGREES:
         sums: dict[Action, Sum] = {}
-        behind: dict[Gap, list[Action]] = {}
+        messages: dict[Gap, list[Action]] = {}
         sent = [0] * LAYERS
         for gap, pieces in fill(case, degree, both_steps(case, degree))[1].items():
-            behind[gap] = [Action("G", "reduce", piece.layer, sent[piece.layer]) for piece in pieces]
-            for task, piece in zip(behind[gap], pieces, strict=True):
-                sums[task] = Sum(piece.seconds / case.gradient, starts=task == behind[gap][0])
+            messages[gap] = [Action("G", "reduce", piece.layer, sent[piece.layer]) for piece in pieces]
+            for task, piece in zip(messages[gap], pieces, strict=True):
+                sums[task] = Sum(piece.seconds / case.gradient, starts=task == messages[gap][0])
                 sent[piece.layer] += 1
         issued: list[Action] = []
         for task in make_schedule(POLICY, _shape(degree, [0] * LAYERS), _seconds(case, degree, {})).actions:
             last = task.direction == "B" and task.part == 0  # backward, parts run from the last to the first
-            issued += [task, *(behind.get((task.op, task.block), []) if last else [])]
-        yield Way(degree, Schedule(POLICY, _shape(degree, sent), tuple(issued)), sums)
+            issued += [task, *(messages.get((task.op, task.block), []) if last else [])]
+        yield BackwardOrder(degree, Schedule(POLICY, _shape(degree, sent), tuple(issued)), sums)
 
 
-def chunked(case: Case) -> Iterator[Way]:
-    """With each layer's gradients in equal chunks."""
+def chunked(case: Case) -> Iterator[BackwardOrder]:
+    """Yield the orders with each layer's gradients in equal buckets."""
     for degree, count in itertools.product(DEGREES, CHUNKS):
         layers = itertools.product(range(LAYERS), range(count))
         sums = {Action("G", "reduce", layer, chunk): Sum(1 / count, starts=True) for layer, chunk in layers}
         shape = _shape(degree, [count] * LAYERS)
-        yield Way(degree, make_schedule(POLICY, shape, _seconds(case, degree, sums)), sums)
+        yield BackwardOrder(degree, make_schedule(POLICY, shape, _seconds(case, degree, sums)), sums)
 
 
 def _shape(degree: int, sums: Sequence[int]) -> StepShape:
@@ -192,7 +196,7 @@ def _seconds(case: Case, degree: int, sums: Mapping[Action, Sum]) -> Seconds:
 
 
 def main() -> None:
-    """Simulate all, write results."""
+    """Simulate all cases and write the results."""
     CommandParser(prog="python profiling/gradient_partition.py", description=__doc__).parse_args()
     rng = random.Random(0)
     gained: list[float] = []
@@ -202,8 +206,8 @@ def main() -> None:
         wrong = Case(case.alpha, *(value * WRONG ** rng.uniform(-1, 1) for value in values[1:]))
         for name, assumed in (("times_known", case), ("times_wrong", wrong)):
             seconds = [
-                min(ways(assumed), key=lambda way: way.seconds(assumed)).seconds(case)
-                for ways in (chunked, partitioned)
+                min(orders(assumed), key=lambda order: order.seconds(assumed)).seconds(case)
+                for orders in (chunked, partitioned)
             ]
             ratios[name].append(seconds[0] / seconds[1])
         one_step = min(fill(case, degree, [0.0] * LAYERS)[0] for degree in DEGREES)

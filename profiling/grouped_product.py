@@ -1,9 +1,9 @@
 """How fast are the experts' grouped products here? python profiling/grouped_product.py [ROUNDS]
 
-The products of `models/grouped_products.py` against `jax.lax.ragged_dot`, and against a batched product of as many rows
-in groups of equal size, in turn: one call after another, forward alone and with both gradients. Ratios are over the
-platform's own, which is "ours"; on a GPU others of its products follow by their names. Two minutes on a CPU.
-S rows, L groups of uneven sizes, D and F widths.
+Measures the products of `models/grouped_products.py` against `jax.lax.ragged_dot`, and against a batched product of as
+many rows in groups of equal size, alternately: one call after another, forward alone and with both gradients. Ratios
+are relative to the project's product for this platform, named "ours"; on a GPU its other products follow by their
+names. Takes two minutes on a CPU. Symbols: S rows, L groups of uneven sizes, D and F widths.
 """
 
 import statistics
@@ -26,7 +26,8 @@ _SMALL = ((2048, 32, 256, 512), (4096, 32, 256, 512), (2048, 8, 512, 1024))
 # Fine-grained experts of a few widths, few and many of them on a device; and coarse ones.
 _LARGE = ((24576, 8, 2048, 1408), (24576, 64, 2048, 1408), (16384, 8, 4096, 14336))
 SHAPES = {"cpu": _SMALL, "gpu": _LARGE, "tpu": _LARGE}
-# Of sums of up to thousands of products of standard normal numbers; accelerators round operands to 8 or 11 bits.
+# Tolerances of sums of up to thousands of products of standard normal numbers. Accelerators round operands to 8 or
+# 11 bits.
 _TOLERANCES = {"cpu": (1e-4, 1e-3), "gpu": (2e-2, 2.0), "tpu": (2e-2, 2.0)}
 _DTYPES = {"cpu": jnp.float32, "gpu": jnp.bfloat16, "tpu": jnp.bfloat16}
 
@@ -41,7 +42,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure and write results/grouped_product.json, or of other platforms their own file."""
+    """Measure and write results/grouped_product.json, or the platform's own file."""
     rounds = count_argument("ROUNDS", 7, __doc__)
     initialize(Processes(mode="off"), None)
     platform = jax.default_backend()
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidden: int) -> dict[str, Any]:
-    """Ratios of times, after the results were compared."""
+    """Check results against each other, then return ratios of times."""
     rng = np.random.default_rng(0)
     sizes = rng.multinomial(rows, rng.dirichlet(np.full(groups, 3.0)))
     (_, own), *others = GROUPED_PRODUCTS[platform].items()
@@ -69,7 +70,7 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
         **{name: partial(_padded, product, x, w, sizes, dy) for name, product in products.items()},
         "even": partial(_case, _even, x, w, sizes, dy),
     }
-    cases, left_out = _working(made)
+    cases, left_out = _runnable(made)
     expected = jax.device_get(cases["ragged_dot"].both()) if "ragged_dot" in cases else None
     for name in products.keys() & cases.keys():
         place, found = _places(products[name], rows, groups, sizes), jax.device_get(cases[name].both())
@@ -77,7 +78,7 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
         rtol, atol = _TOLERANCES[platform]
         for wanted, each in zip(expected or found, found, strict=True):
             np.testing.assert_allclose(np.float32(each), np.float32(wanted), rtol=rtol, atol=atol, err_msg=name)
-    found_s = {name: _in_turn(cases, name, rounds) for name in ("forward", "both")}
+    found_s = {name: _alternating(cases, name, rounds) for name in ("forward", "both")}
     tile = own.tile(rows, groups)
     return {
         "tile": tile,
@@ -93,8 +94,8 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
     }
 
 
-def _working(made: dict[str, Callable[[], Case]]) -> tuple[dict[str, Case], dict[str, str]]:
-    """Those that run here, and why others do not: there may be no memory for what XLA makes of one."""
+def _runnable(made: dict[str, Callable[[], Case]]) -> tuple[dict[str, Case], dict[str, str]]:
+    """Return the cases that run here, and the errors of the others: XLA's form of one may not fit into memory."""
     cases, left_out = {}, {}
     for name, make in made.items():
         try:
@@ -107,7 +108,7 @@ def _working(made: dict[str, Callable[[], Case]]) -> tuple[dict[str, Case], dict
 
 
 def _places(product: GroupedProduct, rows: int, groups: int, sizes: np.ndarray) -> np.ndarray:
-    """Where each row lies if each group is padded to whole tiles."""
+    """Return the position of each row if each group is padded to whole tiles."""
     tile = product.tile(rows, groups)
     padded = -(-sizes // tile) * tile
     return np.concatenate([np.arange(size) + first for size, first in zip(sizes, _starts(padded), strict=True)])
@@ -115,7 +116,7 @@ def _places(product: GroupedProduct, rows: int, groups: int, sizes: np.ndarray) 
 
 def _padded(product: GroupedProduct, x: np.ndarray, w: np.ndarray, sizes: np.ndarray, dy: np.ndarray) -> Case:
     rows, groups, tile = len(x), len(w), product.tile(len(x), len(w))
-    num_rows = -(-(rows + groups * (tile - 1)) // tile) * tile  # as many as there may be, as in a step
+    num_rows = -(-(rows + groups * (tile - 1)) // tile) * tile  # the largest number there may be, as in a step
     place = _places(product, rows, groups, sizes)
 
     def spread(x: np.ndarray) -> np.ndarray:
@@ -143,19 +144,19 @@ def _case(function: Callable[..., jax.Array], x: np.ndarray, w: np.ndarray, size
         y, pull = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
         return y, *pull(dy)
 
-    given = [jax.device_put(each) for each in (x, w, sizes.astype(np.int32), dy)]
+    inputs = [jax.device_put(each) for each in (x, w, sizes.astype(np.int32), dy)]
     forward, backward = jax.jit(function), jax.jit(both)
-    return Case(lambda: forward(*given[:3]), lambda: backward(*given))
+    return Case(lambda: forward(*inputs[:3]), lambda: backward(*inputs))
 
 
-def _in_turn(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each case in each round; the first round compiles."""
+def _alternating(cases: dict[str, Case], name: str, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of each case in each round; the first round compiles."""
     seconds: dict[str, list[float]] = {case: [] for case in cases}
-    for turn in range(rounds + 1):
-        for case in cases if turn % 2 else reversed(cases):
+    for round_index in range(rounds + 1):
+        for case in cases if round_index % 2 else reversed(cases):
             start = time.perf_counter()
             jax.block_until_ready(getattr(cases[case], name)())
-            seconds[case] += [time.perf_counter() - start] if turn else []
+            seconds[case] += [time.perf_counter() - start] if round_index else []
     return seconds
 
 

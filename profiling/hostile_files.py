@@ -1,4 +1,4 @@
-"""Files that no command can use, by the name of each input: what they hold."""
+"""Contents of files that every command has to reject, by the name of each input."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
-"""Inputs that no command can use: files, settings, flags and environments. Each is refused in one line.
+"""Inputs that every command has to reject: files, settings, flags and environments. Each gets an error of one line.
 
 `profiling/refusals.py` tries them through real processes, `tests/bad_input/test_hostile.py` through the commands'
-`main`. Commands run in a folder that `make_inputs` has filled. An input is a line here: its name, and a command line.
+`main`. Commands run in a folder that `make_inputs` has filled. Each input is one line of a table: its name, and a
+command line.
 """
 
 import json
@@ -26,12 +27,12 @@ HUGE = "1" + "0" * 400
 
 
 class Hostile(NamedTuple):
-    """One input."""
+    """One input: its name, and a command that has to reject it."""
 
     name: str
-    command: str  # train, plan and so on, with its arguments
+    command: str  # verb (train, plan and so on) and arguments
     environ: Mapping[str, str] = {}
-    streams: str = ""  # as a shell closes them
+    streams: str = ""  # standard streams that are closed, as a shell closes them
 
 
 def make_inputs(folder: Path) -> None:
@@ -67,7 +68,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def _make_fifos(folder: Path) -> None:
-    """Whoever opens one waits for a writer."""
+    """Create named pipes: opening one blocks until there is a writer."""
     for kind, name, file in (
         ("prepared", "fifo_meta", "meta.json"),
         ("prepared", "fifo_tokens", "train.bin"),
@@ -270,7 +271,7 @@ AROUND = (
 
 
 def hostile_inputs() -> Iterator[Hostile]:
-    """All of them."""
+    """Yield all inputs."""
     yield from (Hostile(f"config: {name}", f"train --config configs/{name}.yaml --dry-run") for name in CONFIGS)
     yield from (Hostile(f"a billion: {name}", f"{DRY} {name}=1000000000") for name in SIZES)
     for table in (NUMBERS, TEXTS, MADE):

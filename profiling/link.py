@@ -1,4 +1,4 @@
-"""What two processes in a box know of the link between them: how long exchanges take, and what they take of compute."""
+"""Measurements of the link between two processes of a testbed: durations of exchanges, and the compute they cost."""
 
 import functools
 import math
@@ -21,25 +21,25 @@ from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.plan.curves import fit_linear
 from moe_jax.plan.task_times import Linear
 
-_SIZES = (2**18, 2**20, 2**22)  # bytes that a process holds for both
+_SIZES = (2**18, 2**20, 2**22)  # bytes that each process owns
 _REPEATS = 9
-_IN_A_ROW = 5  # collectives that are handed over by one program
-_ARRIVED_S = 0.02  # of patience, more than an exchange takes
-_SLOWED = 5  # steps beside transfers
-_LONGER = 2  # the transfers, than compute alone
+_IN_A_ROW = 5  # collectives that one program starts
+_ARRIVED_S = 0.02  # seconds to wait between start and finish, longer than an exchange takes
+_SLOWED = 5  # compute steps that run concurrently with transfers
+_LONGER = 2  # factor by which the transfers take longer than compute alone
 Wait = Callable[[], None]
 
 
 class Link:
-    """Exchanges over the link of a stand's mesh."""
+    """Exchanges over the link of a harness's mesh."""
 
-    def __init__(self, stand: Harness):
+    def __init__(self, harness: Harness):
         self._axes = (Axis.DATA, Axis.EXPERT)
-        self._on_mesh = functools.partial(jax.shard_map, mesh=stand.mesh, out_specs=REPLICATED, check_vma=False)
+        self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         self._start_times, self._finish_times = self._handling()
 
     def times(self, rate: float, profile: Profile) -> LinkTimes:
-        """At so many bits per second: the same on both processes."""
+        """Measure at this number of bits per second; the result is the same on both processes."""
         box.set_data_rate(rate)
         fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(profile))
         line = Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
@@ -52,7 +52,7 @@ class Link:
         )
 
     def _transfers_s(self, profile: Profile) -> list[float]:
-        """Of one exchange of each size, while both processes compute: threads share their cores."""
+        """Return seconds of one exchange of each size while both processes compute, since threads share their cores."""
         engine, place, found = background.engine(), jax.process_index(), list[float]()
 
         def exchange() -> None:
@@ -73,7 +73,7 @@ class Link:
         return found
 
     def _slowdown(self, profile: Profile, line: Linear) -> float:
-        """Of compute while exchanges are under way that take longer, against compute alone right before."""
+        """Return the slowdown of compute during exchanges that take longer, relative to compute alone right before."""
         size = _SIZES[-1]
         enough = math.ceil(_LONGER * profile.step_s / line.seconds(size / 2))
         found = []
@@ -89,7 +89,10 @@ class Link:
         return statistics.median(found)
 
     def _handling(self) -> list[tuple[float, float]]:
-        """By what several in a row take longer than one; the link is as fast as it can be."""
+        """Measure the compute that starting and finishing takes, on an unthrottled link.
+
+        Several exchanges in a row are compared with one.
+        """
         times = [self._handled_s(size) for size in _SIZES]
         lines = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
         return [(same(line.alpha_s), same(line.beta_s)) for line in lines]
@@ -113,7 +116,7 @@ class Link:
         return max(start_s, 1e-6), max(finish_s, 1e-6)
 
     def _start(self, num_bytes: int, count: int = 1) -> Wait:
-        """Start exchanges of so many bytes, each process's own half included; what it returns waits for them."""
+        """Start exchanges of this many bytes, including each process's own half; return a function that waits."""
         begin, end, x = self._programs(num_bytes, count)
         tickets = jax.block_until_ready(begin(x))
 
@@ -137,10 +140,10 @@ class Link:
 
 
 def same(value: float) -> float:
-    """The mean of both processes, on both."""
+    """Return the mean of the values of both processes, on both."""
     return float(np.mean(multihost_utils.process_allgather(np.float32(value))))
 
 
 def slowest(value: float) -> float:
-    """That of the slower process, on both."""
+    """Return the value of the slower process, on both."""
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))

@@ -1,8 +1,9 @@
 """Does a step of one long sequence run, and in how much memory? python profiling/long_sequence.py [LENGTH]
 
-One block of a small model, one sequence of 131,072 tokens (LENGTH) cut over 8 simulated devices: what its step takes of
-each device's memory with 1, 2, 4 and 8 context ranks, by the compiler and as predicted, with a ring, and with all keys
-and values gathered; then a step with the ring over 8. Writes results/long_sequence.json. Ten minutes.
+One block of a small model processes one sequence of 131,072 tokens (LENGTH), sharded over 8 simulated devices. Reports
+the memory of a device's step with 1, 2, 4 and 8 context ranks, as compiled and as predicted, with ring attention and
+with all keys and values gathered; then runs a step with the ring over 8 ranks. Writes results/long_sequence.json. Takes
+ten minutes.
 """
 
 import time
@@ -38,7 +39,7 @@ _MIB = 2**20
 
 
 def config_of(length: int, context: int, form: Literal["ring", "all_gather"] = "ring") -> Config:
-    """One block of 8 experts that sees one sequence."""
+    """Return the config of one block of 8 experts that processes one sequence."""
     moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=32, capacity_factor=1.25)
     return Config(
         model=ModelConfig(
@@ -53,7 +54,7 @@ def config_of(length: int, context: int, form: Literal["ring", "all_gather"] = "
 
 
 class Step(NamedTuple):
-    """A compiled step of a config."""
+    """A compiled step, with its config."""
 
     config: Config
     trainer: Trainer
@@ -61,7 +62,7 @@ class Step(NamedTuple):
 
 
 def compiled(config: Config) -> Step:
-    """On as many devices as there are context ranks."""
+    """Compile the step for as many devices as there are context ranks."""
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[: config.mesh.context]))
     sharding = NamedSharding(trainer.mesh, BATCH_SPEC)
     batch = jax.ShapeDtypeStruct((1, config.data.seq_len + 1), jnp.int32, sharding=sharding)
@@ -69,7 +70,7 @@ def compiled(config: Config) -> Step:
 
 
 def memory_mib(step: Step) -> dict[str, float]:
-    """What a device needs beside parameters and optimiser state, as compiled, and as predicted."""
+    """Return a device's memory without parameters and optimizer state, as compiled and as predicted, in MiB."""
     found, predicted = step.program.memory_analysis(), step_memory(step.config, "cpu")
     assert found is not None
     return {
@@ -79,7 +80,7 @@ def memory_mib(step: Step) -> dict[str, float]:
 
 
 def run(step: Step) -> dict[str, float]:
-    """The loss of the first step, and its seconds."""
+    """Run the first step; return its loss and seconds."""
     tokens = np.random.default_rng(0).integers(64, size=(1, step.config.data.seq_len + 1), dtype=np.int32)
     batch = jax.device_put(tokens, NamedSharding(step.trainer.mesh, BATCH_SPEC))
     state = jax.block_until_ready(step.trainer.init())

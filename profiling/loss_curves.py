@@ -1,4 +1,4 @@
-"""Trainings that differ in one thing: their validation losses as a result file and a picture."""
+"""Training runs that differ in one setting: their validation losses as a result file and a picture."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -13,9 +13,9 @@ from training_run import losses_of
 def compare_losses(
     name: str, runs: Mapping[str, Sequence[str]], steps: int, facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Train each of `runs` by its settings and write results/NAME.json and .png; the first is what others differ from.
+    """Train each of `runs` with its settings and write results/NAME.json and .png; the first run is the baseline.
 
-    `facts` stand in the result file, too.
+    `facts` are added to the result file.
     """
     every = f"train.eval_every={max(steps // 6, 1)}"
     losses = {run: losses_of([*settings, every], steps, "validation_loss") for run, settings in runs.items()}
@@ -24,7 +24,7 @@ def compare_losses(
 
 
 def _draw(losses: dict[str, dict[int, float]], path: Path) -> None:
-    """Each run's validation losses above, and below how far they are from the first one's."""
+    """Draw each run's validation losses, and below them their differences from the first run's."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(6, 5), sharex=True)
     first = next(iter(losses))
     for (run, of_step), style in zip(losses.items(), cycle(("k-", "C0--", "C1-.", "k:")), strict=False):

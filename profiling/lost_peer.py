@@ -1,8 +1,9 @@
-"""How soon does a process notice that another one is gone? sudo .venv/bin/python profiling/lost_peer.py
+"""How soon does a process notice that its peer is gone? sudo .venv/bin/python profiling/lost_peer.py
 
 Two processes in network namespaces (box.py) train a small model, without a launcher. One of them is killed or stopped,
-or its link is cut, for some seconds or for good, and what is left ends by itself, or goes on. Then the same command is
-given again to both. At the end losses are compared with those of an undisturbed run. Writes results/lost_peer.json.
+or its link goes down, for some seconds or permanently; the other one ends by itself or continues. Then both are started
+again with the same command. At the end, losses are compared with those of an undisturbed run. Writes
+results/lost_peer.json.
 """
 
 import signal
@@ -24,18 +25,18 @@ from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 PROCESSES = 2
 CHECKPOINT_EVERY = 20
-STEPS_BETWEEN = 10  # faults, at least
-SHORT_CUT_S = 10.0  # shorter than a heartbeat's time-out
-LONGEST_S = 240.0  # that anything is waited for
+STEPS_BETWEEN = 10  # least number of steps between faults
+SHORT_CUT_S = 10.0  # shorter than the timeout of a heartbeat
+LONGEST_S = 240.0  # time limit of every wait
 PORT = 8476
 
 
 class LostPeerError(UserError):
-    """A run that did not come to its end."""
+    """Raised for a run that did not finish."""
 
 
 class Pair:
-    """Two processes of one run, each in its namespace."""
+    """Two processes of one run, each in its own namespace."""
 
     def __init__(self, names: Sequence[str], folder: Path, steps: int) -> None:
         self.names, self.folder = names, folder
@@ -44,23 +45,23 @@ class Pair:
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
-        """Start, or go on."""
+        """Start the run, or resume it."""
         self.folder.mkdir(exist_ok=True)
         self.processes = []
         for rank, name in enumerate(self.names):
             meeting = ["--coordinator", f"{box.address(0)}:{PORT}", "--num-processes", str(PROCESSES)]
             command = [sys.executable, "-m", "moe_jax.train", "--config", CONFIG, f"log.dir={self.folder}"]
-            with (self.folder / f"said-{rank}").open("w") as said:
+            with (self.folder / f"output-{rank}").open("w") as output:
                 whole = [*box.inside(name), *command, *self._settings, *meeting, "--process-id", str(rank)]
-                self.processes.append(subprocess.Popen(whole, stdout=said, stderr=said, text=True))
+                self.processes.append(subprocess.Popen(whole, stdout=output, stderr=output, text=True))
 
     def step(self) -> int:
-        """The last one recorded."""
+        """The last recorded step."""
         records = read_metrics(self.folder) if (self.folder / FILE_NAME).exists() else []
         return records[-1]["step"] if records else 0
 
     def wait_for(self, reached: Callable[[], bool]) -> bool:
-        """Whether that came in time."""
+        """Wait for a condition; return whether it was met within the time limit."""
         deadline = time.monotonic() + LONGEST_S
         while not reached():
             if time.monotonic() > deadline:
@@ -69,19 +70,19 @@ class Pair:
         return True
 
     def wait_for_step(self, step: int) -> None:
-        """Raises LostPeerError if a process ends before."""
+        """Wait for a recorded step. Raises LostPeerError if a process ends first."""
         if not self.wait_for(lambda: self.step() >= step or any(each.poll() is not None for each in self.processes)):
             raise LostPeerError(f"step {step} was not reached in {LONGEST_S:g} s")
         if self.step() < step:
-            raise LostPeerError(f"a process ended before step {step}: {self.said(0)} | {self.said(1)}")
+            raise LostPeerError(f"a process ended before step {step}: {self.last_line(0)} | {self.last_line(1)}")
 
-    def said(self, rank: int) -> str:
-        """Its last line that is not empty."""
-        lines = (self.folder / f"said-{rank}").read_text(errors="replace").split("\n")
+    def last_line(self, rank: int) -> str:
+        """Return the last non-empty line that a process printed."""
+        lines = (self.folder / f"output-{rank}").read_text(errors="replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
     def kill(self) -> None:
-        """What still runs."""
+        """Kill the processes that still run."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -92,7 +93,7 @@ def _link(pair: Pair, rank: int, state: str) -> None:
 
 
 def _lost(pair: Pair, how: str, rank: int) -> dict[str, Any]:
-    """One process, for good; how soon each other one ended, how, and what it said last."""
+    """Remove one process permanently; return how soon and how each other one ended, and its last line."""
     at = time.monotonic()
     if how == "cut":
         _link(pair, rank, "down")
@@ -106,7 +107,7 @@ def _lost(pair: Pair, how: str, rank: int) -> dict[str, Any]:
             code = pair.processes[each].poll()
             if code is not None and str(each) not in ended:
                 seconds = rounded(time.monotonic() - at)
-                ended[str(each)] = {"seconds": seconds, "exit_code": code, "said": pair.said(each)}
+                ended[str(each)] = {"seconds": seconds, "exit_code": code, "said": pair.last_line(each)}
         return len(ended) == len(left)
 
     pair.wait_for(all_ended)
@@ -117,7 +118,7 @@ def _lost(pair: Pair, how: str, rank: int) -> dict[str, Any]:
 
 
 def _cut_for_some_seconds(pair: Pair, rank: int) -> dict[str, Any]:
-    """And how long it took from then to the next step."""
+    """Take the link of one process down for some seconds; return the time from then to the next step."""
     _link(pair, rank, "down")
     time.sleep(SHORT_CUT_S)
     step, at = pair.step(), time.monotonic()
@@ -127,7 +128,7 @@ def _cut_for_some_seconds(pair: Pair, rank: int) -> dict[str, Any]:
 
 
 def _disturbed(pair: Pair) -> list[dict[str, Any]]:
-    """Through all faults; what came of each."""
+    """Inject all faults; return the outcome of each."""
     found, reached = [], 0
     for how in ("cut for some seconds", "killed", "stopped", "cut"):
         for rank in range(PROCESSES):
@@ -160,14 +161,14 @@ def main() -> None:
 
 
 def _ends_equal(pair: Pair, undisturbed: Path, steps: int) -> bool:
-    """Whether both runs have the same losses at the end."""
+    """Return whether both runs have the same losses at the end."""
     runs = [Pair(pair.names, folder, steps) for folder in (pair.folder, undisturbed)]
     for run in runs:
         run.start()
         if not run.wait_for(lambda run=run: all(each.poll() is not None for each in run.processes)):  # type: ignore[misc]
             run.kill()
         if any(each.returncode for each in run.processes):
-            raise LostPeerError(f"a process of the last run failed: {run.said(0)} | {run.said(1)}")
+            raise LostPeerError(f"a process of the last run failed: {run.last_line(0)} | {run.last_line(1)}")
     disturbed, expected = (
         [(each["step"], each["loss"]) for each in read_metrics(run.folder) if "loss" in each] for run in runs
     )

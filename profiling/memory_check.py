@@ -1,9 +1,11 @@
-"""Is memory what plan/memory.py says? python profiling/memory_check.py KIND... (v5p, v5e, h100)
+"""Do compilers allocate the memory that plan/memory.py predicts? python profiling/memory_check.py KIND... (v5p, v5e,
+h100)
 
-Compiles training steps of several models, meshes, schedules and rematerialisations for 4 to 64 devices that need not
-be there, and compares the bytes that the compiler allocates on each with those predicted, and with the formulas of
-papers. About a minute each for TPUs, a quarter of one for GPUs; what results/memory_KIND.json holds already is not
-compiled again (delete it to begin anew). Writes that file and results/memory_KIND.png.
+Compiles training steps of several models, meshes, schedules and rematerialisation settings for 4 to 64 devices, ahead
+of time and without the hardware. Compares the bytes that the compiler allocates on each device with the predicted ones,
+and with formulas of papers. Takes about a minute each for TPUs, 15 seconds for GPUs. Cases that
+results/memory_KIND.json holds already are not compiled again; delete it to start over. Writes that file and
+results/memory_KIND.png.
 """
 
 import json
@@ -52,7 +54,7 @@ _MODELS = {
 _PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 "
 _UNIFIED = "policy=unified weight_grad=greedy grad_reduce=bucketed bucket_cap_mb=9 unroll=1 "
 _PIPELINE = "policy=expert_pipeline weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 microbatches=2"
-# model, data × expert × tensor, sequences of a device, their length, schedule, and other settings
+# model, data × expert × tensor, sequences per device, their length, schedule, and other settings
 _CASES = [
     ("coarse", (1, 8, 1), 2, 1024, _PLAIN),
     ("coarse", (1, 8, 1), 2, 1024, _UNIFIED + "microbatches=2"),
@@ -91,7 +93,7 @@ _CASES = [
 
 
 def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
-    """Name, settings and devices."""
+    """Return the name, the settings and the number of devices of a case."""
     model, (data, expert, tensor), sequences, length, schedule, *others = case
     more = " ".join(others).split()
     settings = [f"model.{setting}" for setting in _MODELS[model].split()]
@@ -99,14 +101,14 @@ def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
     settings += [f"train.batch_size={sequences * data * expert}", f"data.seq_len={length}"]
     settings += [*(f"schedule.{setting}" for setting in schedule.split()), *more]
     policy = schedule.split()[0].removeprefix("policy=").replace("vanilla", "plain")
-    told = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
-    told += [setting.partition(".")[-1] for setting in more]
-    words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *told]
+    shown = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
+    shown += [setting.partition(".")[-1] for setting in more]
+    words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *shown]
     return " ".join(word for word in words if word != "microbatches=1"), settings, data * expert * tensor
 
 
 def compiled_bytes(target: Target, settings: list[str]) -> dict[str, Any]:
-    """What the compiler allocates on a device."""
+    """Compile a step and return the bytes that the compiler allocates on a device."""
     _, outcome = compile_job(target, Job(target=target.name, config=_CONFIG, overrides=settings, options={}))
     return {
         "argument_bytes": outcome.argument_bytes,
@@ -118,7 +120,10 @@ def compiled_bytes(target: Target, settings: list[str]) -> dict[str, Any]:
 
 
 def check(kind: str, only: str) -> dict[str, Any]:
-    """Compile cases with `only` in their name, unless they are; written after each, so that a run can be resumed."""
+    """Compile the missing cases with `only` in their names.
+
+    The file is written after each of them, so that a run can be resumed.
+    """
     path = RESULTS / f"memory_{kind}.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}
     for case in _CASES:
@@ -152,7 +157,7 @@ def check(kind: str, only: str) -> dict[str, Any]:
 
 
 def write(path: Path, kind: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """The results with their summary."""
+    """Write and return the results with their summary."""
     errors = [case["error"] for case in cases.values() if "error" in case]
     summary = {}
     if errors:
@@ -167,7 +172,7 @@ def write(path: Path, kind: str, cases: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Predicted against allocated bytes."""
+    """Draw predicted against allocated bytes."""
     figure, axes = plt.subplots(figsize=(5, 4.6), layout="constrained")
     cases = [case for case in result["cases"].values() if "error" in case]
     allocated, predicted = ([case[f"{name}_bytes"] / 1e9 for case in cases] for name in ("allocated", "predicted"))
@@ -186,7 +191,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, compile what is missing, compare."""
+    """Read the command line, compile missing cases, compare."""
     parser = CommandParser(prog="python profiling/memory_check.py", description=__doc__)
     parser.add_argument("kinds", metavar="KIND", nargs="+", choices=_LAYOUTS)
     parser.add_argument("--only", metavar="TEXT", default="", help="compile only cases with this in their name")

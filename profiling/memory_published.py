@@ -1,6 +1,6 @@
-"""Memory of a device by the formulas of the papers, to be held against what a compiler allocates.
+"""Memory per device by the formulas of papers, for comparison with the bytes that a compiler allocates.
 
-Both count mixed-precision Adam with a copy of the weights, 16 bytes for a parameter, and a head without logits.
+Both formulas count mixed-precision Adam with a copy of the weights, 16 bytes per parameter, and a head without logits.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,12 @@ _PARAMETER_BYTES = 16  # 2 weight, 2 gradient, 4 master copy, 8 moments
 
 
 def piper_bytes(config: Config, mesh: Mapping[str, int]) -> float:
-    """Piper, equation 2, one stage: 64·M² + 48·E/EP·M·H + b·s·(12·M + 4·heads·s + 2·k·(3·H + M)) of each block.
+    """Return the bytes of one stage by Piper, equation 2.
 
-    b counts a device's sequences: its experts see as many rows of others as others see of its own.
+    Per block, these are 64·M² + 48·E/EP·M·H + b·s·(12·M + 4·heads·s + 2·k·(3·H + M)). M is the hidden size, H the width
+    of an expert, E the number of experts, EP that of expert ranks, s the sequence length and k the experts per token. b
+    is the number of sequences on a device: its experts compute as many rows of other devices as other devices compute
+    of its own.
     """
     model, moe, length = config.model, config.model.moe, config.data.seq_len
     tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])
@@ -28,9 +31,11 @@ def piper_bytes(config: Config, mesh: Mapping[str, int]) -> float:
 
 
 def monta_bytes(config: Config, mesh: Mapping[str, int]) -> float:
-    """MoNTA, section III: 16 bytes for a parameter, cut over tensor and expert ranks, and b·s·h·l·(13 + 21k + 5·a·s/h).
+    """Return the bytes by MoNTA, section III.
 
-    Tensor ranks share the activations, too.
+    These are 16 per parameter, sharded over tensor and expert ranks, and b·s·h·l·(13 + 21k + 5·a·s/h). b is the number
+    of sequences, s their length, h the hidden size, l the number of layers, k the experts per token and a the number of
+    heads. Tensor ranks share the activations as well.
     """
     model, counts, length = config.model, count_parameters(config.model), config.data.seq_len
     tokens = config.train.batch_size * length / (mesh["data"] * mesh["expert"])

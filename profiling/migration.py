@@ -1,9 +1,9 @@
 """What does migration of experts do to the load of ranks, and what does it cost? python profiling/migration.py [STEPS]
 
-Trains a small dropless model of 64 experts on 8 simulated ranks, whose synthetic router prefers the first ones, without
-migration and with it at its default settings: the same batches, seed and optimiser. Compares all losses bit for bit,
-seconds of steps with and without places of experts, and bytes of the compiled move with those that were predicted.
-About 5 minutes.
+Trains a small dropless model of 64 experts on 8 simulated ranks, with a synthetic router that prefers the first
+experts, without migration and with it at its default settings; batches, seed and optimizer are the same. Compares all
+losses bit for bit, seconds of steps with and without an expert placement, and the bytes of the compiled move with the
+predicted ones. Takes about 5 minutes.
 """
 
 import math
@@ -33,12 +33,12 @@ SETTINGS = [
     *("optimizer.warmup_steps=20", "train.compute_dtype=float32", "log.every=1"),
 ]
 ON = ["migration.enabled=true"]
-_ROUNDS, _STEPS = 15, 10  # to compare steps
+_ROUNDS, _STEPS = 15, 10  # for the comparison of step times
 _CURVES = ("loss", "grad_norm", "load_balance_loss", "validation_loss")
 
 
 def main() -> None:
-    """Train both and write results/migration.json."""
+    """Train both runs and write results/migration.json."""
     steps = count_argument("STEPS", 250, __doc__)
     initialize(Processes(mode="off"), RANKS)
     settings = [*SETTINGS, f"train.eval_every={steps}"]
@@ -70,20 +70,20 @@ def _seconds(records: list[dict[str, Any]]) -> list[float]:
 
 
 def _overhead(records: list[dict[str, Any]], looks: list[dict[str, Any]]) -> dict[str, float]:
-    """Looks and moves, as a share of the time of all steps."""
+    """Return the time of load checks and moves, as a share of the time of all steps."""
     look_s, step_s = math.fsum(record["look_s"] for record in looks), math.fsum(_seconds(records))
     return {"looks_s": rounded(look_s), "steps_s": rounded(step_s), "overhead": rounded(look_s / step_s)}
 
 
 def _ratios(*configs: Config) -> list[float]:
-    """Seconds of the first config's steps over those of the second's, which run in turn; nothing moves."""
+    """Return the ratios of seconds of the first config's steps to the second's, which alternate; nothing moves."""
     runs = [_steps_of(config) for config in configs]
-    rounds = [[run() for run in runs] for _ in range(1 + _ROUNDS)][1:]  # the first one warms up
+    rounds = [[run() for run in runs] for _ in range(1 + _ROUNDS)][1:]  # the first round is the warm-up
     return [first / second for first, second in rounds]
 
 
 def _steps_of(config: Config) -> Callable[[], float]:
-    """A function that runs some steps and says their seconds."""
+    """Return a function that runs some steps and returns their seconds."""
     trainer = make_trainer(config, make_mesh(config.mesh))
     state, shape = trainer.init(), (config.train.batch_size, config.data.seq_len + 1)
     batch = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
@@ -100,7 +100,7 @@ def _steps_of(config: Config) -> Callable[[], float]:
 
 
 def _bytes(config: Config, moves: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of collectives in the compiled program of a move, against what was predicted of an expert and of the moves."""
+    """Return bytes of the collectives in a move's compiled program, and predicted bytes of an expert and the moves."""
     mesh = make_mesh(config.mesh)
     mover = Mover(config, make_trainer(config, mesh))
     (group,) = mover.groups

@@ -1,12 +1,13 @@
-"""Do steps get faster behind a migration of experts as predicted, in wall-clock time, on two processes in one box?
+"""Does expert migration speed up steps as predicted, in wall-clock time, on two processes in one box?
 
     sudo .venv/bin/python profiling/migration_box.py
 
-Steps of a dropless model whose synthetic router prefers the first experts, in turn with all experts where they began,
-and where the plan of the first step's load puts them; the experts move between the turns. What a step saves is
-predicted from the load ratios and the time of one block's experts at an even load, what a move takes from the time in
-which each process sends one expert to the other; both measured alone in the same round. About 5 minutes, on a machine
-with nothing else to do. Writes results/migration_box.json.
+Runs steps of a dropless model with a synthetic router that prefers the first experts. Steps with all experts in their
+initial places alternate with steps where experts are placed as planned from the first step's load; the experts move in
+between. The time that a step saves is predicted from the load ratios and the time of one block's experts at an even
+load. The time of a move is predicted from the time in which each process sends one expert to the other. Both are
+measured alone in the same round. Takes about 5 minutes, on an otherwise idle machine. Writes
+results/migration_box.json.
 """
 
 import argparse
@@ -47,11 +48,11 @@ _COMMON = [
     *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "model.moe.gate=skewed_gate:choose"),
     *("exchange.reduction=all_reduce", "migration.enabled=true"),
 ]
-_ALONE = 3  # times that one block's experts run by themselves in a round
+_ALONE = 3  # repetitions of one block's experts by themselves in a round
 
 
 class Harness:
-    """One process's part of the training, and where experts lie."""
+    """One process's part of the training, and the placement of experts."""
 
     def __init__(self, config: Config):
         self.mesh = mesh = make_mesh(config.mesh)
@@ -64,11 +65,11 @@ class Harness:
         self.mover = Mover(config, trainer)
 
     def seconds(self, steps: int) -> float:
-        """Mean of `steps` in a row, started together with the other process."""
+        """Return mean seconds of `steps` consecutive steps, after a barrier with the other process."""
         return _together(lambda: self._steps(steps)) / steps
 
     def plans(self) -> list[RebalancePlan]:
-        """Of each block, by the load of one step more."""
+        """Return the plan of each block, from the load of one more step."""
         self._steps(1)
         placement = jax.device_get(self._state["placement"])
         return [
@@ -77,7 +78,7 @@ class Harness:
         ]
 
     def move(self, moves_M: Sequence[Sequence[Move]], slot_ME: Any) -> float:
-        """Make the moves, behind which experts lie like this; returns the seconds."""
+        """Make the moves, after which `slot_ME` is the placement of experts; return the seconds."""
 
         def run() -> None:
             self._state = jax.block_until_ready(self.mover.move(self._state, moves_M))
@@ -94,7 +95,7 @@ class Harness:
 
 
 def _sent_bytes() -> int:
-    """That have left this process's namespace, headers included."""
+    """Return the bytes that have left this process's namespace, headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return sum(int(line.split()[9]) for line in lines if line.split()[0].startswith("eth"))
 
@@ -107,17 +108,17 @@ def _together(run: Callable[[], object]) -> float:
 
 
 def experts_alone(config: Config) -> Callable[[], float]:
-    """Seconds of one block's experts on this device, forward and backward, where all are chosen alike."""
+    """Return a function that times one block's experts on this device, forward and backward, at an even load."""
     model, moe = config.model, config.model.moe
-    held = moe.num_experts // RANKS
+    num_local = moe.num_experts // RANKS
     tokens = config.train.batch_size // RANKS * config.data.seq_len
     rng = np.random.default_rng(0)
     sizes = {"gate": (model.hidden_size, moe.intermediate_size), "up": (model.hidden_size, moe.intermediate_size)}
     sizes["down"] = (moe.intermediate_size, model.hidden_size)
-    params = {name: rng.standard_normal((held, *size), np.float32) / 32 for name, size in sizes.items()}
-    width = tokens * min(moe.top_k, held)  # rows of a source, with room for the worst case
+    params = {name: rng.standard_normal((num_local, *size), np.float32) / 32 for name, size in sizes.items()}
+    width = tokens * min(moe.top_k, num_local)  # rows from a source, enough for the worst case
     x_PWD = rng.standard_normal((RANKS, width, model.hidden_size), np.float32) / 32
-    count_PL = np.full((RANKS, held), tokens * moe.top_k // moe.num_experts, np.int32)
+    count_PL = np.full((RANKS, num_local), tokens * moe.top_k // moe.num_experts, np.int32)
 
     def passes(params: Any, x: jax.Array) -> Any:
         def experts(params: Any, x: jax.Array) -> jax.Array:
@@ -126,17 +127,17 @@ def experts_alone(config: Config) -> Callable[[], float]:
         out, pull = jax.vjp(experts, params, x)
         return pull(out)
 
-    program, given = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))
+    program, inputs = jax.jit(passes).lower(params, x_PWD).compile(), jax.device_put((params, x_PWD))
 
     def run() -> None:
         for _ in range(_ALONE):
-            jax.block_until_ready(program(*given))
+            jax.block_until_ready(program(*inputs))
 
     return lambda: _together(run) / _ALONE
 
 
 def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
-    """Seconds in which each process sends so much to the other one, as profiles of clusters measure it."""
+    """Return a function that times how each process sends this much to the other, as cluster profiles do."""
     spec = PartitionSpec("expert")
     body = functools.partial(permuted, axes="expert", pairs=[(0, 1), (1, 0)])
     shape = jax.ShapeDtypeStruct((RANKS, num_bytes // 4), np.float32, sharding=NamedSharding(mesh, spec))
@@ -146,32 +147,34 @@ def send_alone(mesh: jax.sharding.Mesh, num_bytes: int) -> Callable[[], float]:
 
 
 def measure(arguments: argparse.Namespace, config: Config) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.join()
-    stand = Harness(config)
-    (group,) = stand.mover.groups
-    alone, send = experts_alone(config), send_alone(stand.mesh, stand.mover.expert_bytes(group))
+    harness = Harness(config)
+    (group,) = harness.mover.groups
+    alone, send = experts_alone(config), send_alone(harness.mesh, harness.mover.expert_bytes(group))
     box.set_data_rate(box.parse_rate(arguments.rate))
-    plans = stand.plans()
+    plans = harness.plans()
     there = [found.moves for found in plans]
     back = [tuple(reversed(moves)) for moves in there]
     first = np.tile(np.arange(config.model.moe.num_experts), (len(plans), 1))
     found: dict[str, list[float]] = {"uneven_s": [], "even_s": [], "experts_s": [], "move_s": [], "send_s": []}
-    for turn in range(arguments.rounds + 1):
-        experts_s, uneven_s = alone(), stand.seconds(arguments.steps)
+    for round_index in range(arguments.rounds + 1):
+        experts_s, uneven_s = alone(), harness.seconds(arguments.steps)
         before = _sent_bytes()
-        move_s = stand.move(there, [np.argsort(found.expert_S) for found in plans])
+        move_s = harness.move(there, [np.argsort(found.expert_S) for found in plans])
         wire_bytes = _sent_bytes() - before
-        even_step_s = stand.seconds(arguments.steps)
-        stand.move(back, first)
+        even_step_s = harness.seconds(arguments.steps)
+        harness.move(back, first)
         send_s = send()
-        if turn:  # the first warms up
+        if round_index:  # round 0 is the warm-up
             for seconds, each in zip(found.values(), (uneven_s, even_step_s, experts_s, move_s, send_s), strict=True):
                 seconds.append(each)
         if box.rank() == 0:
-            print(f"round {turn} of {arguments.rounds}: {uneven_s:.2f} s, {even_step_s:.2f} s a step", flush=True)
-    cost = stand.mover.cost(there)
-    box.hand_back(
+            print(
+                f"round {round_index} of {arguments.rounds}: {uneven_s:.2f} s, {even_step_s:.2f} s a step", flush=True
+            )
+    cost = harness.mover.cost(there)
+    box.return_values(
         found
         | {"ratios": [[found.ratio_before, found.ratio_after] for found in plans]}
         | {
@@ -184,7 +187,7 @@ def measure(arguments: argparse.Namespace, config: Config) -> None:
 
 
 def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
-    """What was measured beside what was predicted."""
+    """Summarise measured and predicted times."""
     rounds = list(zip(found["uneven_s"], found["even_s"], found["experts_s"], strict=True))
     unevenness = sum(before - after for before, after in found["ratios"])
     return {
@@ -207,7 +210,7 @@ def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
-    box.add_turns(parser, rate="1gbit", out_of="process", turn="turn", rounds=12)
+    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="half round", rounds=12)
     box.add_arguments(parser)
     parser.set_defaults(processes=RANKS)
     arguments = parser.parse_args()

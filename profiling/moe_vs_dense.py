@@ -1,8 +1,8 @@
 """Does the MoE learn more per token? python profiling/moe_vs_dense.py [STEPS]
 
-Trains the model of `configs/shakespeare_cpu.yaml` and a dense one with the same active parameters per token: its MLP is
-as wide as the k experts a token meets, plus what the router's parameters would make, rounded up. Both see the same
-tokens in the same order, with the same seed, optimiser and number of steps.
+Trains the model of `configs/shakespeare_cpu.yaml` and a dense one with the same number of active parameters per token:
+its MLP is as wide as the k experts of a token together, plus a width equivalent to the router's parameters, rounded up.
+Both process the same tokens in the same order, with the same seed, optimizer and number of steps.
 """
 
 import math
@@ -16,7 +16,7 @@ from moe_jax.plan.resources import count_parameters
 
 
 def main() -> None:
-    """Train both and write results/moe_vs_dense.json."""
+    """Train both models and write results/moe_vs_dense.json."""
     steps = count_argument("STEPS", 600, __doc__)
     model = train_config([], steps).model
     moe, matrices = model.moe, 3 if model.is_gated else 2

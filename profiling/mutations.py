@@ -1,9 +1,9 @@
 """Do the tests notice faults? python profiling/mutations.py [NAMES…] [--suite COMMIT] [--clean]
 
-Makes the faults of `mutation_table.py` one after another, in a copy of the tracked files, and runs the tests that each
-names until the first one fails. NAMES: only these faults. --suite: the same faults in the code of a commit, with its
-tests, so that an older suite stands beside the newer one. --clean: no faults; runs all these tests once, which must
-pass. Writes results/mutations.json, where both suites have their place; exit code 1 if a fault is not noticed.
+Introduces the faults of `mutation_table.py` one after another, in a copy of the tracked files, and runs the tests that
+each one names until the first test fails. NAMES: only these faults. --suite: the same faults in the code of a commit,
+with its tests, to compare an older suite with the newer one. --clean: no faults; runs all these tests once, which must
+pass. Writes results/mutations.json, which has a place for both suites; exit code 1 if a fault is not noticed.
 """
 
 import json
@@ -26,12 +26,12 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 1200  # of the tests of one fault
-_A_TEST_FAILED = 1  # pytest's exit code; 2 and more: it could not run them
+LIMIT_S = 1200  # time limit of the tests of one fault
+_A_TEST_FAILED = 1  # pytest's exit code; with 2 and more, it could not run the tests
 
 
 class Ended(NamedTuple):
-    """A run of pytest."""
+    """The result of a run of pytest."""
 
     code: int | None  # None: it was still running at the limit
     seconds: float
@@ -39,17 +39,17 @@ class Ended(NamedTuple):
 
     @property
     def first_failed(self) -> str:
-        """The test, as pytest names it; empty if none failed."""
+        """The first failed test, as pytest names it; empty if none failed."""
         lines = [line for line in self.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         found = lines[0].partition(" ")[2].partition(" - ")[0] if lines else ""
         return found if self.code == _A_TEST_FAILED else ""
 
 
 def main() -> None:
-    """Make all faults and write the result."""
+    """Introduce all faults and write the result."""
     parser = CommandParser(prog="python profiling/mutations.py", description=__doc__)
     parser.add_argument("names", metavar="NAMES", nargs="*", help="of faults (default: all)")
-    parser.add_argument("--suite", metavar="COMMIT", help="whose code and tests are used")
+    parser.add_argument("--suite", metavar="COMMIT", help="commit with the code and tests to use")
     parser.add_argument("--clean", action="store_true", help="run the tests without a fault")
     arguments = parser.parse_args()
     chosen = _chosen(arguments.names)
@@ -64,9 +64,9 @@ def main() -> None:
         found: dict[str, dict[str, Any]] = {}
         for number, mutation in enumerate(chosen, start=1):
             found[mutation.name] = result = _try(mutation, copy, is_older)
-            print(f"{number}/{len(chosen)} {mutation.name}: {_told(result)}", flush=True)
+            print(f"{number}/{len(chosen)} {mutation.name}: {_as_text(result)}", flush=True)
     column = {"commit": commit, "faults": found}
-    write_result("mutations", _beside_other(column, is_older), quick=len(chosen) < len(MUTATIONS))
+    write_result("mutations", _with_other_suite(column, is_older), quick=len(chosen) < len(MUTATIONS))
     counts = Counter(result["outcome"] for result in found.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     missed = [name for name, result in found.items() if result["outcome"] != "noticed"]
@@ -90,7 +90,7 @@ def _commit(name: str) -> str:
 
 
 def _copy_files(copy: Path, commit: str | None) -> None:
-    """The tracked files, as they are here or in a commit."""
+    """Copy the tracked files, as they are here or in a commit."""
     if commit is None:
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
         command = ["tar", "--create", "--null", "--files-from=-"]
@@ -105,7 +105,7 @@ def _tests_of(mutation: Mutation, is_older: bool) -> Sequence[str]:
 
 
 def _try(mutation: Mutation, copy: Path, is_older: bool) -> dict[str, Any]:
-    """What became of a fault: noticed, not noticed, or why that cannot be told."""
+    """Return the outcome of a fault: noticed, not noticed, or why this is unknown."""
     about = {"package": mutation.package, "breaks": mutation.breaks, "tests": list(_tests_of(mutation, is_older))}
     file = copy / "moe_jax" / mutation.file
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -126,7 +126,7 @@ def _try(mutation: Mutation, copy: Path, is_older: bool) -> dict[str, Any]:
 
 
 def _run_clean(copy: Path, chosen: Sequence[Mutation], is_older: bool) -> None:
-    """Every selection once. Ends the command if a test fails."""
+    """Run every selection of tests once. Ends the command if a test fails."""
     selections = dict.fromkeys(tuple(_tests_of(mutation, is_older)) for mutation in chosen)
     failed = []
     for selection in selections:
@@ -139,7 +139,7 @@ def _run_clean(copy: Path, chosen: Sequence[Mutation], is_older: bool) -> None:
 
 def _run_tests(arguments: Sequence[str], copy: Path, limit_s: float) -> Ended:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
-    # A file that is changed twice in a second and keeps its size would not be compiled again.
+    # A file that changes twice within a second and keeps its size would not be compiled again.
     environ = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -152,20 +152,20 @@ def _run_tests(arguments: Sequence[str], copy: Path, limit_s: float) -> Ended:
             code = None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what tests have started and left
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that tests have started and left
             process.wait()
         seconds = time.monotonic() - began
         output.seek(0)
         return Ended(code, seconds, output.read().decode(errors="replace"))
 
 
-def _told(result: dict[str, Any]) -> str:
+def _as_text(result: dict[str, Any]) -> str:
     by = f" by {result['by']}" if "by" in result else ""
     return f"{result['outcome']}{by}" + (f" after {result['seconds']} s" if "seconds" in result else "")
 
 
-def _beside_other(column: dict[str, Any], is_older: bool) -> dict[str, Any]:
-    """Values with what the other suite had, if it was run before."""
+def _with_other_suite(column: dict[str, Any], is_older: bool) -> dict[str, Any]:
+    """Return the new values together with those of the other suite, if it was run before."""
     own, other = ("older_suite", "suite") if is_older else ("suite", "older_suite")
     try:
         before = json.loads((RESULTS / "mutations.json").read_text(encoding="utf-8"))

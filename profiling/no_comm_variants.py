@@ -1,4 +1,4 @@
-"""A program without its communication, and its communication without the program."""
+"""Variants of a traced program for benchmarks: without its communication, and its communication alone."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _PRIMITIVES = {"all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "ppe
 
 @contextmanager
 def without_communication() -> Iterator[None]:
-    """Programs traced here have a local operation of the same result shape in place of every collective."""
+    """Within this context, trace programs with a local operation of equal result shape in place of every collective."""
     originals: dict[str, Callable[..., Any]] = {name: getattr(jax.lax, name) for name in _FUNCTIONS}
     start, finish = background.start, background.finish
 
@@ -61,13 +61,13 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Held by each device."""
-        first = int(self.primitive is host_call_p)  # behind the device's own number
+        """The size of the operand on each device."""
+        first = int(self.primitive is host_call_p)  # the first operand is the device's own index
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.operands[first:])
 
 
 def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
-    """The collectives of a traced program in program order, those of a scan's body once for every turn."""
+    """Return the collectives of a traced program in program order, those of a scan's body once for every iteration."""
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr
     found: list[Collective] = []
@@ -76,10 +76,10 @@ def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
             shapes = tuple(jax.ShapeDtypeStruct(*_shape_and_dtype(x.aval)) for x in equation.invars)
             found.append(Collective(equation.primitive, equation.params, shapes))
             continue
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        iterations = equation.params["length"] if equation.primitive.name == "scan" else 1
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(value):
-                found += collectives_of(value) * turns
+                found += collectives_of(value) * iterations
     return found
 
 
@@ -96,11 +96,11 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def communication(collectives: list[Collective], mesh: Mesh) -> jax.stages.Wrapped:
-    """A program over the mesh that runs these collectives one after another, and nothing else."""
+    """Return a program over the mesh that runs these collectives one after another, and nothing else."""
     platform = mesh.devices.flat[0].platform
 
     def run() -> jax.Array:
-        last = jnp.float32(jax.lax.axis_index(Axis.EXPERT))  # unknown to the compiler
+        last = jnp.float32(jax.lax.axis_index(Axis.EXPERT))  # a value that the compiler cannot know
         for collective in collectives:
             operands = [jnp.zeros(x.shape, x.dtype) for x in collective.operands]
             operands[-1] = depend_on(operands[-1], last, platform)

@@ -1,8 +1,9 @@
 """What does the loss of nodes cost with safety copies? python profiling/node_loss.py [--losses N] [--processes P]
 
-Trains a small model under the launcher twice: undisturbed, and with safety copies behind every step, while nodes are
-lost again and again. Each process is a node: it is killed, and what it has in memory is removed. By turns one is lost,
-and one with the next, which holds its copies. Compares all losses bit for bit, and writes results/node_loss.json.
+Trains a small model under the launcher twice: undisturbed, and with safety copies after every step while nodes are lost
+again and again. Each process is a node: it is killed, and its data in memory are deleted. Losses alternate between one
+node, and a node together with the next one, which stores its copies. Compares all training losses bit for bit, and
+writes results/node_loss.json.
 """
 
 import json
@@ -32,7 +33,7 @@ CHECKPOINT_EVERY = 5
 
 
 def main() -> None:
-    """Train both and write the result."""
+    """Train both runs and write the result."""
     parser = CommandParser(prog=f"python profiling/{Path(sys.argv[0]).name}", description=__doc__)
     parser.add_argument("--losses", type=int, default=10, metavar="N", help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=4, metavar="P", help="default: %(default)s")
@@ -81,7 +82,7 @@ def _run(folder: Path, arguments: Namespace, settings: Sequence[str]) -> Disturb
 
 
 def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[str, Any]]:
-    """Lose nodes until it is enough; what came of it, in order."""
+    """Lose nodes, as often as asked for; return the outcomes in order."""
     rng = random.Random(arguments.seed)
     lost: list[dict[str, Any]] = []
     while len(lost) < arguments.losses:
@@ -93,12 +94,12 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
         for rank in ranks:
             shutil.rmtree(next(memory.glob(f"*/node-{rank}")))
         run.wait_for(partial(_has_more, run, stretches), "another start")
-        reached = _recorded(run)  # records of steps that are done again will be gone
-        run.wait_for(lambda: run.stretches[-1].told is not None, "going on")
-        resumed, told = run.stretches[-1].resumed, run.stretches[-1].told
+        reached = _recorded(run)  # the records of repeated steps are removed
+        run.wait_for(lambda: run.stretches[-1].source is not None, "going on")
+        resumed, source = run.stretches[-1].resumed, run.stretches[-1].source
         lost.append({"ranks": ranks, "reached": reached, "resumed": resumed, "steps_lost": reached - resumed})
-        lost[-1] |= {"told": told, "going_on_s": rounded(time.monotonic() - at)}
-        print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {told}", flush=True)
+        lost[-1] |= {"told": source, "going_on_s": rounded(time.monotonic() - at)}
+        print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {source}", flush=True)
     return lost
 
 
@@ -107,7 +108,7 @@ def _has_more(run: DisturbedRun, stretches: int) -> bool:
 
 
 def _recorded(run: DisturbedRun) -> int:
-    """The last step in its records."""
+    """Return the last step in the run's records."""
     lines = (run.folder / FILE_NAME).read_text().splitlines()
     return max(json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}"))
 

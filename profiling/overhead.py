@@ -1,7 +1,7 @@
-"""What does scheduling cost where there is nothing to hide? python profiling/overhead.py [ROUNDS]
+"""What does scheduling cost if there is nothing to overlap? python profiling/overhead.py [ROUNDS]
 
-Steps of the plain program and of `policy=unified` with one microbatch, in turn, on two simulated devices: the same
-tasks, but issued one by one from explicit pullbacks. About three minutes.
+Runs steps of the plain program and of `policy=unified` with one microbatch, alternately, on two simulated devices. The
+tasks are the same, but the scheduled program issues them one by one from explicit pullbacks. Takes about three minutes.
 """
 
 import time
@@ -29,14 +29,14 @@ VARIANTS = {
 
 
 def seconds(trainer: Trainer, state: Any, batch: jax.Array) -> tuple[float, Any]:
-    """Of one step, and the state behind it."""
+    """Run one step; return its seconds and the state after it."""
     start = time.perf_counter()
     state = jax.block_until_ready(trainer.step(state, batch))[0]
     return time.perf_counter() - start, state
 
 
 def main() -> None:
-    """Measure and write results/overhead.json; of fewer rounds, overhead.quick.json."""
+    """Measure and write results/overhead.json; with fewer rounds, overhead.quick.json."""
     rounds = count_argument("ROUNDS", ROUNDS, __doc__)
     initialize(Processes(mode="off"), 2)
     configs = {name: load_config(CONFIG, settings) for name, settings in VARIANTS.items()}
@@ -49,12 +49,12 @@ def main() -> None:
     batch = jax.device_put(tokens, NamedSharding(mesh, BATCH_SPEC))
     state = trainers["plain"].init()
     ratios = []
-    for turn in range(rounds + 2):
+    for round_index in range(rounds + 2):
         found = {}
-        order = list(trainers) if turn % 2 else list(reversed(trainers))  # what runs second may find warmer caches
+        order = list(trainers) if round_index % 2 else list(reversed(trainers))  # caches are warmer for the second
         for name in order:
             found[name], state = seconds(trainers[name], state, batch)
-        if turn >= 2:  # the first compile
+        if round_index >= 2:  # the first rounds compile
             ratios.append(found["unified_1"] / found["plain"])
     write_result("overhead", {"rounds": rounds, "unified_1_over_plain": quartiles(ratios)}, quick=rounds < ROUNDS)
 

@@ -1,9 +1,10 @@
-"""Which collectives hide behind matrix products on XLA:CPU? sudo .venv/bin/python profiling/overlap_probe.py
+"""Which collectives overlap with matrix products on XLA:CPU? sudo .venv/bin/python profiling/overlap_probe.py
 
-For every form of exchange and reduction and several sizes, taken in turn: the collective alone; matrix products of
-about the same time alone; both in one program in which neither needs the other (`both`); and both as the training step
-has them (`in order`): the products behind the start, and what comes is used behind the products. With one and with two
-threads in XLA's pool, every process on one core. About eight minutes.
+For every form of exchange and reduction and several sizes, alternates four programs: the collective alone; matrix
+products of about the same time alone; both in one program without a dependency between them (`both`); and both in the
+order of the training step (`in order`), with the products after the start of the collective and the use of its result
+after the products. Runs with one and with two threads in XLA's pool, every process on one core. Takes about eight
+minutes.
 """
 
 import argparse
@@ -39,14 +40,14 @@ _WIDTH = 512
 
 
 class Form(NamedTuple):
-    """A collective of a flat vector [n] in two halves."""
+    """A collective of a flat vector [n], split into start and finish."""
 
     start: Callable[[jax.Array], tuple[Any, ...]]
     finish: Callable[[tuple[Any, ...]], jax.Array]
 
 
 def forms(count: int) -> dict[str, Form]:
-    """Every exchange and reduction between so many ranks, each a node of its own."""
+    """Return every exchange and reduction between this number of ranks, each a node of its own."""
     ranks = Ranks(Axis.EXPERT, "cpu")
 
     def form_of_exchange(exchange: Exchange) -> Form:
@@ -55,52 +56,52 @@ def forms(count: int) -> dict[str, Form]:
             lambda under_way: exchange.finish(under_way, ranks).ravel(),
         )
 
-    def form_of_reduction(way: ReduceImpl) -> Form:
-        return Form(lambda x: way.start(x, (Axis.EXPERT,)), way.finish)
+    def form_of_reduction(reduction: ReduceImpl) -> Form:
+        return Form(lambda x: reduction.start(x, (Axis.EXPERT,)), reduction.finish)
 
     exchanges = {f"exchange {name}": form_of_exchange(exchange) for name, exchange in EXCHANGES.items()}
-    return exchanges | {f"reduction {name}": form_of_reduction(way) for name, way in REDUCTIONS.items()}
+    return exchanges | {f"reduction {name}": form_of_reduction(reduction) for name, reduction in REDUCTIONS.items()}
 
 
 def collective(x: jax.Array, form: Form) -> jax.Array:
-    """A collective of what was just computed, whose result is computed with."""
+    """Run a collective on a computed value, and compute with its result."""
     return form.finish(form.start(2 * x)) + 1
 
 
 def both(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
-    """A collective and products that do not need each other."""
+    """Run a collective and products that do not depend on each other."""
     return collective(x, form), products(h, count)
 
 
 def in_order(x: jax.Array, h: jax.Array, form: Form, count: int) -> tuple[jax.Array, jax.Array]:
-    """The same; the products behind what starts in the background, and what comes is used behind the products."""
+    """Run both with the products after the start in the background, and the use of the result after the products."""
     *others, last = form.start(2 * x)
     done = products(depend_on(h, last, "cpu") if last.ndim == 0 else h, count)
     return form.finish((*others, depend_on(last, done, "cpu"))) + 1, done
 
 
 def products(h: jax.Array, count: int) -> jax.Array:
-    """A chain of `count` square products."""
+    """Compute a chain of `count` square products."""
     for _ in range(count):
         h = jnp.tanh(h @ h) + h
     return h
 
 
 def compiled(mesh: Mesh, function: Callable[..., Any], *arguments: jax.Array) -> Compiled:
-    """`function` of per-device arrays as a program over the mesh."""
+    """Compile `function` of per-device arrays as a program over the mesh."""
     on_mesh = jax.shard_map(function, mesh=mesh, in_specs=BATCH_SPEC, out_specs=BATCH_SPEC, check_vma=False)
     return jax.jit(on_mesh).lower(*arguments).compile()
 
 
 def seconds(program: Compiled, *arguments: jax.Array) -> float:
-    """One run."""
+    """Return the seconds of one run."""
     start = time.perf_counter()
     jax.block_until_ready(program(*arguments))
     return time.perf_counter() - start
 
 
 def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, float]:
-    """Median seconds, and which part of the shorter of both was hidden."""
+    """Return median seconds, and the hidden share of the shorter of the two."""
     ranks, sharding = mesh.size, NamedSharding(mesh, BATCH_SPEC)
     x = jax.device_put(jnp.ones(ranks * (size // 4 // ranks * ranks)), sharding)  # a whole block for every rank
     h = jax.device_put(jnp.zeros((ranks * _WIDTH, _WIDTH)), sharding)
@@ -115,10 +116,10 @@ def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, floa
         "in_order_s": (compiled(mesh, functools.partial(in_order, form=form, count=count), x, h), x, h),
     }
     runs: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(ROUNDS + 1):
+    for round_index in range(ROUNDS + 1):
         for name, (program, *arguments) in programs.items():
             value = seconds(program, *arguments)
-            if turn:  # the first warms up
+            if round_index:  # round 0 is the warm-up
                 runs[name].append(value)
     result = {name: statistics.median(values) for name, values in runs.items()}
     total, shorter = result["alone_s"] + result["compute_s"], min(result["alone_s"], result["compute_s"])
@@ -128,7 +129,7 @@ def probe(mesh: Mesh, form: Form, size: int, product_s: float) -> dict[str, floa
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All forms and sizes, in one process of the box."""
+    """Measure all forms and sizes, in one process of the box."""
     box.join()
     box.set_rate(box.parse_rate(arguments.rate))
     mesh = make_mesh(config.MeshConfig(expert=-1, data=1))
@@ -143,14 +144,14 @@ def measure(arguments: argparse.Namespace) -> None:
             if box.rank() == 0:
                 numbers = "  ".join(f"{value:8.4f}" for value in found.values())
                 print(f"{os.environ['PJRT_NPROC']} threads  {name:26} {megabytes:3} MB  {numbers}", flush=True)
-    box.hand_back(results)
+    box.return_values(results)
 
 
 def main() -> None:
     """Run the box with one and two threads, and write results/overlap_probe.json."""
     parser = CommandParser(prog="python profiling/overlap_probe.py", description=__doc__)
     parser.add_argument("--rate", default="400mbit", help="of every link (default 400mbit)")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="that a process holds")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16], help="size of a process's array")
     box.add_arguments(parser)
     arguments = parser.parse_args()
     if min(arguments.megabytes) < 1:

@@ -1,4 +1,4 @@
-"""Parts of a benchmark, each in a process of its own: what it held is free afterwards, and what fails is one line."""
+"""Parts of a benchmark, each in its own process, which frees its memory at its end. A failure is reported in a line."""
 
 import importlib
 import multiprocessing
@@ -9,22 +9,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Values = dict[str, Any]
-Put = Callable[[Values], None]  # hands over what is known so far
+Put = Callable[[Values], None]  # stores the results so far
 _LINES = 16  # of a traceback, in the results
-_END_S = 10.0  # that a part has to end when it has told everything
+_END_S = 10.0  # time for a part to end after it has sent all results
 
 
 def run_part(module: str, arguments: Values, limit_s: float, keep: Put) -> Values:
-    """What `module.measure(put, **arguments)` put, with `failed` if it did not end well within so many seconds.
+    """Run `module.measure(put, **arguments)` and return what it put, with `failed` if it did not succeed in `limit_s`.
 
-    `keep` gets everything that is known so far whenever something comes.
+    `keep` gets all results so far whenever new ones arrive.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(sender, module, arguments))
     start = time.monotonic()
     process.start()
-    sender.close()  # the child's end alone is left: when that is closed, too, nothing more comes
+    sender.close()  # only the child's end stays open: when it is closed as well, nothing more comes
     found: Values = {}
     try:
         while receiver.poll(max(0.0, start + limit_s - time.monotonic())):
@@ -51,6 +51,6 @@ def _measure(sender: Connection, module: str, arguments: Values) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    told = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {told}"[:300].removesuffix(": ")
+    """Return the type of an error and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}"[:300].removesuffix(": ")

@@ -1,6 +1,6 @@
-"""Pictures of what the pages in docs/ explain: python profiling/pictures.py
+"""Pictures for the pages in docs/: python profiling/pictures.py
 
-From committed results, from the simulator, and from what decides in training. Measures nothing. Writes
+Draws from committed results, from the simulator, and from functions that training uses. Measures nothing. Writes
 results/picture_NAME.png.
 """
 
@@ -18,11 +18,11 @@ from moe_jax.plan.estimate import estimate
 from moe_jax.report.compiled import variants_of
 from moe_jax.report.timeline import draw, predicted_bars
 
-_RANKS = 4  # of the context picture
+_RANKS = 4  # context ranks in the picture
 
 
 def gates() -> Any:
-    """What each gate reached, and how evenly (docs/gates.md)."""
+    """Draw the loss of each gate, and how even its loads are (docs/gates.md)."""
     found = json.loads((RESULTS / "gates.json").read_text())["gates"]
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
     for name, each in found.items():
@@ -35,7 +35,7 @@ def gates() -> Any:
 
 
 def migration() -> Any:
-    """Load of the busiest rank between looks; experts move behind the second (docs/migration.md)."""
+    """Draw the load of the busiest rank between load checks; experts move after the second (docs/migration.md)."""
     found = json.loads((RESULTS / "migration.json").read_text())
     looks = found["rank_load_max_over_mean"]
     figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
@@ -57,7 +57,7 @@ def migration() -> Any:
 
 
 def context() -> Any:
-    """Which pairs of tokens each context rank computes: rank r has pieces r and 2C-1-r (docs/context.md)."""
+    """Draw the pairs of tokens that each context rank computes: rank r has pieces r and 2C-1-r (docs/context.md)."""
     pieces = 2 * _RANKS
     figure, axes = plt.subplots(figsize=(3.6, 3.2), layout="constrained")
     colors = plt.get_cmap("tab10").colors
@@ -81,7 +81,7 @@ PICTURES: dict[str, Callable[[], Any]] = {"gates": gates, "migration": migration
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw all pictures."""
     CommandParser(prog="python profiling/pictures.py", description=__doc__).parse_args()
     for name, picture in PICTURES.items():
         figure = picture()

@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python profiling/pipeline_box.py [section.key=value …]
 
-Four processes in network namespaces, joined by throttled links; exchanges run in the background. The ranks of a stage
-share a core, so that an idle stage leaves its core idle. Steps of each variant run in turn; times are ratios to plain
-1F1B, whose blocks run uncut. Writes results/pipeline_box.json and a picture of one traced step of each.
+Runs four processes in network namespaces, joined by throttled links; exchanges run in the background. The ranks of a
+stage share a core, so that an idle stage leaves its core idle. Steps of the variants alternate; times are ratios to
+plain 1F1B, whose blocks run unsplit. Writes results/pipeline_box.json and a picture of one traced step of each variant.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from typing import Any
 
 import box
 import numpy as np
-from benchmark_harness import Harness, seconds_per_step, tell, traced
+from benchmark_harness import Harness, print_once, seconds_per_step, traced
 from box_picture import write_timelines
 from count_argument import check_least
-from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, of_ranks, of_stages, seconds_of_send
+from pipeline_idle import EXPERT_RANKS, STAGES, bubble_of, operations_by_rank, ranks_by_stage, seconds_of_send
 from results_file import RESULTS, quartiles, rounded, write_result
 
 from moe_jax.config import Config
@@ -39,47 +39,47 @@ VARIANTS = {
 _COMMON = [
     f"mesh.pipeline={STAGES}",
     f"mesh.expert={EXPERT_RANKS}",
-    "exchange.reduction=all_reduce",  # gradients are summed behind the ticks
+    "exchange.reduction=all_reduce",  # gradients are summed after the ticks
     "train.grad_accumulation=8",
     "train.batch_size=64",
 ]
 _TFLOPS = 0.03
-_TRACES = 3  # steps of each variant
+_TRACES = 3  # traced steps of each variant
 
 
 def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.join()
     box.set_data_rate(box.parse_rate(arguments.rate))
-    stand = Harness(configs[BASE])
+    harness = Harness(configs[BASE])
     programs = {}
     for name, config in configs.items():
-        programs[name] = stand.compiled(config)
-        tell(f"compiled {name}")
-    steps = {name: stand.step_of(program) for name, program in programs.items()}
+        programs[name] = harness.compiled(config)
+        print_once(f"compiled {name}")
+    steps = {name: harness.step_of(program) for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(arguments.rounds + 1):
+    for round_index in range(arguments.rounds + 1):
         for name, step in steps.items():
             step_s = seconds_per_step(step, arguments.steps)
-            if turn:  # the first warms up
+            if round_index:  # round 0 is the warm-up
                 seconds[name].append(step_s)
-        tell(f"round {turn} of {arguments.rounds}")
+        print_once(f"round {round_index} of {arguments.rounds}")
     timelines, bubbles = {}, {}
-    send_s = seconds_of_send(stand.mesh, configs[BASE])
+    send_s = seconds_of_send(harness.mesh, configs[BASE])
     for name, config in configs.items():
-        table, found = make_plan(config, stand.mesh).table, []
+        table, found = make_plan(config, harness.mesh).table, []
         for _ in range(_TRACES):
             operations = [each for each in traced(steps[name], programs[name]) if not each.name.startswith("while")]
-            ranks = of_ranks(operations)
+            ranks = operations_by_rank(operations)
             found.append(bubble_of(ranks, table, send_s))
         bubbles[name] = {key: float(np.median([each[key] for each in found])) for key in found[0]}
-        for number, (first, *_) in enumerate(of_stages(ranks)):
+        for number, (first, *_) in enumerate(ranks_by_stage(ranks)):
             timelines[f"{name}, stage {number}"] = first
-    box.hand_back({"seconds": seconds, "timelines": timelines, "bubbles": bubbles, "send_s": send_s})
+    box.return_values({"seconds": seconds, "timelines": timelines, "bubbles": bubbles, "send_s": send_s})
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians and quartiles of seconds, and of ratios within a round; idle shares."""
+    """Return medians and quartiles of seconds, and of ratios within a round; and idle shares."""
     seconds = found["seconds"]
     return {
         name: {
@@ -93,7 +93,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(rows: dict[str, Any]) -> str:
-    """The summary as a table."""
+    """Format the summary as a table."""
     lines = [f"{'':20}  step s  × {BASE}  idle: measured, by formula, of its own slots, with sends"]
     for name, row in rows.items():
         lines.append(
@@ -107,7 +107,7 @@ def text(rows: dict[str, Any]) -> str:
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/pipeline_box.py", description=__doc__)
-    box.add_turns(parser, rate="150mbit", out_of="process", turn="variant in a round", rounds=5)
+    box.add_round_flags(parser, rate="150mbit", out_of="process", unit="variant in a round", rounds=5)
     parser.add_argument("--variants", metavar="NAME,…", default=",".join(VARIANTS), help="default: %(default)s")
     parser.add_argument("--name", default="pipeline_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")
@@ -122,7 +122,7 @@ def main() -> None:
     names = list(dict.fromkeys([BASE, *arguments.variants.split(",")]))
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
-    # rates that tasks are ordered by: the link's, and what a core does for two ranks
+    # rates used to order the tasks: the link's, and the speed of a core shared by two ranks
     rates = [f"schedule.link_gb_per_s={box.parse_rate(arguments.rate) / 8e9:g}", f"schedule.device_tflops={_TFLOPS}"]
     common = [*_COMMON, *rates, *arguments.overrides]
     configs = {name: load_config(arguments.config, [*common, *VARIANTS[name]]) for name in names}

@@ -1,14 +1,19 @@
 """What real compilers make of pipelined steps: python profiling/pipeline_hlo.py TARGET [section.key=value …]
 
-Compiles the training step of each pipeline schedule, on a mesh of pipeline × expert, for hardware that need not be
-there, and tells of the scheduled programs: the memory of a device, at its peak, and what of it outlives a tick (in
-flight); how long the step takes, replayed as the busiest stage sees it, and a tick outside of its passes; whether sends
-between stages are asynchronous, and in how many ticks matrix products run between start and done; how long each
-all-to-all of a co-scheduled tick takes, by the compiler's cycles or published rates; what share of them is exposed; and
-how long instructions between start and done take, of the other pass, its own, and neither (casts of weights, reads of
-buffers). Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Minutes for each schedule; what
-results/pipeline_hlo_TARGET.json holds of the same settings is not compiled again. Exit code 1 if a schedule keeps more,
-or hides less, than it should.
+Compiles the training step of each pipeline schedule, on a mesh of pipeline × expert, ahead of time and without the
+hardware, and reports on the scheduled programs:
+
+1. the peak memory of a device, and the part of it that outlives a tick (in flight);
+2. the time of the step, replayed as the busiest stage sees it, and the time of a tick outside of its passes;
+3. whether sends between stages are asynchronous, and in how many ticks matrix products run between start and done;
+4. the time of each all-to-all of a co-scheduled tick, by the compiler's cycles or published rates, and its exposed
+   share;
+5. the time of instructions between start and done that belong to the other pass, to its own, and to neither (casts of
+   weights, reads of buffers).
+
+Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Takes minutes for each schedule; results of the same settings
+that results/pipeline_hlo_TARGET.json holds already are not compiled again. Exit code 1 if a schedule stores more, or
+hides less, than it should.
 """
 
 import json
@@ -71,7 +76,7 @@ _SIDES = {"F": {"F", "keep_forward"}, "B": {"B", "add_gradients"}}
 
 
 def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
-    """Of a device: what outlives a tick, by field of `State`, and the sums of gradients."""
+    """Return bytes of a device: what outlives a tick, by field of `State`, and the sums of gradients."""
     plan, context = make_plan(config, mesh), StepContext.of(config, mesh)
 
     def body(params: Any, token_BN1: jax.Array) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def buffer_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
 
 
 def computations_with(program: HloModule, scopes: Sequence[str]) -> list[str]:
-    """Computations that themselves have a collective of each of these scopes or sides."""
+    """Return the computations that themselves contain a collective of each of these scopes or sides."""
     found = []
     for name in program.computations:
         own = [_words(program, line) for line in program.computations[name] if _is_collective(line)]
@@ -109,7 +114,7 @@ def _words(program: HloModule, line: Instruction) -> set[str]:
 
 
 def sends(found: Replay, passes: Passes) -> dict[str, dict[str, Any]]:
-    """Of the sends between stages in each direction, one in a tick, and of those in ticks with both passes."""
+    """Summarise the sends between stages in each direction, one per tick, and those in ticks with both passes."""
     pairs = _ticks_of_pairs(found, passes)
     of_directions = {}
     for direction in _SENDS:
@@ -132,7 +137,7 @@ def _ticks_of_pairs(found: Replay, passes: Passes) -> set[int]:
 
 
 def exposed_share(found: Replay, passes: Passes) -> float | None:
-    """Of the time that all-to-alls of ticks with both passes take; None without such ticks."""
+    """Return the exposed share of the time of all-to-alls in ticks with both passes; None without such ticks."""
     pairs = _ticks_of_pairs(found, passes)
     own = [each for each in found.collectives if each.iteration in pairs and "all-to-all" in each.kind]
     total_s = sum(each.seconds for each in own)
@@ -140,13 +145,13 @@ def exposed_share(found: Replay, passes: Passes) -> float | None:
 
 
 def between_passes_us(program: HloModule, target: Target) -> float:
-    """Of a tick, what does not belong to a pass: copies of whole buffers above all."""
+    """Return the time of a tick that belongs to no pass, mostly copies of whole buffers, in µs."""
     (tick,) = computations_with(program, _SENDS)
     return 1e6 * sum(seconds_of(program, target, line) for line in program.computations[tick])
 
 
-def beside_the_other(program: HloModule, target: Target, num_devices: int) -> list[dict[str, Any]]:
-    """Of each all-to-all of a tick with both passes: its time, and the other pass's compute between start and done."""
+def concurrent_compute(program: HloModule, target: Target, num_devices: int) -> list[dict[str, Any]]:
+    """Return, of each all-to-all of a tick with both passes, its time and the other pass's compute while it runs."""
     found = []
     for computation in computations_with(program, ("F", "B")):
         for each in exchanges(program, num_devices, computation):
@@ -172,22 +177,25 @@ def beside_the_other(program: HloModule, target: Target, num_devices: int) -> li
 
 
 def seconds_of(program: HloModule, target: Target, line: Instruction) -> float:
-    """Of an instruction on the device itself."""
+    """Return the seconds of an instruction that runs on the device itself."""
     return 0.0 if line.is_control or _is_collective(line) else compute_seconds(line, program, target)
 
 
 def side_of_line(program: HloModule, line: Instruction) -> str:
-    """F or B, of the tasks and of what a tick keeps of a forward pass or adds to the sums; "" of others."""
+    """Return the direction of an instruction: F or B, or "" if it belongs to neither.
+
+    F and B are instructions of tasks, a tick's stores of a forward pass (F), and its additions to the sums (B).
+    """
     words = _words(program, line)
     return next((side for side, scopes in _SIDES.items() if words & scopes), "")
 
 
 def study(target: Target, config: Config, overrides: list[str], mesh: Mesh) -> dict[str, Any]:
-    """One schedule."""
+    """Compile and describe one schedule."""
     job = Job(target=target.name, config=_CONFIG, overrides=overrides, options={})
     text, outcome = compile_job(target, job)
-    program, held = parse(text), buffer_bytes(config, mesh)
-    grads, found = held.pop("grads"), replay(program, target, mesh.size, outcome.passes)
+    program, buffers = parse(text), buffer_bytes(config, mesh)
+    grads, found = buffers.pop("grads"), replay(program, target, mesh.size, outcome.passes)
     passes = outcome.passes or {}
     return {
         "settings": " ".join(overrides),
@@ -195,22 +203,22 @@ def study(target: Target, config: Config, overrides: list[str], mesh: Mesh) -> d
         "temporary_bytes": outcome.temporary_bytes,
         "peak_bytes": outcome.peak_bytes,
         "gradient_bytes": grads,
-        "in_flight_bytes": sum(held.values()),
-        "in_flight_bytes_by_buffer": held,
+        "in_flight_bytes": sum(buffers.values()),
+        "in_flight_bytes_by_buffer": buffers,
         "step_ms": rounded(1e3 * found.step_s),
         "compute_ms": rounded(1e3 * found.compute_s),
         "exposed_ms": rounded(1e3 * found.exposed_s),
         "idle_ms": rounded(1e3 * found.idle_s),
         "tick_between_passes_us": rounded(between_passes_us(program, target)),
         "sends": sends(found, passes),
-        "all_to_alls": beside_the_other(program, target, mesh.size),
+        "all_to_alls": concurrent_compute(program, target, mesh.size),
         "exposed_share_of_pairs": exposed_share(found, passes),
         "compile_s": rounded(outcome.compile_s),
     }
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """As text, bytes in 10⁶."""
+    """Format the results as text, with bytes in 10⁶."""
     lines = [
         "MB of a device     arguments temporary      peak gradients in flight   step ms    idle  ticks sends hidden"
     ]
@@ -233,7 +241,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """What was expected of the schedules that there are. Activations: all but arguments and sums of gradients."""
+    """Check the expectations of the schedules present.
+
+    Activations are all memory except arguments and sums of gradients.
+    """
     activations = {
         name: row["peak_bytes"] - row["argument_bytes"] - row["gradient_bytes"] for name, row in rows.items()
     }
@@ -263,7 +274,7 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Read the command line, study every schedule, write the result."""
+    """Read the command line, compile and describe every schedule, write the result."""
     parser = CommandParser(prog="python profiling/pipeline_hlo.py", description=__doc__)
     parser.add_argument("--pipeline", type=int, default=4, help="stages (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="default %(default)s")

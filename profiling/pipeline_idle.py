@@ -1,4 +1,4 @@
-"""When stages of a pipeline in a box are idle, measured and by formula; what each of them did, on one clock."""
+"""Idle time of pipeline stages in a testbed, measured and by formula, from the operations of all ranks on one clock."""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.schedule.pipelines.bubble import bubble, uneven_bubble
 from moe_jax.schedule.pipelines.table import Table
 
-STAGES, EXPERT_RANKS = 2, 2  # ranks of a stage are neighbours
-_SENDS = 9  # there and back, that a send's time is the median of
+STAGES, EXPERT_RANKS = 2, 2  # ranks of a stage are consecutive
+_SENDS = 9  # round trips; the time of a send is half their median
 
 
 def seconds_of_send(mesh: Mesh, config: Config) -> float:
-    """Of a microbatch's activations from stage to stage, when nothing else is sent: half a way there and back."""
+    """Return seconds to send a microbatch's activations to the next stage on an idle link: half a round trip."""
     tokens = config.train.batch_size // (EXPERT_RANKS * config.train.grad_accumulation) * config.data.seq_len
     background.connect(mesh)
 
@@ -35,13 +35,13 @@ def seconds_of_send(mesh: Mesh, config: Config) -> float:
         return receive_transfer(sent, both)(arrived)
 
     on_mesh = jax.shard_map(there_and_back, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
-    way, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)
-    jax.block_until_ready(way(x))
-    return float(np.median([seconds_per_step(lambda: way(x), 1) for _ in range(_SENDS)])) / 2
+    program, x = jax.jit(on_mesh), np.ones((tokens, config.model.hidden_size), np.float32)
+    jax.block_until_ready(program(x))
+    return float(np.median([seconds_per_step(lambda: program(x), 1) for _ in range(_SENDS)])) / 2
 
 
-def of_ranks(operations: Sequence[TracedOperation]) -> list[list[TracedOperation]]:
-    """What each rank did in its step. Clocks are those of the end, where all wait for each other."""
+def operations_by_rank(operations: Sequence[TracedOperation]) -> list[list[TracedOperation]]:
+    """Return the operations of each rank in its step, with clocks aligned at the end, where all ranks synchronise."""
     own = _shifted(operations, operations[-1].end_s)
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
@@ -54,8 +54,8 @@ def of_ranks(operations: Sequence[TracedOperation]) -> list[list[TracedOperation
     return [_shifted(rank, begin_s) for rank in found]
 
 
-def of_stages(ranks: Sequence[Sequence[TracedOperation]]) -> list[Sequence[Sequence[TracedOperation]]]:
-    """The ranks of each stage."""
+def ranks_by_stage(ranks: Sequence[Sequence[TracedOperation]]) -> list[Sequence[Sequence[TracedOperation]]]:
+    """Group the ranks by stage."""
     return [ranks[first : first + EXPERT_RANKS] for first in range(0, len(ranks), EXPERT_RANKS)]
 
 
@@ -64,11 +64,11 @@ def _shifted(operations: Sequence[TracedOperation], zero_s: float) -> list[Trace
 
 
 def bubble_of(ranks: Sequence[Sequence[TracedOperation]], table: Table, send_s: float) -> dict[str, float]:
-    """Which share of the time between the first stage's first pass and its last one stages are idle, on average.
+    """Return the share of the time from the first stage's first pass to its last in which stages are idle, on average.
 
-    Measured; by the table, for slots as long as they are on average; for each slot as long as it was; and with sends.
+    Returns it measured; by the table, with slots of average length; with each slot's own length; and with sends.
     """
-    busy_ST = [busy_in_ticks(stage_ranks, table, number) for number, stage_ranks in enumerate(of_stages(ranks))]
+    busy_ST = [busy_in_ticks(stage_ranks, table, number) for number, stage_ranks in enumerate(ranks_by_stage(ranks))]
     spans = [span for tick in busy_ST[0] for span in tick]
     whole_s = spans[-1][1] - spans[0][0]
     busy_TS = [[sum(end - start for start, end in tick) for tick in slots] for slots in zip(*busy_ST, strict=True)]
@@ -89,10 +89,11 @@ def bubble_of(ranks: Sequence[Sequence[TracedOperation]], table: Table, send_s: 
 def busy_in_ticks(
     ranks: Sequence[Sequence[TracedOperation]], table: Table, number: int
 ) -> list[list[tuple[float, float]]]:
-    """When a stage is busy in each tick, from its first pass to its last; its ranks share a core.
+    """Return the intervals in which a stage is busy in each tick, from its first pass to its last.
 
-    It is while a rank has a pass under way, from the first of its operations to the last, whatever it waits for
-    between, and while one computes anything else, as what a pass reads of earlier ones.
+    A stage is busy while one of its ranks is in a pass, from the first of its operations to the last, whatever it waits
+    for in between, and while one computes anything else, such as values of earlier passes that a pass reads. The ranks
+    of a stage share a core.
     """
     busy_T: list[list[tuple[float, float]]] = [[] for _ in table.ticks]
     with_passes = [tick for tick, slots in enumerate(table.ticks) if slots[number].tasks()]
@@ -109,14 +110,14 @@ def busy_in_ticks(
     done_s = 0.0  # a rank may begin its next tick before the other one ends this one
     for tick, spans in enumerate(busy_T):
         inside = with_passes[0] <= tick <= with_passes[-1]
-        cut = [(max(start, done_s), min(end, end_s)) for start, end in spans] if inside else []  # then the optimizer
+        cut = [(max(start, done_s), min(end, end_s)) for start, end in spans] if inside else []  # the optimizer follows
         result.append(joined((start, end) for start, end in cut if start < end))
         done_s = max([done_s, *(end for _, end in result[-1])])
     return result
 
 
 def _ticks(operations: Sequence[TracedOperation], count: int) -> list[list[TracedOperation]]:
-    """Operations of each tick: an instruction that ran once in each of them begins it."""
+    """Return the operations of each tick: an instruction that runs exactly once per tick begins it."""
     runs: dict[str, list[float]] = {}
     for each in operations:
         runs.setdefault(each.name, []).append(each.start_s)

@@ -1,4 +1,4 @@
-"""The steps whose times are predicted and measured, and the prediction from plain values that were measured apart."""
+"""The steps with predicted and measured times, and the prediction from plain values that were measured separately."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from moe_jax.plan.measured import Seconds, write_times
 from moe_jax.plan.task_times import Linear
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "box.yaml"
-_LINK_GB_PER_S = 0.04  # that tasks are ordered by, in the middle of the rates: one program for all of them
+_LINK_GB_PER_S = 0.04  # rate used to order tasks, in the middle of the measured rates: one program for all of them
 _SMALLER = ["train.batch_size=8", "model.num_layers=2", f"schedule.link_gb_per_s={_LINK_GB_PER_S}"]
 MODELS = {
     "wide experts": _SMALLER,
@@ -30,7 +30,7 @@ MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "m
 _GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
-WAYS = {
+VARIANTS = {
     "vanilla": [],
     "vanilla, chunks of 4 MB": [*_GREEDY, "schedule.bucket_cap_mb=4"],
     "expert_pipeline, R=2": _PIPELINE,
@@ -38,7 +38,7 @@ WAYS = {
     "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.bucket_cap_mb=1"],
     "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.bucket_cap_mb=4"],
 }
-_WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # what is worth a try where each device has all experts
+_WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # variants worth trying where each device has all experts
 # Its tasks are measured, so its rates are never used.
 _CORE = Device(
     name="CPU core",
@@ -52,28 +52,28 @@ _CORE = Device(
 )
 
 
-def ways_on(mesh: str) -> tuple[str, ...]:
-    """What is tried there."""
-    return tuple(WAYS) if mesh == "expert" else _WITHOUT_EXCHANGE
+def variants_on(mesh: str) -> tuple[str, ...]:
+    """Return the variants tried on a mesh."""
+    return tuple(VARIANTS) if mesh == "expert" else _WITHOUT_EXCHANGE
 
 
 def config_of(model: str, mesh: str, *more: str) -> Config:
-    """Of one step."""
+    """Return the config of one step."""
     return load_config(str(_CONFIG), [*MODELS[model], *MESHES[mesh], *more])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-    """How long exchanges over a link take, what they take of compute, and how much it slows down beside them."""
+    """Seconds of exchanges over a link, the compute that they take, and the slowdown of concurrent compute."""
 
     alpha_s: float
     bytes_per_s: float
     slowdown: float
-    start: tuple[float, float]  # seconds, and seconds per byte, of compute that one exchange takes
+    start: tuple[float, float]  # compute that one exchange takes: seconds, and seconds per byte
     finish: tuple[float, float]
 
     def cluster(self) -> Cluster:
-        """Two processes joined by it."""
+        """Return a cluster of two processes joined by this link."""
         return Cluster(
             name="box",
             device=_CORE,
@@ -86,29 +86,29 @@ class LinkTimes:
 
 @dataclasses.dataclass(frozen=True)
 class TaskTimes:
-    """Of a model on a mesh, without communication."""
+    """Seconds of the tasks of a model on a mesh, without communication."""
 
     tasks: Seconds
     rest_s: float
 
     def write(self, path: Path, pace: float = 1.0) -> None:
-        """All of it so many times as long."""
+        """Write all times, multiplied by `pace`."""
         tasks = {
-            op: {parts: {way: pace * each_s for way, each_s in times.items()} for parts, times in at.items()}
+            op: {parts: {kind: pace * each_s for kind, each_s in times.items()} for parts, times in at.items()}
             for op, at in self.tasks.items()
         }
         write_times(path, tasks, pace * self.rest_s)
 
     @staticmethod
     def of(plain: dict[str, Any]) -> "TaskTimes":
-        """Of values from a result file, where numbers of parts are text."""
+        """Read from the values of a result file, in which numbers of parts are text."""
         tasks = {op: {int(parts): times for parts, times in at.items()} for op, at in plain["tasks"].items()}
         return TaskTimes(tasks, plain["rest_s"])
 
 
 def predicted_step_s(config: Config, times: TaskTimes, pace: float, link: LinkTimes, path: Path) -> float:
-    """Of a machine that computes at that pace now; `path` is for the file that the config is to name."""
+    """Predict a step on a machine that computes `pace` times as slowly; `path` is for a file that the config names."""
     times.write(path, pace)
-    # slower links beside slower compute, so that tasks come in the order that was compiled
+    # scale the link with the compute, so that tasks keep the order of the compiled program
     schedule = dataclasses.replace(config.schedule, link_gb_per_s=_LINK_GB_PER_S / pace, task_times=str(path))
     return estimate(dataclasses.replace(config, schedule=schedule), link.cluster()).step_s

@@ -1,10 +1,10 @@
 """What pipelining saves, by simulation, over a grid of MoE layers: python profiling/predicted_speedups.py
 
-The customised layers of FlowMoE's experiments: every device has B sequences of N tokens, features are M and experts H
-wide, slots are f times the even share, and there is one expert for each device, two of them for each token. On 16
-RTX 3090 and on 32 RTX 2080 Ti each layer that fits into memory is simulated with `vanilla`, and with `expert_pipeline`
-and `unified` of the best degrees. About five minutes. Writes results/predicted_speedups.json and .png; exit code 1 if
-`unified` is ever slower than one of the others.
+Simulates the customised layers of FlowMoE's experiments: every device has B sequences of N tokens, the hidden size is
+M, experts have width H, the number of slots is f times the even share, and there is one expert for each device and two
+experts for each token. Each layer that fits into the memory of 16 RTX 3090 or 32 RTX 2080 Ti is simulated with
+`vanilla`, and with `expert_pipeline` and `unified` at their best degrees. Takes about five minutes. Writes
+results/predicted_speedups.json and .png; exit code 1 if `unified` is ever slower than one of the others.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ BASES = ("vanilla", "expert_pipeline")
 
 
 def layers(devices: int) -> Iterator[Config]:
-    """One block on a mesh of expert ranks, for each point of the grid."""
+    """Yield one block on a mesh of expert ranks for each point of the grid."""
     for sequences in GRID["B"]:
         for values in itertools.product(*list(GRID.values())[1:]):
             yield _layer(devices, int(sequences), values[0], *map(int, values[1:]))
@@ -63,7 +63,7 @@ def _layer(devices: int, sequences: int, capacity_factor: float, tokens: int, wi
 
 
 def step_seconds(config: Config, cluster: Cluster) -> dict[str, float]:
-    """Of each policy's best degree, its tasks in the order that suits the cluster."""
+    """Return the time of each policy at its best degree, with its tasks in the best order for the cluster."""
     config = dataclasses.replace(config, schedule=with_rates(config.schedule, cluster))
     found: dict[str, float] = {}
     for each in choices(open_draft(config), config, ({"schedule": schedule} for schedule in schedules())):
@@ -73,7 +73,7 @@ def step_seconds(config: Config, cluster: Cluster) -> dict[str, float]:
 
 
 def speedups(cluster: Cluster) -> dict[str, list[float]]:
-    """Of `unified` over the others, on every layer that fits."""
+    """Return the speedups of `unified` over the others, on every layer that fits."""
     found: dict[str, list[float]] = {base: [] for base in BASES}
     for config in layers(cluster.devices):
         if step_memory(config, "gpu").total > (cluster.device.memory_bytes or 0):
@@ -85,7 +85,7 @@ def speedups(cluster: Cluster) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Simulate all, write results."""
+    """Simulate all cases and write the results."""
     CommandParser(prog="python profiling/predicted_speedups.py", description=__doc__).parse_args()
     found = {name: speedups(find_cluster(name)) for name in CLUSTERS}
     values: dict[str, Any] = {"grid": GRID}
@@ -105,7 +105,7 @@ def main() -> None:
         axes.set_xlabel("predicted speed-up of unified")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    rows[0].set(ylabel="layers", ylim=(0, 1.25 * rows[0].get_ylim()[1]))  # room for legends
+    rows[0].set(ylabel="layers", ylim=(0, 1.25 * rows[0].get_ylim()[1]))  # space for legends
     figure.savefig(path.with_suffix(".png"), dpi=120)
     if min(ratio for of_base in found.values() for ratios in of_base.values() for ratio in ratios) < 1:
         raise SystemExit(1)

@@ -2,14 +2,13 @@
 
     sudo .venv/bin/python profiling/predicted_steps.py
 
-Two processes in network namespaces are the cluster. What the planner knows of it is measured apart from the steps that
-it predicts: tasks of each model on each mesh, timed without communication (`stand.profiled`); how long exchanges
-take, what they take of compute, and how much compute slows down beside them (`link.Link`). Then training steps of every
-model, mesh, policy, degree, size of chunks and rate of the link run in turn, each behind a step of compute alone, whose
-pace the profile is brought to, and are held against `plan.estimate`. A case is a model and a rate: of all that was
-measured there, the step that is predicted to be fastest is held against the fastest.
-Experts have a slot for every token, as in configs/bench/box.yaml: so a microbatch moves no more than its share.
-Writes results/predicted_steps.json and .png.
+Two processes in network namespaces are the cluster. The planner's inputs are measured separately from the steps that it
+predicts: tasks of each model on each mesh, timed without communication (`benchmark_harness.profiled`); and the duration
+of exchanges, the compute that they take, and the slowdown of concurrent compute (`link.Link`). Then training steps of
+every model, mesh, policy, degree, chunk size and rate of the link alternate. Each runs after a step of compute alone,
+the pace of which scales the profile, and is compared with `plan.estimate`. A case is a model and a rate: the step that
+is predicted to be fastest is compared with the fastest step measured. Experts have a slot for every token, as in
+configs/bench/box.yaml, so a microbatch moves no more than its share. Writes results/predicted_steps.json and .png.
 """
 
 import argparse
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import box
-from benchmark_harness import Harness, Profile, Step, profiled, seconds_per_step, tell
+from benchmark_harness import Harness, Profile, Step, print_once, profiled, seconds_per_step
 from count_argument import check_least
 from link import Link, slowest
-from predicted_cases import MESHES, MODELS, WAYS, TaskTimes, config_of, predicted_step_s, ways_on
+from predicted_cases import MESHES, MODELS, VARIANTS, TaskTimes, config_of, predicted_step_s, variants_on
 from predicted_summary import summary, table, write_picture
 from results_file import RESULTS, write_result
 
@@ -35,42 +34,42 @@ _PARTS = (1, 4)
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Everything, in one process of the box."""
+    """Measure everything, in one process of the box."""
     box.join()
     rates = [box.parse_rate(rate, "--rates") for rate in arguments.rates.split(",")]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for model, mesh in itertools.product(arguments.models, MESHES):
-            cases = list(of_mesh(model, mesh, rates, arguments, Path(folder)))
-            tell(table(summary(cases)))
+            cases = list(compare_on_mesh(model, mesh, rates, arguments, Path(folder)))
+            print_once(table(summary(cases)))
             rows += cases
-    box.hand_back(rows)
+    box.return_values(rows)
 
 
-def of_mesh(
+def compare_on_mesh(
     model: str, mesh: str, rates: list[float], arguments: argparse.Namespace, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """What was predicted and measured there."""
+    """Yield the predicted and measured times of a model on a mesh."""
     path = folder / "times.json"
-    stand = Harness(config_of(model, mesh, *arguments.overrides))
-    profile = profiled(stand, stand.config, _PARTS)
+    harness = Harness(config_of(model, mesh, *arguments.overrides))
+    profile = profiled(harness, harness.config, _PARTS)
     times = TaskTimes(profile.tasks, profile.rest_s)
     times.write(path)
-    tell(f"{model}, {mesh} axis: profiled")
-    link = Link(stand)
+    print_once(f"{model}, {mesh} axis: profiled")
+    link = Link(harness)
     links = {rate: link.times(rate, profile) for rate in rates}
     settings = [*arguments.overrides, f"schedule.task_times={path}"]
-    configs = {way: config_of(model, mesh, *settings, *WAYS[way]) for way in ways_on(mesh)}
-    steps = {way: stand.step_of(stand.compiled(config)) for way, config in configs.items()}
-    tell(f"{model}, {mesh} axis: compiled")
+    configs = {variant: config_of(model, mesh, *settings, *VARIANTS[variant]) for variant in variants_on(mesh)}
+    steps = {variant: harness.step_of(harness.compiled(config)) for variant, config in configs.items()}
+    print_once(f"{model}, {mesh} axis: compiled")
     seconds = rounds(steps, profile, rates, arguments.rounds)
-    for (rate, link_times), (way, config) in itertools.product(links.items(), configs.items()):
-        # The machine's pace changes from minute to minute: what is predicted is a step at the pace beside it.
-        pace = statistics.median(alone_s for alone_s, _ in seconds[rate, way]) / profile.step_s
+    for (rate, link_times), (variant, config) in itertools.product(links.items(), configs.items()):
+        # The pace of the machine changes from minute to minute: predictions use the pace measured next to each step.
+        pace = statistics.median(alone_s for alone_s, _ in seconds[rate, variant]) / profile.step_s
         yield {
-            **{"model": model, "mesh": mesh, "way": way, "rate_mbit": rate / 1e6, "pace": pace},
+            **{"model": model, "mesh": mesh, "way": variant, "rate_mbit": rate / 1e6, "pace": pace},
             "predicted_s": predicted_step_s(config, times, pace, link_times, path),
-            "measured_s": [step_s for _, step_s in seconds[rate, way]],
+            "measured_s": [step_s for _, step_s in seconds[rate, variant]],
             **{"times": dataclasses.asdict(times), "link": dataclasses.asdict(link_times)},
         }
 
@@ -78,15 +77,15 @@ def of_mesh(
 def rounds(
     steps: dict[str, Step], profile: Profile, rates: list[float], count: int
 ) -> dict[tuple[float, str], list[tuple[float, float]]]:
-    """Seconds of compute alone and of the step behind it, of every step at every rate, round by round."""
+    """Return seconds of compute alone and of the step after it, for every step at every rate, round by round."""
     seconds: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for turn, rate in itertools.product(range(count + 1), rates):
+    for round_index, rate in itertools.product(range(count + 1), rates):
         box.set_data_rate(rate)
-        for way, step in steps.items():
+        for variant, step in steps.items():
             alone_s = slowest(seconds_per_step(profile.step, 1))
             step_s = seconds_per_step(step, 1)
-            if turn:  # the first warms up
-                seconds.setdefault((rate, way), []).append((alone_s, step_s))
+            if round_index:  # round 0 is the warm-up
+                seconds.setdefault((rate, variant), []).append((alone_s, step_s))
     return seconds
 
 

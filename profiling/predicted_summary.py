@@ -1,4 +1,4 @@
-"""How far predicted step times are from measured ones, as plain values, a table and a picture."""
+"""Errors of predicted step times against measured ones, as plain values, a table and a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from results_file import rounded
 
 Row = dict[str, Any]
 
-NEAR = 0.03  # of the fastest
+NEAR = 0.03  # relative to the fastest
 
 
 def summary(measured: Sequence[Row]) -> Row:
-    """Errors of all rows; of each case, a model and a rate, how much longer the fastest prediction took than needed."""
+    """Return errors of all rows, and of each case (a model and a rate) the extra time of the best prediction."""
     found = [_row(each) for each in measured]
     cases: dict[tuple[str, float], list[Row]] = {}
     for each in found:
@@ -44,7 +44,7 @@ def summary(measured: Sequence[Row]) -> Row:
 
 
 def _known(measured: Sequence[Row]) -> Row:
-    """What predictions were made from: of each model on each mesh its tasks, and the link at each rate."""
+    """Return the inputs of the predictions: the tasks of each model on each mesh, and the link at each rate."""
     known: Row = {}
     for row in measured:
         own = known.setdefault(f"{row['model']}, {row['mesh']}", {**row["times"], "links": {}})
@@ -60,7 +60,7 @@ def _row(row: Row) -> Row:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summary as text."""
+    """Format the summary as text."""
     lines = [f"{'model':18} {'mesh':7} {'way':30} {'Mbit/s':>6} {'predicted':>10} {'measured':>9} {'error':>7}"]
     for row in result["rows"]:
         lines.append(
@@ -80,7 +80,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def write_picture(result: dict[str, Any], path: Path) -> Path:
-    """Predicted over measured seconds, one colour for each model, and the band of 5 %."""
+    """Draw predicted over measured seconds, one colour for each model, and the band of 5 %."""
     figure, axes = plt.subplots(figsize=(6, 6))
     rows = result["rows"]
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):

@@ -1,4 +1,4 @@
-"""Programs of benchmarks, compiled for hardware that need not be there."""
+"""Ahead-of-time compilation of benchmark programs, without the hardware."""
 
 import argparse
 import os
@@ -19,9 +19,10 @@ from moe_jax.schedule.xla_flags import compiler_options
 def read_command(
     parser: argparse.ArgumentParser, counts: Sequence[str], settings: bool = False
 ) -> tuple[argparse.Namespace, Target]:
-    """The command line and its target; starts again in the environment that the target's compiler wants.
+    """Return the command line and its target; restarts the program in the environment that the target's compiler needs.
 
-    Options named in `counts` are whole numbers from 1 up; `settings`: there are `overrides`, too. Raises UserError.
+    Options named in `counts` are whole numbers from 1 up. With `settings`, the command line also has `overrides`.
+    Raises UserError.
     """
     parser.add_argument("target")
     if settings:
@@ -36,14 +37,14 @@ def read_command(
 
 
 def row_dtype(platform: str) -> jnp.dtype[Any]:
-    """What rows are computed in. XLA:CPU would send bfloat16 as float32."""
+    """Return the dtype that rows are computed in. XLA:CPU would send bfloat16 as float32."""
     return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
 
 
 def compile_on(
     mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any
 ) -> HloModule:
-    """A function of each device's part of arrays, all of them cut as `spec` says, as the training step is compiled."""
+    """Compile a function of each device's shards of arrays, sharded by `spec`, with the training step's options."""
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
     return parse(lowered.compile(compiler_options=compiler_options(platform)).as_text() or "")

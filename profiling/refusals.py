@@ -1,8 +1,8 @@
 """How soon is bad input refused? python profiling/refusals.py [TIMES]
 
-Starts real commands, so many times (3): training with a data file that has a flipped bit, with checkpoints of another
-model, and on an invalid mesh, and the import of a model whose numbers are of a wrong type. Then each of the inputs of
-`hostile_inputs.py`, once. Every one has to end within 10 s, with exit code 2 and one line. Writes
+Starts real commands, each TIMES times (3): training with a data file that has a flipped bit, with checkpoints of
+another model, and on an invalid mesh, and the import of a model with numbers of a wrong type. Then tries each of the
+inputs of `hostile_inputs.py` once. Every command has to end within 10 s, with exit code 2 and one line. Writes
 results/refusals.json; exit code 1 if one does not.
 """
 
@@ -31,7 +31,7 @@ from moe_jax.errors import run_command
 ROOT = Path(__file__).resolve().parents[1]
 MOST_S = 10
 TRAIN = ["moe_jax.train", "--config", CONFIG, *tiny(4, batch_size=4, seq_len=32, experts=4), "train.steps=2"]
-_SHOWN = 300  # characters of what a command says
+_SHOWN = 300  # characters of a command's output
 
 
 class Refused(NamedTuple):
@@ -48,7 +48,7 @@ class Refused(NamedTuple):
 
 
 def main() -> None:
-    """Try all and write the result."""
+    """Try all inputs and write the result."""
     times = count_argument("TIMES", 3, __doc__)
     with tempfile.TemporaryDirectory() as folder:
         cases = _cases(Path(folder))
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 def _values(refused: Refused) -> dict[str, Any]:
-    said = refused.errors.strip()
-    short = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
+    output = refused.errors.strip()
+    short = output if len(output) <= _SHOWN else f"{output[:_SHOWN]}…"
     return {"seconds": round(refused.seconds, 2), "exit_code": refused.exit_code, "said": short}
 
 
 def _cases(folder: Path) -> dict[str, list[str]]:
-    """Commands that are refused, and what they name, in `folder`."""
+    """Prepare inputs in `folder`; return the commands that have to reject them, by name."""
     (folder / "text.txt").write_bytes(np.random.default_rng(0).integers(65, 90, 20_000, np.uint8).tobytes())
     prepare_text(folder / "text.txt", folder / "tokens")
     tokens = bytearray((folder / "tokens/train.bin").read_bytes())
@@ -114,7 +114,7 @@ def _tried(command: Sequence[str], times: int, folder: str) -> dict[str, Any]:
 
 
 def real_command(each: Hostile) -> list[str]:
-    """The real one."""
+    """Return the command line of a real process for an input."""
     name, *arguments = shlex.split(each.command)
     program = [str(ROOT / "scripts/prepare_text.py")] if name == "prepare_text" else ["-m", f"moe_jax.{name}"]
     command = [sys.executable, *program, *arguments]
@@ -122,7 +122,7 @@ def real_command(each: Hostile) -> list[str]:
 
 
 def try_command(command: Sequence[str], folder: str | None, environ: Mapping[str, str]) -> Refused:
-    """Run in a folder, or in this one."""
+    """Run a command in a folder, or in the current one."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environ}
     start = time.perf_counter()

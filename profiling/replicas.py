@@ -1,10 +1,10 @@
-"""What do replicas do to the load of ranks where one expert is too much for any? python profiling/replicas.py [STEPS]
+"""What do replicas do to the load of ranks if one expert is too much for any rank? python profiling/replicas.py [STEPS]
 
 Trains the model of `migration.py` with a router that sends every token to the first of 64 experts and to another one:
-four times what a rank has on average. Without migration, with it alone, and with a slot for a replica on each rank; the
-same batches, seed and optimiser. Compares the loads, and bytes of the compiled sums of copies with those predicted.
-Losses are compared by `tests/step/test_replicas.py`: this router draws by the bits of its logits, so anew where copies
-add up in another order. About 8 minutes.
+four times the average load of a rank. Compares training without migration, with migration alone, and with a slot for a
+replica on each rank, at the same batches, seed and optimizer. Compares the loads, and the bytes of the compiled sums of
+copies with the predicted ones. Losses are compared by `tests/step/test_replicas.py`: this router draws by the bits of
+its logits, so it draws differently if copies are added up in another order. Takes about 8 minutes.
 """
 
 import math
@@ -30,7 +30,7 @@ RUNS: dict[str, list[str]] = {"off": [], "migration": ON, "replicas": [*ON, "mig
 
 
 def main() -> None:
-    """Train all three and write results/replicas.json."""
+    """Train all three runs and write results/replicas.json."""
     steps = count_argument("STEPS", 250, __doc__)
     initialize(Processes(mode="off"), RANKS)
     settings = [*SETTINGS, ROUTER, f"train.eval_every={steps}"]
@@ -62,13 +62,13 @@ def _curve(records: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _bytes(config: Config) -> dict[str, Any]:
-    """Of the sum of one expert's gradients in the compiled step, and of its copy in the compiled move."""
+    """Return bytes of the sum of one expert's gradients in the compiled step, and of its copy in the compiled move."""
     mesh = make_mesh(config.mesh)
     trainer = make_trainer(config, mesh)
     step = step_program(trainer, batch_shape(config, mesh), target_here(trainer)).compile().as_text() or ""
     mover = Mover(config, trainer)
     (group,) = mover.groups
-    gradient_bytes = mover.expert_bytes(group) // 3  # of what moves: weights and both moments
+    gradient_bytes = mover.expert_bytes(group) // 3  # a move sends weights and both moments
     sums = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce(?:-start)?\([^\n]*sum_copies", step)
     return {
         "bytes_of_compiled_sums_of_copies": [4 * math.prod(map(int, shape.split(","))) for shape in sums],

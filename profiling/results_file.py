@@ -1,4 +1,4 @@
-"""Where benchmarks write: results/NAME.json, with provenance."""
+"""Result files of benchmarks: results/NAME.json, with provenance."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_result(name: str, values: dict[str, Any], quick: bool = False) -> Path:
-    """Store and print the values of a benchmark; of a `quick` try beside those that stay."""
+    """Write and print the values of a benchmark; those of a `quick` run go to a separate file."""
     name = f"{name}.quick" if quick else name
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -23,12 +23,12 @@ def write_result(name: str, values: dict[str, Any], quick: bool = False) -> Path
 
 
 def rounded(value: float) -> float:
-    """Four digits."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles, as result files name them."""
+    """Return the median and quartiles, by their names in result files."""
     found = Quartiles.of(values)
     named = {"median": found.median, "first_quartile": found.first, "third_quartile": found.third}
     return {name: rounded(value) for name, value in named.items()}

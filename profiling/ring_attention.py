@@ -1,10 +1,10 @@
-"""Do the hops of ring attention run beside its products on real compilers? python profiling/ring_attention.py TARGET
+"""Do the hops of ring attention overlap with its products on real compilers? python profiling/ring_attention.py TARGET
 
-Compiles causal attention, forward and backward, of sequences that are cut over all devices of hardware that need not be
-there: around a ring, and with all keys and values gathered first. Counts, in the scheduled programs, transfers that are
-asynchronous and those with a matrix product between start and done; an estimate by published rates says how much of
-them is hidden. Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Seconds to minutes for each program.
-Writes results/ring_attention_TARGET.json; exit code 1 unless the ring hides more than what is gathered.
+Compiles causal attention, forward and backward, of sequences that are sharded over all devices, ahead of time and
+without the hardware: around a ring, and with all keys and values gathered first. Counts, in the scheduled programs, the
+transfers that are asynchronous and those with a matrix product between start and done; an estimate by published rates
+gives their hidden share. Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Takes seconds to minutes for each
+program. Writes results/ring_attention_TARGET.json; exit code 1 unless the ring hides more than the gathers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _SPEC = PartitionSpec(None, Axis.CONTEXT)
 
 
 def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> HloModule:
-    """Values that one sequence's queries see, and gradients of queries, keys and values."""
+    """Compile the attention output of one sequence's queries, and the gradients of queries, keys and values."""
     dtype, sharding = row_dtype(platform), NamedSharding(mesh, _SPEC)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     shapes = [jax.ShapeDtypeStruct((1, sizes.length, n, sizes.head_dim), dtype, sharding=sharding) for n in heads]
@@ -45,7 +45,7 @@ def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argpa
 
 
 def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
-    """One form."""
+    """Describe one form."""
     run = replay(program, target, devices)
     return {
         "transfers": len(run.collectives),
@@ -58,7 +58,7 @@ def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, study both forms, write the result."""
+    """Read the command line, compile and describe both forms, write the result."""
     parser = CommandParser(prog="python profiling/ring_attention.py", description=__doc__)
     parser.add_argument("--length", type=int, default=65536, help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--heads", type=int, default=16, help="of queries (default %(default)s)")
@@ -68,7 +68,7 @@ def main() -> None:
     devices = target_devices(target)
     settings = config.Config(
         mesh=config.MeshConfig(data=1, context=len(devices)), data=config.DataConfig(seq_len=arguments.length)
-    )  # which checks that the sequence divides
+    )  # checks that the sequence divides
     mesh = make_mesh(settings.mesh, devices)
     forms = {form: study(compile_form(form, mesh, target.platform, arguments), target, mesh.size) for form in FORMS}
     sizes = {name: getattr(arguments, name) for name in _SIZES}

@@ -1,10 +1,10 @@
-"""Do a ring's hops run beside experts on real compilers? python profiling/ring_hlo.py TARGET
+"""Do the hops of a ring overlap with experts on real compilers? python profiling/ring_hlo.py TARGET
 
-Compiles experts between their dispatch and their combine for hardware that need not be there: with a whole exchange
+Compiles experts with their dispatch and their combine, ahead of time and without the hardware: with a whole exchange
 before and after them, and hop by hop, as a plain step does with `exchange.algorithm=ring`. Counts, in the scheduled
-programs, hops that are asynchronous and hops with a matrix product between start and done; an estimate by published
-rates says how much of them is hidden. Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Seconds for each program.
-Writes results/ring_hlo_TARGET.json; exit code 1 unless hops hide more than whole exchanges do.
+programs, the hops that are asynchronous and those with a matrix product between start and done; an estimate by
+published rates gives their hidden share. Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2. Takes seconds for each
+program. Writes results/ring_hlo_TARGET.json; exit code 1 unless hops hide more than whole exchanges do.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.parallel.tensor_dispatch import DispatchRoute
 
 _SIZES = ("experts", "slots", "width", "hidden")
-Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices and rows [P, experts, slots, width]
+Layer = Callable[[Any, jax.Array], jax.Array]  # of experts' matrices, and rows [P, experts, slots, width] of P ranks
 
 
 def layers(ranks: Ranks, moe: config.MoEConfig) -> dict[str, Layer]:
-    """Dispatch, experts, combine, in each way."""
+    """Return each implementation of dispatch, experts and combine."""
     product, hooks = next(iter(GROUPED_PRODUCTS[ranks.platform].values())), hooks_of(moe)
     experts = partial(run_experts, moe=moe, product=product)
 
@@ -57,7 +57,7 @@ def layers(ranks: Ranks, moe: config.MoEConfig) -> dict[str, Layer]:
 
 
 def compile_layer(layer: Layer, mesh: jax.sharding.Mesh, platform: str, sizes: argparse.Namespace) -> HloModule:
-    """Rows that are computed, brought to the experts and back, and computed with."""
+    """Compile a program that computes rows, sends them through the layer, and computes with the result."""
     dtype, sharding = row_dtype(platform), NamedSharding(mesh, BATCH_SPEC)
     experts = mesh.size * sizes.experts
     shapes = {
@@ -76,7 +76,7 @@ def compile_layer(layer: Layer, mesh: jax.sharding.Mesh, platform: str, sizes: a
 
 
 def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
-    """One way."""
+    """Describe one implementation."""
     run = replay(program, target, devices)
     return {
         "transfers": len(run.collectives),
@@ -89,7 +89,7 @@ def study(program: HloModule, target: Target, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, study every way, write the result."""
+    """Read the command line, compile and describe every implementation, write the result."""
     parser = CommandParser(prog="python profiling/ring_hlo.py", description=__doc__)
     parser.add_argument("--experts", type=int, default=4, help="of a rank (default %(default)s)")
     parser.add_argument("--slots", type=int, default=512, help="of a rank's rows for an expert (default %(default)s)")

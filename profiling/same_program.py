@@ -1,9 +1,9 @@
-"""Is the program that the report shows the one that runs train? python profiling/same_program.py TARGET [setting …]
+"""Is the program in the report the one that a run trains? python profiling/same_program.py TARGET [setting …]
 
-Compiles the step of configs/bench/fine_grained.yaml for hardware that is not here, once as `report --compile` does
-and once as a run does, and compares both scheduled programs. For GPUs it also compiles the step only once, without
-estimated times of instructions. Targets: v5p:2x2x2, h200:1x1x8, … A few minutes for each compilation.
-Writes results/same_program_TARGET.json; exit code 1 if the two programs differ.
+Compiles the step of configs/bench/fine_grained.yaml, ahead of time and without the hardware, once as `report --compile`
+does and once as a run does, and compares both scheduled programs. For GPUs it also compiles the step only once, without
+estimated times of instructions. Targets: v5p:2x2x2, h200:1x1x8, … Takes a few minutes for each compilation. Writes
+results/same_program_TARGET.json; exit code 1 if the two programs differ.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from moe_jax.step.compile import batch_shape, step_program
 from moe_jax.step.trainer import Trainer, make_trainer
 
 _CONFIG = "configs/bench/fine_grained.yaml"
-_NAMES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # that jax has for real ones
+_NAMES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # names of real ones in jax
 
 
 def as_a_run_finds(target: Target) -> Target | None:
-    """What a run takes its devices for: GPUs of a target are in nodes of one process each."""
+    """Return the target that a run derives from its devices: GPUs of a target are in nodes of one process each."""
     if target.platform != "gpu":
         return None
     slices, hosts, each = map(int, target.layout.split("x"))
@@ -47,12 +47,12 @@ def as_a_run_finds(target: Target) -> Target | None:
 
 
 def trained(config: Config, trainer: Trainer, target: Target | None) -> tuple[str, str]:
-    """Fingerprint and scheduled program of the step of a run."""
+    """Return the fingerprint and the scheduled program of a run's step."""
     run: Any = SimpleNamespace(
         config=config,
         trainer=trainer,
         target=target,
-        first_step=1,  # of a run that goes on: no parameters are drawn
+        first_step=1,  # as in a resumed run: no parameters are drawn
         batch_shape=batch_shape(config, trainer.mesh),
     )
     typed: Run = run
@@ -61,7 +61,7 @@ def trained(config: Config, trainer: Trainer, target: Target | None) -> tuple[st
 
 
 def facts(text: str, target: Target, devices: int) -> dict[str, Any]:
-    """Of a scheduled program: its hash, and its estimated milliseconds."""
+    """Return the hash and the estimated milliseconds of a scheduled program."""
     result = replay(parse(text), target, devices)
     return {
         "sha256": hashlib.sha256(without_frames(text).encode()).hexdigest(),
@@ -73,7 +73,7 @@ def facts(text: str, target: Target, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compile, write results/same_program_TARGET.json."""
+    """Compile, and write results/same_program_TARGET.json."""
     parser = CommandParser(prog="python profiling/same_program.py", description=__doc__)
     arguments, target = read_command(parser, (), settings=True)
     config = load_config(_CONFIG, arguments.overrides)

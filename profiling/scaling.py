@@ -1,6 +1,6 @@
 """Plans of models for 1 to 6,144 chips: python profiling/scaling.py
 
-Each case is what `python -m moe_jax.plan --model MODEL --cluster CLUSTER SETTINGS` chooses. Minutes. Writes
+Each case is the choice of `python -m moe_jax.plan --model MODEL --cluster CLUSTER SETTINGS`. Takes minutes. Writes
 results/scaling.json and .png, which docs/scaling.md shows.
 """
 
@@ -20,7 +20,7 @@ from moe_jax.plan.planner import plan
 class Case(NamedTuple):
     """A model on a cluster."""
 
-    model: str  # of configs/models
+    model: str  # name in configs/models
     cluster: str
     settings: tuple[str, ...]
 
@@ -42,7 +42,7 @@ _COLORS = {"data": "#4c78a8", "expert": "#f2a541", "pipeline": "#e45756", "tenso
 
 
 def planned(case: Case) -> dict[str, Any]:
-    """What the best plan is, and how long it was looked for."""
+    """Return the best plan, and the duration of the search."""
     given = load_draft(f"configs/models/{case.model}.yaml", case.settings)
     draft = open_draft(given, but={each.partition("=")[0] for each in case.settings})
     found = plan(draft, find_cluster(case.cluster))
@@ -69,7 +69,7 @@ def planned(case: Case) -> dict[str, Any]:
 
 
 def draw(found: dict[str, dict[str, Any]]) -> Any:
-    """Axes of each mesh, as shares of the logarithm of the chips, over the model's flop utilisation."""
+    """Draw the axes of each mesh, as shares of the logarithm of the chips, over the model FLOP utilisation."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8, 4.2), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
@@ -90,7 +90,7 @@ def draw(found: dict[str, dict[str, Any]]) -> Any:
 
 
 def main() -> None:
-    """Plan all, write results."""
+    """Plan all cases and write the results."""
     CommandParser(prog="python profiling/scaling.py", description=__doc__).parse_args()
     found = {case.model: planned(case) for case in CASES}
     path = write_result("scaling", {"plans": found})

@@ -1,6 +1,6 @@
-"""Synthetic routers: of E experts the first are chosen most, by the same law whatever a router has learned.
+"""Synthetic routers: the first of E experts are chosen most, by the same distribution whatever a router has learned.
 
-T tokens, E experts, k choices.
+Symbols: T tokens, E experts, k choices.
 """
 
 import jax
@@ -11,16 +11,16 @@ from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.weights import expert_weights
 
 _SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
-_ALWAYS = 100.0  # more than random numbers are apart
+_ALWAYS = 100.0  # larger than any difference of the random numbers
 
 
 def choose(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
-    """k experts drawn without putting back, by random numbers that a token's own logits stand for; softmax weights."""
+    """Draw k experts without replacement, by random numbers from the bits of a token's logits, with softmax weights."""
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
 
 
 def choose_one_always(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
-    """The same, but every token chooses the first expert, and draws the others."""
+    """Choose the first expert for every token, and draw the others like `choose`."""
     return _drawn(logit_TE, moe, jnp.where(jnp.arange(moe.num_experts) == 0, _ALWAYS, 0))
 
 
@@ -34,7 +34,7 @@ def _drawn(logit_TE: jax.Array, moe: MoEConfig, more_E: jax.Array) -> TopKRoutin
 
 
 def _uniform(x: jax.Array) -> jax.Array:
-    """Between 0 and 1, by the bits of each number."""
+    """Return numbers between 0 and 1 from the bits of each number."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)

@@ -1,10 +1,10 @@
-"""Does any run crash, or come out otherwise the next time? python profiling/stress.py [CASES]
+"""Does any run crash, or give other losses the next time? python profiling/stress.py [CASES]
 
-Trains every committed config, narrowed, 30 steps by the real command, with policies, exchanges and meshes of simulated
-devices such that every two of these settings meet: three times each, the second time with six runs on two cores at
-once. Programs are compiled the first time. Losses of all steps must be the same, bit for bit. CASES: only so many,
-spread over all. Writes results/stress.json; exit code 1 if a run failed or was different. Takes an hour and more on two
-cores.
+Trains every committed config, narrowed, for 30 steps by the real command, with policies, exchanges and meshes of
+simulated devices such that every pair of these settings occurs. Each case runs three times, the second time with six
+runs on two cores at once. Programs are compiled the first time. Losses of all steps must be equal, bit for bit. CASES:
+run only this number, spread over all. Writes results/stress.json; exit code 1 if a run failed or differed. Takes an
+hour or more on two cores.
 """
 
 import functools
@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 from tests.pairwise import covering  # noqa: E402
 
 STEPS, LIMIT_S = 30, 600
-AT_ONCE = (2, 6, 2)  # runs, the first, the second and the third time
-GROUP = 12  # cases whose programs are kept at a time
+AT_ONCE = (2, 6, 2)  # concurrent runs, the first, the second and the third time
+GROUP = 12  # cases with programs stored at a time
 TEXT = "configs/text/shakespeare.txt"
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
 POLICIES = [
@@ -46,7 +46,7 @@ POLICIES = [
     "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ragged",
     "schedule.policy=unified schedule.microbatches=4 schedule.weight_grad=greedy schedule.grad_reduce=bucketed",
 ]
-PLACES = [  # exchanges on meshes that have them
+PLACES = [  # exchanges on meshes that support them
     "mesh.cpu_devices=8 mesh.data=2 mesh.expert=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
     "mesh.cpu_devices=4 mesh.data=1 mesh.expert=4 exchange.algorithm=ring exchange.reduction=ring",
     "mesh.cpu_devices=4 mesh.data=1 mesh.expert=4 exchange.algorithm=halo exchange.ranks_per_node=2",
@@ -59,13 +59,13 @@ PLACES = [  # exchanges on meshes that have them
 
 @dataclass
 class Found:
-    """What became of the runs of a case."""
+    """The outcomes of the runs of a case."""
 
     settings: list[str]
     folder: str
     refused: str = ""
     failures: list[str] = field(default_factory=list)
-    losses: list[list[float]] = field(default_factory=list)  # of each run that ended well
+    losses: list[list[float]] = field(default_factory=list)  # of each run that succeeded
 
     @property
     def runs(self) -> int:
@@ -73,12 +73,12 @@ class Found:
 
     @property
     def is_same(self) -> bool:
-        """Whether all runs that ended well have the same losses, of all steps."""
+        """Whether all runs that succeeded have the same losses, of all steps."""
         return all(each == self.losses[0] and len(each) == STEPS for each in self.losses)
 
 
 def main() -> None:
-    """Run all and write the result."""
+    """Run all cases and write the result."""
     cases = covering({"config": CONFIGS, "policy": POLICIES, "place": PLACES}, refuses=lambda pair: False)
     wanted = count_argument("CASES", len(cases), __doc__)
     cases = cases[:: max(1, len(cases) // wanted)][:wanted]
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def narrowed(config: Config) -> list[str]:
-    """Settings that make a model of the same kind small, and let it read a text of bytes."""
+    """Return settings that make a model of the same kind small, and let it read a text of bytes."""
     model, moe, attention = config.model, config.model.moe, config.model.attention
     every = (moe.moe_layer_freq, attention.full_every, attention.nope_every)
     period = math.lcm(*(each for each in every if each))
@@ -152,7 +152,7 @@ def narrowed(config: Config) -> list[str]:
 
 
 def _try(cases: list[dict[str, str]]) -> list[Found]:
-    """Three runs of each of these cases."""
+    """Run each of these cases three times."""
     with tempfile.TemporaryDirectory() as folder:
         all_found = [
             Found([case["config"], *(" ".join(value for name, value in case.items() if name != "config").split())], own)
@@ -169,7 +169,7 @@ def _try(cases: list[dict[str, str]]) -> list[Found]:
 
 
 def _again(number: int, found: Found) -> None:
-    """One more run of a case."""
+    """Run a case once more."""
     if found.refused:
         return
     config, *settings = found.settings

@@ -3,9 +3,9 @@
     sudo .venv/bin/python profiling/tensor_box.py
 
 Two processes in network namespaces are two nodes, joined by a throttled link; each has up to four simulated devices,
-its tensor ranks. Training steps with each form of exchange (`exchange.tensor_form`) run in turn; times are ratios to
-`replicated`, where every tensor rank exchanges all rows. All forms start from the same state and see the same tokens:
-their losses have to be equal bit for bit. Writes results/tensor_box.json; exit code 1 if they are not.
+its tensor ranks. Training steps with each form of exchange (`exchange.tensor_form`) alternate; times are ratios to
+`replicated`, where every tensor rank exchanges all rows. All forms start from the same state and process the same
+tokens: their losses have to be equal bit for bit. Writes results/tensor_box.json; exit code 1 if they are not.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _SMALLER = ["model.num_layers=2", "train.batch_size=8"]
 
 
 class Harness:
-    """The step of one config on the first tensor ranks of both nodes, its state, and the losses that it had."""
+    """The step of one config on the first tensor ranks of both nodes, its state, and its losses so far."""
 
     def __init__(self, config: Config):
         each = len(jax.devices()) // NODES
@@ -56,7 +56,7 @@ class Harness:
         self.losses: list[float] = []
 
     def seconds(self, steps: int) -> float:
-        """Mean of `steps` in a row, started together with the other node."""
+        """Return mean seconds of `steps` consecutive steps, after a barrier with the other node."""
         multihost_utils.sync_global_devices("round")
         start = time.perf_counter()
         for _ in range(steps):
@@ -66,9 +66,9 @@ class Harness:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All rounds, in one process of the box."""
+    """Run all rounds, in one process of the box."""
     box.join(devices=max(TENSOR_RANKS))
-    stands = {
+    harnesses = {
         (tensor, form): Harness(
             load_config(
                 arguments.config, [*_COMMON, *_SMALLER, f"mesh.tensor={tensor}", f"exchange.tensor_form={form}"]
@@ -78,19 +78,21 @@ def measure(arguments: argparse.Namespace) -> None:
         for form in FORMS
     }
     box.set_rate(box.parse_rate(arguments.rate))
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in stands}
-    for turn in range(arguments.rounds + 1):
-        for key, stand in stands.items():
-            step_s = stand.seconds(arguments.steps)
-            if turn:  # the first warms up
+    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in harnesses}
+    for round_index in range(arguments.rounds + 1):
+        for key, harness in harnesses.items():
+            step_s = harness.seconds(arguments.steps)
+            if round_index:  # round 0 is the warm-up
                 seconds[key].append(step_s)
         if box.rank() == 0:
-            print(f"round {turn} of {arguments.rounds}", flush=True)
-    box.hand_back([[*key, seconds[key], stand.exchanged_bytes, stand.losses] for key, stand in stands.items()])
+            print(f"round {round_index} of {arguments.rounds}", flush=True)
+    box.return_values(
+        [[*key, seconds[key], harness.exchanged_bytes, harness.losses] for key, harness in harnesses.items()]
+    )
 
 
 def summary(found: list[Any]) -> dict[str, Any]:
-    """Of each form its bytes and its time over those of `replicated` in the same round."""
+    """Return the bytes of each form, and its time relative to `replicated` in the same round."""
     rows = {(tensor, form): rest for tensor, form, *rest in found}
     result: dict[str, Any] = {}
     for (tensor, form), (seconds, num_bytes, losses) in rows.items():
@@ -109,9 +111,9 @@ def summary(found: list[Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/tensor_box.py", description=__doc__)
-    box.add_turns(parser, rate="400mbit", out_of="node", turn="form in a round", rounds=7)
+    box.add_round_flags(parser, rate="400mbit", out_of="node", unit="form in a round", rounds=7)
     box.add_arguments(parser)
-    # a device that waits for another one holds a thread
+    # a device that waits for another one occupies a thread
     parser.set_defaults(processes=NODES, threads=2 * max(TENSOR_RANKS))
     arguments = parser.parse_args()
     check_least(arguments, steps=1, rounds=2)

@@ -1,9 +1,9 @@
 """Do all forms of exchange over tensor ranks train to the same losses? python profiling/tensor_forms.py [STEPS]
 
 Trains the model of `configs/shakespeare_cpu.yaml` on two expert ranks of two and of four tensor ranks, simulated on the
-CPU, with each form (`exchange.tensor_form`): same tokens, seed and optimiser. Losses have to be equal bit for bit. Also
-counts, in the compiled training step, the bytes that leave a device in all-to-alls. Writes results/tensor_forms.json
-and .png; exit code 1 if losses differ.
+CPU, with each form (`exchange.tensor_form`); tokens, seed and optimizer are the same. Losses have to be equal bit for
+bit. Also counts, in the compiled training step, the bytes that leave a device in all-to-alls. Writes
+results/tensor_forms.json and .png; exit code 1 if losses differ.
 """
 
 from pathlib import Path
@@ -29,13 +29,13 @@ _STYLES = ("k-", "C0--", "C1-.", "C2:")
 
 
 def settings_of(form: str, tensor: int) -> list[str]:
-    """On a data axis that fills all devices."""
+    """Return settings of a form, with a data axis that fills all devices."""
     mesh = ["mesh.data=-1", f"mesh.expert={EXPERT_RANKS}", f"mesh.tensor={tensor}"]
     return [*mesh, f"exchange.tensor_form={form}", "log.every=1"]
 
 
 def exchanged_bytes(config: Config) -> float:
-    """That leave a device in all-to-alls of a training step."""
+    """Return the bytes that leave a device in all-to-alls of a training step."""
     mesh = make_mesh(config.mesh)
     trainer = make_trainer(config, mesh)
     step = step_program(trainer, batch_shape(config, mesh), target_here(trainer)).compile()
@@ -44,7 +44,7 @@ def exchanged_bytes(config: Config) -> float:
 
 
 def main() -> None:
-    """Train all, compare, write results."""
+    """Train all runs, compare, write results."""
     steps = count_argument("STEPS", 200, __doc__)
     initialize(Processes(mode="off"), cpu_devices=EXPERT_RANKS * max(TENSOR_RANKS))
     losses: dict[str, dict[str, list[float]]] = {}

@@ -1,9 +1,9 @@
 """What exchanges over tensor ranks become on real compilers: python profiling/tensor_hlo.py TARGET [--tensor T]
 
-Compiles rows' way to the experts with each form (`exchange.tensor_form`) for hardware that need not be there, counts
-what leaves a device in all-to-alls and in gathers, and tells whether one chunk is gathered while the next is exchanged.
-Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2, cpu:8. Seconds for each form. Writes
-results/tensor_hlo_TARGET_tT.json; exit code 1 if bytes are not those of plan/over_tensor.py.
+Compiles the dispatch of rows to the experts with each form (`exchange.tensor_form`), ahead of time and without the
+hardware. Counts the bytes that leave a device in all-to-alls and in gathers, and reports whether one chunk is gathered
+while the next is exchanged. Targets as in docs/compiled.md: h100:1x1x8, v5p:2x2x2, cpu:8. Takes seconds for each form.
+Writes results/tensor_hlo_TARGET_tT.json; exit code 1 if bytes are not those of plan/over_tensor.py.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _SPEC = PartitionSpec((Axis.EXPERT, Axis.TENSOR))
 
 
 def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width: int) -> HloModule:
-    """Rows that are computed, brought to the experts, and computed with."""
+    """Compile a program that computes rows, sends them to the experts, and computes with the result."""
 
     def body(x: jax.Array) -> jax.Array:
         send = EXCHANGES[route.algorithm].bind(route.ranks)
@@ -40,15 +40,15 @@ def compile_form(route: DispatchRoute, mesh: jax.sharding.Mesh, rows: int, width
     return compile_on(mesh, route.ranks.platform, body, _SPEC, x)
 
 
-def of_kind(found: list[ExchangeOp], kind: str) -> list[ExchangeOp]:
+def with_kind(found: list[ExchangeOp], kind: str) -> list[ExchangeOp]:
     return [each for each in found if each.collective.opcode.startswith(kind)]
 
 
 def study(form: str, program: HloModule, num_bytes: float, tensor: int, experts: int) -> dict[str, Any]:
-    """One form: `num_bytes` are those of all tensor ranks of an expert rank."""
+    """Describe one form; `num_bytes` is the total of all tensor ranks of an expert rank."""
     devices = tensor * experts
     found = exchanges(program, devices)
-    sends, gathers = of_kind(found, "all-to-all"), of_kind(found, "all-gather")
+    sends, gathers = with_kind(found, "all-to-all"), with_kind(found, "all-gather")
     sent = sum(sent_bytes(each.collective, program, devices) for each in sends)
     only_bytes = LinkStages(*(lambda x: x,) * 3)
     expected = stage_seconds(num_bytes, tensor, experts, 1, only_bytes)[0] * (tensor if form == "replicated" else 1)
@@ -63,7 +63,7 @@ def study(form: str, program: HloModule, num_bytes: float, tensor: int, experts:
 
 
 def main() -> None:
-    """Read the command line, study every form, write the result."""
+    """Read the command line, compile and describe every form, write the result."""
     parser = CommandParser(prog="python profiling/tensor_hlo.py", description=__doc__)
     parser.add_argument("--tensor", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--chunks", type=int, default=4, help="of o2 and o3 (default 4)")

@@ -1,8 +1,8 @@
 """Where the time of the tests goes, file by file: python profiling/test_costs.py COSTS [OLDER]
 
-COSTS is what `pytest --cost-to COSTS` wrote: CPU seconds of each test, of them those of processes that it started,
-seconds spent tracing and compiling, programs compiled, processes started. OLDER is the same of an older suite. Writes
-their sums to results/test_costs.json and prints the files that cost most.
+COSTS is a file that `pytest --cost-to COSTS` wrote: CPU seconds of each test, the part of them in processes that it
+started, seconds spent tracing and compiling, programs compiled, and processes started. OLDER is such a file of an older
+suite. Writes their sums to results/test_costs.json and prints the files that cost most.
 """
 
 import json
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _suite(path: str) -> dict[str, Any]:
-    """Sums of all tests, and of each file, the dearest first."""
+    """Return the sums of all tests, and of each file, most expensive first."""
     tests: dict[str, dict[str, float]] = json.loads(Path(path).read_text())
     files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, costs in tests.items():

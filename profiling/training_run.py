@@ -1,4 +1,4 @@
-"""Training runs of benchmarks: their settings, and what one logged."""
+"""Training runs of benchmarks: their settings and their records."""
 
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ _QUIET = ("checkpoint.every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
 
 def tiny(ranks: int, *, batch_size: int, seq_len: int, experts: int) -> list[str]:
-    """Settings of a small model on `ranks` expert ranks, each step recorded. Losses do not depend on train.steps."""
+    """Return settings of a small model on `ranks` expert ranks that records each step.
+
+    Losses do not depend on train.steps.
+    """
     return [
         *(
             "model.num_layers=2",
@@ -32,21 +35,24 @@ def tiny(ranks: int, *, batch_size: int, seq_len: int, experts: int) -> list[str
 
 
 class StoppedError(UserError):
-    """A training that a signal ended before its last step."""
+    """Raised for a training run that a signal ended before its last step."""
 
 
 def train_config(settings: Sequence[str], steps: int) -> Config:
-    """The small model, to be trained from its start in a folder that `records_of` makes."""
+    """Return the config of the small model, to be trained from scratch in a folder that `records_of` creates."""
     return load_config(CONFIG, [*settings, f"train.steps={steps}", *_QUIET])
 
 
 def losses_of(settings: Sequence[str], steps: int, name: str) -> dict[int, float]:
-    """By step, of the metric `name` (`loss`, `validation_loss`), wherever it was logged. Raises StoppedError."""
+    """Train and return the metric `name` (`loss`, `validation_loss`) of each step that logged it.
+
+    Raises StoppedError.
+    """
     return {record["step"]: record[name] for record in records_of(settings, steps) if name in record}
 
 
 def records_of(settings: Sequence[str], steps: int) -> list[dict[str, Any]]:
-    """All that was logged of a run that reached its last step. Raises StoppedError."""
+    """Train to the last step and return all records. Raises StoppedError."""
     with tempfile.TemporaryDirectory() as folder:
         train(train_config([*settings, f"log.dir={folder}"], steps))
         records = read_metrics(Path(folder))

@@ -1,13 +1,15 @@
-"""The size of reductions' chunks, tuned in a cluster in one box: the tuner's search of FlowMoE, section 4.3.
+"""The size of gradient buckets, tuned in a cluster in one box: the tuner's search of FlowMoE, section 4.3.
 
     sudo .venv/bin/python profiling/tuned_box.py [section.key=value …]
 
-Two processes, joined by a link that is throttled and whose messages take a while to start: at 400 Mbit/s 8 ms cost what
+Two processes are joined by a throttled link with a start-up time for each message: at 400 Mbit/s, 8 ms cost as much as
 8 µs cost at 50 GB/s.
-1. Every size is timed, in rounds that go through all of them.
-2. Search, grid and random look for the best with eight samples each, on those times.
+
+1. Every size is timed, in rounds that include all sizes.
+2. The tuner's search, a grid and random choice look for the best size with eight samples each, on those times.
 3. A run trains and tunes itself, while the rate of its links changes.
-About half an hour. Prints what came out, and writes it to results/tuned_box.json with a picture.
+
+Takes about half an hour. Prints the results and writes them to results/tuned_box.json with a picture.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import Any
 
 import box
 import numpy as np
-from benchmark_harness import Harness, seconds_per_step, tell
+from benchmark_harness import Harness, print_once, seconds_per_step
 from count_argument import check_least
 from results_file import RESULTS, quartiles, rounded, write_result
 from tuned_picture import write_picture
@@ -39,7 +41,7 @@ from moe_jax.run.loop import train
 from moe_jax.run.tuning_space import choices_of
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
-# Sums of gradients are as long as exchanges, so that chunks between them matter.
+# Sums of gradients take as long as exchanges, so that the size of buckets between them matters.
 _SETTINGS = [
     "schedule.policy=unified",
     "schedule.microbatches=2",
@@ -51,26 +53,26 @@ _SETTINGS = [
     "tune.patience=20",
 ]
 _LIVE = ["log.every=1", "log.tensorboard=false", "checkpoint.every=0", "train.eval_every=0", "train.steps=100000"]
-_CALM_STEPS = 25  # of the run with what it found, before the rate changes and before the end
+_CALM_STEPS = 25  # steps of the run with its choice, before the rate changes and before the end
 _STATE = "changed_at"
 _RUN = "TUNED_BOX_RUN"  # the folder of the run, for the processes of the box
 
 
 def sweep(configs: dict[float, Config], rate: float, rounds: int, iterations: int) -> list[list[float]]:
-    """Seconds of a step of each size in each round, the median of `iterations` as the tuner takes it."""
+    """Return seconds of a step of each size in each round, the median of `iterations` as in the tuner."""
     box.set_data_rate(rate)
-    stand = Harness(next(iter(configs.values())))
+    harness = Harness(next(iter(configs.values())))
     steps = []
     for number, config in enumerate(configs.values()):
-        steps.append(stand.step_of(stand.compiled(config)))
-        tell(f"compiled {number + 1} of {len(configs)}")
+        steps.append(harness.step_of(harness.compiled(config)))
+        print_once(f"compiled {number + 1} of {len(configs)}")
     seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(rounds):
-        # there and back: what changes on the machine meanwhile changes all alike
-        for number in list(range(len(steps)))[:: 1 if turn % 2 else -1]:
+    for round_index in range(rounds):
+        # forwards and backwards, so that slow changes of the machine affect all sizes alike
+        for number in list(range(len(steps)))[:: 1 if round_index % 2 else -1]:
             seconds_per_step(steps[number], 1)
             seconds[number].append(statistics.median(seconds_per_step(steps[number], 1) for _ in range(iterations)))
-        tell(f"round {turn + 1} of {rounds}")
+        print_once(f"round {round_index + 1} of {rounds}")
     return seconds
 
 
@@ -87,11 +89,11 @@ def live(config: Config, rates: tuple[float, float], deadline: float) -> None:
 
 @contextlib.contextmanager
 def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
-    """While the run trains: change the rate when it has chosen, and end it when it has chosen again."""
+    """While the run trains, change the rate once it has chosen, and end the run once it has chosen again."""
     over = threading.Event()
 
     def reached(searches: int) -> bool:
-        """Whether the run is through so many searches and some steps more."""
+        """Return whether the run has finished this number of searches and some more steps."""
         while not over.wait(0.1) and time.monotonic() < deadline:
             records = read_metrics(run) if (run / FILE_NAME).exists() else []
             ends = [record["step"] for record in records if "chosen_step_s" in record]
@@ -106,7 +108,7 @@ def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
                 (run / _STATE).write_text(str(read_metrics(run)[-1]["step"]))
             reached(2)
         if box.rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)  # jax tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # jax informs the other processes
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -118,7 +120,7 @@ def _changed_rate(run: Path, rate: float, deadline: float) -> Iterator[None]:
 
 
 def live_summary(run: Path, rates: tuple[float, float]) -> dict[str, Any]:
-    """What the records of the run say."""
+    """Summarise the records of the run."""
     records = read_metrics(run)
     changed = run / _STATE
 
@@ -140,7 +142,7 @@ def live_summary(run: Path, rates: tuple[float, float]) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, float]) -> None:
-    """All of it, in one process of the box."""
+    """Run all three parts, in one process of the box."""
     box.join()
     box.set_latency(arguments.latency_ms / 1e3)
     choices = choices_of(config, make_mesh(config.mesh))
@@ -148,14 +150,14 @@ def measure(arguments: argparse.Namespace, config: Config, rates: tuple[float, f
     sizes = [choices.settings(number)["bucket_cap_mb"] for number in range(len(choices.values))]
     configs = {float(size): choices.config_of(number) for number, size in enumerate(sizes)}
     seconds = sweep(configs, rates[0], arguments.rounds, config.tune.iterations)
-    tell("training")
+    print_once("training")
     deadline = time.monotonic() + 60 * arguments.minutes
     live(config, rates, deadline)
-    box.hand_back({"sizes": list(configs), "seconds": seconds, "live": live_summary(Path(config.log.dir), rates)})
+    box.return_values({"sizes": list(configs), "seconds": seconds, "live": live_summary(Path(config.log.dir), rates)})
 
 
 def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
-    """The three parts as plain values."""
+    """Return the results of the three parts as plain values."""
     seconds = np.array(found["seconds"])
     rows = [quartiles(each) for each in found["seconds"]]
     medians = [row["median"] for row in rows]
@@ -172,8 +174,8 @@ def summary(found: dict[str, Any], seeds: int) -> dict[str, Any]:
     }
 
 
-def told(result: dict[str, Any]) -> str:
-    """In words."""
+def text(result: dict[str, Any]) -> str:
+    """Format the summary as text."""
     lines = [
         f"best of {len(result['sweep']['bucket_cap_mb'])} sizes {result['sweep']['best_chunk_mb']} MB, "
         f"the worst takes {result['sweep']['worst_over_best']} × its time"
@@ -189,14 +191,14 @@ def told(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the box, print what came out, and write JSON and a picture to results/."""
+    """Run the box, print the results, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/tuned_box.py", description=__doc__)
     parser.add_argument("--config", default="configs/bench/box.yaml")
     parser.add_argument("--rates", default="400mbit,150mbit", help="of every link, before and after the change")
     parser.add_argument("--latency-ms", type=float, default=8.0, help="of a message (default 8)")
     parser.add_argument("--rounds", type=int, default=4, help="through all sizes (default 4)")
-    parser.add_argument("--minutes", type=float, default=8, help="that the training run may take at most (default 8)")
-    parser.add_argument("--seeds", type=int, default=500, help="of each way of looking (default 500)")
+    parser.add_argument("--minutes", type=float, default=8, help="time limit of the training run (default 8)")
+    parser.add_argument("--seeds", type=int, default=500, help="of each search method (default 500)")
     parser.add_argument("--name", default="tuned_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings of the model and the run")
     box.add_arguments(parser)
@@ -220,7 +222,7 @@ def main() -> None:
         os.environ[_RUN] = folder
         found = box.run_in_box(settings)
     result = summary(found, arguments.seeds)
-    print(told(result))
+    print(text(result))
     print(f"written: {write_picture(result, RESULTS / f'{arguments.name}.png')}")
     write_result(arguments.name, result | {"box": dataclasses.asdict(settings)})
 

@@ -1,4 +1,4 @@
-"""Pictures of tuning: the times of all sizes, how fast ways of looking find the best, and a run that tunes itself."""
+"""Pictures of tuning: times of all sizes, how fast each search method finds the best, and a run that tunes itself."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ _SEARCHING = "#eef3fb"
 
 
 def write_picture(result: Mapping[str, Any], path: Path) -> Path:
-    """All three parts."""
+    """Draw all three parts."""
     figure = plt.figure(figsize=(11, 7.5), layout="constrained")
     parts = figure.add_gridspec(3, 2, height_ratios=[3, 2, 2])
     _sizes(figure.add_subplot(parts[0, 0]), result["sweep"])
@@ -58,7 +58,7 @@ def _regrets(axes: Any, replay: Mapping[str, Mapping[str, Any]]) -> None:
             samples, [100 * each for each in row["ninth_decile"]], color=_COLORS[name], linestyle=":", linewidth=1
         )
     axes.axhline(100 * WITHIN, color="#333333", linestyle=":", linewidth=1)
-    axes.set_yscale("symlog", linthresh=10)  # what is left of the first samples' hundreds
+    axes.set_yscale("symlog", linthresh=10)  # the first samples are off by hundreds of percent, the last by a few
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.set(xlabel="samples", ylabel="% slower than the best size", ylim=(0, None))
     axes.set_title("best so far; dotted: 9 of 10 seeds are better")

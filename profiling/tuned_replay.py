@@ -1,4 +1,4 @@
-"""Ways to look for the fastest choice, played on times that were measured before."""
+"""Search methods for the fastest choice, replayed on times that were measured before."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,20 +11,21 @@ from moe_jax.plan.bayes import BayesSearch
 Array = NDArray[np.float64]
 Draw = np.random.Generator
 
-WITHIN = 0.02  # of the fastest
+WITHIN = 0.02  # relative to the fastest
 SAMPLES = 8
 
 
 def regrets(sizes: Sequence[float], step_s: Array, seeds: int) -> dict[str, dict[str, Any]]:
-    """By how much the choice of each way is slower than the fastest size, after each sample; [size, round] seconds.
+    """Return by how much the choice of each method is slower than the fastest size, after each sample.
 
-    A sample is the time of one round of a size. How slow a size is, is its median. The first size of a search is drawn.
+    `step_s` has seconds [size, round]. A sample is the time of one round of a size. The true time of a size is its
+    median. The first size of a search is drawn at random.
     """
     true_s = np.median(step_s, axis=1)
     found: dict[str, dict[str, Any]] = {}
-    for name, way in _WAYS.items():
-        picked = np.array([way(sizes, step_s, np.random.default_rng(seed)) for seed in range(seeds)])
-        excess = true_s[picked] / true_s.min() - 1
+    for name, method in _METHODS.items():
+        chosen = np.array([method(sizes, step_s, np.random.default_rng(seed)) for seed in range(seeds)])
+        excess = true_s[chosen] / true_s.min() - 1
         found[name] = {
             "mean": excess.mean(axis=0).round(5).tolist(),
             "ninth_decile": np.quantile(excess, 0.9, axis=0).round(5).tolist(),
@@ -34,13 +35,13 @@ def regrets(sizes: Sequence[float], step_s: Array, seeds: int) -> dict[str, dict
 
 
 def _search(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
-    search, picked = BayesSearch([(size,) for size in sizes]), []
+    search, chosen = BayesSearch([(size,) for size in sizes]), []
     size = int(draw.integers(len(sizes)))
     for _ in range(SAMPLES):
         search.observe(size, float(draw.choice(step_s[size])))
-        picked.append(search.best)
+        chosen.append(search.best)
         size = search.suggest()
-    return picked
+    return chosen
 
 
 def _grid(sizes: Sequence[float], step_s: Array, draw: Draw) -> list[int]:
@@ -57,7 +58,7 @@ def _least_so_far(order: NDArray[np.int64], step_s: Array, draw: Draw) -> list[i
     return [int(order[int(np.argmin(seconds[: n + 1]))]) for n in range(len(order))]
 
 
-_WAYS: dict[str, Callable[[Sequence[float], Array, Draw], list[int]]] = {
+_METHODS: dict[str, Callable[[Sequence[float], Array, Draw], list[int]]] = {
     "search": _search,
     "grid": _grid,
     "random": _random,

@@ -1,7 +1,7 @@
-# Sourced by the other scripts: goes to the project's root and activates a virtual environment that has what they need.
+# Sourced by the other scripts: changes to the project's root and activates a virtual environment with their packages.
 #   source scripts/setup_env.sh EXTRAS      EXTRAS of pyproject.toml: dev, plots, tpu,plots …
-# An active virtual environment is used as it is found; otherwise .venv is, and is made if there is none.
-# Nothing is installed again until pyproject.toml changes. $PYTHON names the Python to make .venv with.
+# An active virtual environment is used as it is; otherwise .venv is used, and created if it does not exist.
+# Nothing is installed again until pyproject.toml changes. $PYTHON names the Python that creates .venv.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -31,7 +31,7 @@ activate_env() {
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
     stamp="$PWD $(cksum <pyproject.toml)"
-    for installed in "$extras" dev; do # dev holds plots
+    for installed in "$extras" dev; do # dev includes plots
         if [[ "$installed" == "$extras" || "$extras" == plots ]] &&
             [[ "$(cat "$venv/.moe_jax-$installed" 2>/dev/null)" == "$stamp" ]]; then
             return

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A few tests with the newest Python found and the newest packages that pyproject.toml allows, in .venv-newest.
-# scripts/test.sh runs all tests with the oldest.
+# Runs a few tests with the newest Python found and the newest packages that pyproject.toml allows, in .venv-newest.
+# scripts/test.sh runs all tests with the oldest ones.
 #   scripts/smoke.sh [arguments for pytest instead of these tests]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# what a user types; pages and models; what reads programs that jax traces, whose operations differ between versions
+# commands; docs and converted models; code that reads traced jax programs, which differ between versions of jax
 TESTS=(tests/test_smoke.py tests/test_docs.py tests/convert/test_golden.py)
 TESTS+=(tests/step/test_min_cut_remat.py tests/plan/test_memory.py tests/plan/test_traffic.py)
 
@@ -23,7 +23,7 @@ find_newest() {
 
 python="$(find_newest)"
 if [[ "$(.venv-newest/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]] ||
-    ! grep -qsF "$PWD/.venv-newest" .venv-newest/bin/activate; then # half made, or moved
+    ! grep -qsF "$PWD/.venv-newest" .venv-newest/bin/activate; then # incomplete, or moved
     "$python" -m venv --clear .venv-newest
 fi
 # shellcheck disable=SC1091

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All checks: style, types, layers, links of the documentation, tests. Makes its own environment. With arguments, those
-# tests alone.
+# Runs all checks: style, types, import layers, links of the documentation, tests. Creates its own environment. With
+# arguments, runs only the tests that they select.
 #   scripts/test.sh [arguments for pytest, e.g. -k mesh]
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup_env.sh
@@ -15,13 +15,13 @@ check() {
     "$@" || failed+=("$*")
 }
 
-# Fails where a link is dead or a page is missing. With --quiet, mkdocs would not count warnings, and --strict not fail.
+# Fails if a link is dead or a page is missing. With --quiet, mkdocs does not count warnings, so --strict cannot fail.
 build_site() {
-    local folder told code=0
+    local folder output code=0
     folder="$(mktemp -d)"
-    told="$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .mkdocs.yml --site-dir "$folder" 2>&1)" || code=$?
+    output="$(NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .mkdocs.yml --site-dir "$folder" 2>&1)" || code=$?
     rm -rf "$folder"
-    ((code == 0)) || echo "$told" >&2
+    ((code == 0)) || echo "$output" >&2
     return "$code"
 }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains on a TPU VM, or on a whole TPU slice; jax finds its workers. From your machine, on all workers at once:
 #   scripts/tpu_vm.sh [--dry-run] --on NAME --zone ZONE --config FILE [section.key=value …]
-# On a worker, where that line starts it, or by hand on every one:
+# On a worker (the line above runs this on each), or by hand on every worker:
 #   scripts/tpu_vm.sh [--dry-run] --config FILE [section.key=value …]
-# --dry-run, as the first word, prints the command that would be run. Each worker has its own clone of the project in
-# ~/moe_jax; with several workers, log.dir must be on a disk that they share.
+# --dry-run, as the first argument, prints the command without running it. Each worker needs its own clone of the project
+# in ~/moe_jax; with several workers, log.dir must be on a disk that they share.
 set -euo pipefail
 
 run=exec
