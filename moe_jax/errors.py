@@ -105,7 +105,7 @@ def is_full_disk(error: BaseException | None) -> bool:
     return told or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
 
 
-def given_path(name: str, text: str) -> Path:
+def parse_path(name: str, text: str) -> Path:
     """A path that stands on a command line as `name`. Raises ConfigError."""
     try:
         return Path(plain_path(text))

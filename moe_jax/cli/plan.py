@@ -59,7 +59,7 @@ def main() -> None:
         )
     if arguments.out:
         _check(arguments.out)
-    draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
+    draft = given if given.open else open_draft(given, fixed={each.partition("=")[0] for each in arguments.overrides})
     said: list[str] = []
 
     def tell(text: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_jax.config.ranges import Range, check_number
-from moe_jax.errors import CommandParser, UserError, given_path, run_command
+from moe_jax.errors import CommandParser, UserError, parse_path, run_command
 from moe_jax.files.atomic import check_writable
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
@@ -73,7 +73,7 @@ def _page(arguments: argparse.Namespace) -> None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
         raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
-    run, every_s = given_path("RUN", arguments.run), arguments.watch
+    run, every_s = parse_path("RUN", arguments.run), arguments.watch
     if every_s is None:
         print(f"wrote {write_report(run)}")
         if text := alarm_text(run):
@@ -88,7 +88,7 @@ def _compiled(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--watch={arguments.watch} is for the page of a run, and --compile writes none: drop one")
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
-    arguments.config = str(given_path("--config", arguments.config))
+    arguments.config = str(parse_path("--config", arguments.config))
     target = find_target(arguments.compile)
     if arguments.out:
         check_writable(*(arguments.out / name for name in ("report.txt", "timeline.png", "trace.json")))

@@ -1,4 +1,4 @@
-"""Rules of experts that change ranks."""
+"""Rules for migration: experts that move between ranks."""
 
 from moe_jax.config.registry import DISPATCHER_FACTS
 from moe_jax.config.sections import Sections
@@ -6,7 +6,7 @@ from moe_jax.errors import ConfigError
 
 
 def check_migration(config: Sections) -> None:
-    """Raise ConfigError where there is nothing to migrate, or nothing to gain."""
+    """Raise ConfigError if no experts can be moved, or if moving them cannot save time."""
     moe, settings = config.model.moe, config.migration
     if not settings.enabled:
         return

@@ -1,15 +1,15 @@
-"""Rules of a pipeline: its stages, what they run, and what they do not."""
+"""Rules for pipelines: stages, model chunks, and the settings that stages do not support."""
 
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.errors import ConfigError
 
-_MOST_PASSES = 2**16  # of a table of ticks: 64 stages with 1,024 parts of a batch
+_MOST_PASSES = 2**16  # passes in a table of ticks: 64 stages with 1,024 parts of a batch
 
 
 def check_pipeline(config: Sections) -> None:
-    """Raise ConfigError for a pipeline that cannot run, and for settings that only pipelines have."""
+    """Raise ConfigError for a pipeline that cannot run, and for settings that need a pipeline if there is none."""
     stages, settings = config.mesh.pipeline, config.schedule
     name, chunks, facts = settings.pipeline, settings.virtual_stages, settings.pipeline_facts
     if stages == -1:

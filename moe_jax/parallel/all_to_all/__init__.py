@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.config import registry
-from moe_jax.config.plugins import named
+from moe_jax.config.plugins import load_part
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.ranks import Ranks
 
@@ -64,7 +64,7 @@ BY_NODE = tuple(name for name, facts in registry.EXCHANGE_FACTS.items() if facts
 
 def exchange_named(algorithm: str) -> Exchange:
     """The one that a config names, but for auto and ragged. Raises ConfigError if it is none."""
-    exchange = named("exchange.algorithm", algorithm, EXCHANGES)
+    exchange = load_part("exchange.algorithm", algorithm, EXCHANGES)
     if not isinstance(exchange, Exchange):
         raise ConfigError(
             f"exchange.algorithm={algorithm} is of type {type(exchange).__name__}: "
