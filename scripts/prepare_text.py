@@ -1,9 +1,9 @@
-"""Turn text into token files for training: a folder that `data.path` can name.
+"""Turn text into token files for training: a folder for `data.path`.
 
 python scripts/prepare_text.py my_texts tokens/mine                                    # bytes
 python scripts/prepare_text.py corpus.jsonl tokens/mine --tokenizer bpe --vocab-size 8192
-python scripts/prepare_text.py my_texts tokens/mine --tokenizer models/olmoe             # the one of a model
-python scripts/prepare_text.py --verify tokens/mine                                    # read it all and check it
+python scripts/prepare_text.py my_texts tokens/mine --tokenizer models/olmoe             # a model's tokenizer
+python scripts/prepare_text.py --verify tokens/mine                                    # verify all checksums
 """
 
 import argparse

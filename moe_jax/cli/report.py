@@ -1,4 +1,8 @@
-"""`python -m moe_jax.report RUN`, or `--compile TARGET --config FILE`: what became of a run, or becomes of a step."""
+"""The command that writes the report of a run, or describes a step compiled for a target.
+
+python -m moe_jax.report RUN
+python -m moe_jax.report --compile TARGET --config FILE
+"""
 
 import argparse
 from pathlib import Path
@@ -22,16 +26,16 @@ _DAY_S = 86_400
 
 
 class UsageError(UserError):
-    """Arguments that do not go together."""
+    """Command-line arguments that contradict each other."""
 
 
 def main() -> None:
-    """Read the command line; write the page of a run, or print what a compiler makes of a step."""
+    """Parse the command line, and write the page of a run or print the description of a compiled step."""
     parser = CommandParser(
         prog="python -m moe_jax.report",
         description="Write RUN/report.html: key numbers, curves, expert load, a text sample and the config of a run, "
         "on one page that can be sent around by itself. Or compile a training step for hardware that need not be "
-        "there, and tell what the compiler made of its schedule.",
+        "there, and report what the compiler made of its schedule.",
         epilog="examples: runs/default; --compile v5p:2x2x2 --config configs/bench/fine_grained.yaml "
         "schedule.microbatches=2 --policies vanilla,expert_pipeline,unified --out reports/v5p",
     )
@@ -123,7 +127,7 @@ def _write(folder: Path, text: str, title: str, variants: list[Compiled], measur
         timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
         if measured and measured.compiled is each:
             timelines[name := f"{each.variant}, measured"] = measured_bars(measured.operations)
-            if not 0.5 < measured.ratio < 2:  # another machine's: on one axis one of them could not be read
+            if not 0.5 < measured.ratio < 2:  # another machine: on a common axis one of them would be unreadable
                 scales[name] = measured.ratio
     folder.mkdir(parents=True, exist_ok=True)
     facts = "".join(f"\n{name}: {value}" for name, value in origin().items())
