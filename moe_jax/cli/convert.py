@@ -23,11 +23,11 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
 from moe_jax.config.yaml_io import config_from, load_config, to_yaml
+from moe_jax.convert.companion_files import copy_companion_files, special_tokens
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
-from moe_jax.convert.with_model import copy_with_model, special_tokens
 from moe_jax.convert.write import check_is_free, write_model
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
@@ -123,7 +123,7 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
     if processes.is_main_process():
         run.mkdir(parents=True, exist_ok=True)
-        copy_with_model(source, run)
+        copy_companion_files(source, run)
         shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
     processes.allgather(0)  # wait until the folder exists
