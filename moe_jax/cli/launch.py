@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--grace", type=float, default=60, metavar="SECONDS", help="left to save and end in")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
     parser.add_argument(
-        "--min-processes", type=int, metavar="N", help="go on with so many if one fails at every start; None: all"
+        "--min-processes", type=int, metavar="N", help="continue with this many if one fails at every start; None: all"
     )
     parser.add_argument(
         "--progress-timeout", type=float, default=600, metavar="SECONDS", help="without a new step, and all start again"

@@ -28,16 +28,19 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m moe_jax.measure",
         description="Measure collectives, matrix products, attention and copies on all devices, and write a cluster "
-        "profile (JSON) and a plot (PNG beside it).",
+        "profile (JSON) and a plot (PNG next to it).",
         epilog="Examples: --out profiles/v5p.json; on eight simulated devices, in a minute: --cpu-devices 8 --quick",
     )
     parser.add_argument("--out", type=Path, default=Path("cluster_profile.json"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few small sizes and rounds: seconds, not minutes")
     parser.add_argument("--only", metavar="A,B", default=",".join(KINDS), help="of %(default)s (default: all)")
-    parser.add_argument("--rounds", type=int, help="timed runs of everything, in turn (default: 15; quick: 3)")
+    parser.add_argument("--rounds", type=int, help="timed runs of everything, interleaved (default: 15; quick: 3)")
     parser.add_argument("--cpu-devices", type=int, metavar="N", help="simulate this many devices on the CPU")
     parser.add_argument(
-        "--node-devices", type=int, metavar="N", help="neighbours joined by fast links (default: as devices tell)"
+        "--node-devices",
+        type=int,
+        metavar="N",
+        help="neighbours joined by fast links (default: detected from the devices)",
     )
     processes.add_arguments(parser)
     arguments = parser.parse_args()

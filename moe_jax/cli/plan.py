@@ -49,7 +49,7 @@ def main() -> None:
         "--out",
         metavar="FILE",
         type=Path,
-        help="write the best plan as a config; beside it what was printed, and a timeline",
+        help="write the best plan as a config; next to it the printed text and a timeline",
     )
     arguments = parser.parse_intermixed_args()
     if not arguments.model:

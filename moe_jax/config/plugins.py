@@ -22,7 +22,7 @@ def load_part(setting: str, value: str, own: Mapping[str, Any]) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{setting}={value}: importing {module_name} says {str(error)!r}: "
+            f"{setting}={value}: importing {module_name} fails with {str(error)!r}: "
             "name a module of the folder that the command runs in, or an installed one"
         ) from None
     except (Exception, SystemExit) as error:  # raised by the module itself

@@ -154,7 +154,7 @@ SCHEDULE = [
         "a batch cut before its tokens are compared",
         "schedule.policy=unified schedule.microbatches=2 model.moe.gate=expert_choice",
         "model.moe.gate=expert_choice compares all tokens of a batch, and schedule.microbatches=2 cuts the batch "
-        "before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate",
+        "before: use schedule.policy=expert_pipeline, which cuts after the gate, or another gate",
     ),
     (
         "tokens in the order of their scores without slots",
@@ -257,7 +257,7 @@ PARTS = [
     (
         "no such module",
         "model.moe.gate=my.gates:choose",
-        "model.moe.gate=my.gates:choose: importing my.gates says \"No module named 'my'\": "
+        "model.moe.gate=my.gates:choose: importing my.gates fails with \"No module named 'my'\": "
         "name a module of the folder that the command runs in, or an installed one",
     ),
     (

@@ -23,7 +23,7 @@ def check_migration(config: Sections) -> None:
     if not DISPATCHER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
-            "depends on where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
+            "depends on where experts are stored: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
     if config.mesh.expert == 1 and not config.mesh.experts_over_context:
         raise ConfigError(
@@ -33,7 +33,7 @@ def check_migration(config: Sections) -> None:
     if moe.capacity_factor is not None and settings.payback_steps is not None:
         raise ConfigError(
             f"migration.enabled=true with model.moe.capacity_factor={moe.capacity_factor}, which pads all experts "
-            "alike, so that no step is faster behind a move: use model.moe.capacity_factor=null, or "
+            "alike, so that no step is faster after a move: use model.moe.capacity_factor=null, or "
             "migration.payback_steps=null to move all the same"
         )
     if settings.replicas and moe.capacity_factor is not None:

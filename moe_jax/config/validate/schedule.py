@@ -63,7 +63,7 @@ def _check_whole_batch(config: Sections) -> None:
         return
     raise ConfigError(
         f"model.moe.gate={moe.gate} compares all tokens of a batch, and schedule.microbatches={settings.microbatches} "
-        "cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate"
+        "cuts the batch before: use schedule.policy=expert_pipeline, which cuts after the gate, or another gate"
     )
 
 
