@@ -16,7 +16,7 @@ REFUSED = {
     **{f"{name}=": f"{name} is empty: name a file, or null" for name in ("schedule.task_times", "tune.cache")},
     "plan.cluster=": "plan.cluster is empty: name a cluster, or null",
     "mesh.pipeline=2 optimizer.zero=2": (
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
@@ -295,7 +295,7 @@ REFUSED = {
         "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
     ),
     "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2": (
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
     **{

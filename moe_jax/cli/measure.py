@@ -40,7 +40,7 @@ def main() -> None:
         "--node-devices",
         type=int,
         metavar="N",
-        help="neighbours joined by fast links (default: detected from the devices)",
+        help="neighbours joined by fast links (default: detected)",
     )
     processes.add_arguments(parser)
     arguments = parser.parse_args()

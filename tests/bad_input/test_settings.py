@@ -49,7 +49,7 @@ CONFIG = [
     (
         "sums of each part behind all ticks",
         "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1",
     ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),

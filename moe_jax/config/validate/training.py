@@ -27,8 +27,8 @@ def check_training(config: Sections) -> None:
         raise ConfigError("checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm")
     if config.checkpoint.safety_copies_every and not config.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to resume from, which "
-            "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
+            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to resume from, "
+            "which checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
         )
     if config.train.upcycle and config.train.init_from is None:
         raise ConfigError(
