@@ -1,3 +1,3 @@
-"""Mixture-of-Experts training in JAX that hides its communication."""
+"""Mixture-of-Experts training in JAX that overlaps communication with computation."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Mistakes a user can make, told in one line, and the exit codes of every command."""
+"""Errors that a user can fix, reported in one line, and the exit codes of every command."""
 
 import argparse
 import errno
@@ -15,17 +15,17 @@ from moe_jax.paths import plain_path
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
-EXIT_TRY_AGAIN = 75  # of a process that another one dragged along; sysexits.h calls it EX_TEMPFAIL
-EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+EXIT_TRY_AGAIN = 75  # the process failed because another one did; sysexits.h calls it EX_TEMPFAIL
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_UNREAD = 141  # 128 + SIGPIPE: nobody reads the output any more
-# What the system says of a path that a user got wrong.
+# The system's errors for a path that a user got wrong.
 _BAD_NAME = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV),
 }
 
 
-_LONGEST = 4000  # characters of a message
+_LONGEST = 4000  # the most characters of a message
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -52,31 +52,31 @@ class CheckpointError(UserError):
 
 
 class DivergedError(UserError):
-    """Training that went wrong by its numbers: the same command again would, too."""
+    """Training that diverged numerically: the same command would diverge again."""
 
     exit_code = EXIT_DIVERGED
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reads a command line; what is wrong with it is told in one line. An empty text is no Path."""
+    """A parser of command lines that reports an error in one line, and does not accept an empty Path."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
-        """End the command."""
+        """Report the error and exit with the code of invalid input."""
         _exit_with(f"{message}: see {self.prog} --help")
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a UserError, or a wrong path, becomes one line on stderr and its exit code.
+    """Run a command's `main`. On a UserError or an invalid path, print one line on stderr and exit with its code.
 
-    Ctrl-C, where `main` does not handle it, becomes one line and exit code 130.
+    Ctrl-C, unless `main` handles it, becomes one line and exit code 130.
     """
     if problem := stream_problem() or flags_problem():
         _exit_with(problem)
-    for stream in (sys.stdout, sys.stderr):  # sampled text may hold characters that the terminal cannot show
+    for stream in (sys.stdout, sys.stderr):  # sampled text may contain characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -86,7 +86,7 @@ def run_command(main: Callable[[], None]) -> None:
         _exit_with(str(error), error.exit_code)
     except KeyboardInterrupt:
         _exit_with("interrupted", EXIT_INTERRUPTED, kind="stopped")
-    except BrokenPipeError:  # the reader of our output went away (`… | head`): nothing to tell it
+    except BrokenPipeError:  # the reader of the output has gone (`… | head`), so nothing can be printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_UNREAD)
     except OSError as error:
@@ -98,15 +98,15 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, says that a disk has no room left; libraries have errors of their own."""
+    """Whether an error or one of its causes is a full disk; errors of libraries are recognised by their text."""
     if error is None:
         return False
-    told = isinstance(error, OSError) and error.errno in _FULL
-    return told or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
+    by_number = isinstance(error, OSError) and error.errno in _FULL
+    return by_number or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
 
 
-def given_path(name: str, text: str) -> Path:
-    """A path that stands on a command line as `name`. Raises ConfigError."""
+def parse_path(name: str, text: str) -> Path:
+    """Return a path from a command line with `~` and variables replaced; `name` is the argument. Raises ConfigError."""
     try:
         return Path(plain_path(text))
     except ValueError as error:
@@ -130,7 +130,7 @@ def _exit_with(message: str, code: int = EXIT_BAD_INPUT, kind: str = "error") ->
     line = "".join(each if each.isprintable() else _escaped(each) for each in " ".join(message.splitlines()))
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
-    with suppress(OSError):  # nobody reads it
-        sys.stderr.write(f"{kind}: {line}\n")  # at once: other processes may write too
+    with suppress(OSError):  # stderr has no reader
+        sys.stderr.write(f"{kind}: {line}\n")  # in one call, since other processes may write, too
         sys.stderr.flush()
     sys.exit(code)

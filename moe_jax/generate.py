@@ -1,4 +1,4 @@
-"""The command `python -m moe_jax.generate`, which is `cli/generate.py`."""
+"""The command `python -m moe_jax.generate`, implemented in `cli/generate.py`."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""Paths as people write them, in configs and on command lines: made plain once, where they are read."""
+"""Paths in configs and on command lines, with `~` and variables replaced where they are read."""
 
 import os
 import re
@@ -12,13 +12,14 @@ SETTINGS = frozenset(
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_PATTERNS = "*?[]\\"  # what orbax and tensorstore read as patterns
+_PATTERNS = "*?[]\\"  # characters that orbax and tensorstore read as patterns
 
 
 def plain_path(text: str) -> str:
-    """A path with `~` at its start and environment variables replaced.
+    """Return a path with `~` at its start and environment variables replaced.
 
-    Raises ValueError with what is wrong, to stand after the path, for a URL, or a variable or home that does not exist.
+    Raises ValueError for a URL, or a variable or home that does not exist. Its text continues a message that begins
+    with the path.
     """
     if _URL.match(text):
         raise ValueError(
@@ -42,8 +43,11 @@ def plain_path(text: str) -> str:
     return found
 
 
-def for_checkpoints(path: str) -> str:
-    """Why the libraries that write checkpoints cannot write below a path, to stand in brackets; "": they can."""
+def checkpoint_path_problem(path: str) -> str:
+    """Return why the libraries that write checkpoints cannot write below a path, or "" if they can.
+
+    Callers put the reason in brackets.
+    """
     real = os.path.realpath(path)
     if found := sorted({each for each in real if each in _PATTERNS}):
         return f"{real} has {' '.join(found)} in its name, which their libraries take for patterns"

@@ -1,4 +1,4 @@
-"""The command `python -m moe_jax.train`, which is `cli/train.py`."""
+"""The command `python -m moe_jax.train`, implemented in `cli/train.py`."""
 
 import runpy
 

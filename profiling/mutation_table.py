@@ -1218,8 +1218,8 @@ MUTATIONS = (
     Mutation(
         "waiting_lines_lost",
         "files/atomic.py",
-        "self._waiting += data",
-        "self._waiting = data",
+        "self._pending += data",
+        "self._pending = data",
         "records that found no room on the disk are lost",
         ["tests/test_files.py"],
     ),

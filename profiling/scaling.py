@@ -44,7 +44,7 @@ _COLORS = {"data": "#4c78a8", "expert": "#f2a541", "pipeline": "#e45756", "tenso
 def planned(case: Case) -> dict[str, Any]:
     """Return the best plan, and the duration of the search."""
     given = load_draft(f"configs/models/{case.model}.yaml", case.settings)
-    draft = open_draft(given, but={each.partition("=")[0] for each in case.settings})
+    draft = open_draft(given, fixed={each.partition("=")[0] for each in case.settings})
     found = plan(draft, find_cluster(case.cluster))
     best, schedule = found.best, found.config.schedule
     return {

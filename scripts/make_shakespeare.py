@@ -15,7 +15,8 @@ from moe_jax.errors import CommandParser, DataError, run_command
 
 VERSION = "3.0.0"
 OUTPUT = Path(__file__).parents[1] / "configs/text/shakespeare.txt"
-# The last tenth validates, so the longest play stands last: its people are known from the part that trains.
+# The longest play is the last one, since the last tenth of the text is for validation: its characters then also occur
+# in the training text.
 PLAYS = (
     "comedies/as-you-like-it",
     "comedies/much-ado-about-nothing",
@@ -26,9 +27,9 @@ PLAYS = (
     "tragedies/romeo-and-juliet",
     "tragedies/hamlet",
 )
-# In this order. A speech goes on behind a stage direction, so directions leave nothing behind.
+# Replacements, in this order. A speech continues after a stage direction, so directions are removed completely.
 EDITS = (
-    (r"^Ghost(s?)\n\n\*\*of ", r"**Ghost\1 of "),  # a name torn in two
+    (r"^Ghost(s?)\n\n\*\*of ", r"**Ghost\1 of "),  # a name split in two
     (r"^#.*$", ""),  # title, acts, scenes
     (r"(?<!\w)_[^_]*_", ""),  # stage directions
     (r"^SONG\. *$", ""),
@@ -38,12 +39,12 @@ EDITS = (
     (r"^ +| +$", ""),
     (r"\n+", "\n"),
     (r"^\*\*([^*:]+):?(.*?):?\*\*$", r"\n\1\2:"),  # one name, or `A: & B:`
-    (r"^\n.*:\n(?=\n)", ""),  # a speaker who only acts
+    (r"^\n.*:\n(?=\n)", ""),  # a speaker without lines
 )
 
 
 def speeches(markdown: str) -> str:
-    """What is spoken in a play, one speech after another."""
+    """Return the speeches of a play, one after another."""
     for pattern, replacement in EDITS:
         markdown = re.sub(pattern, replacement, markdown, flags=re.MULTILINE)
     return markdown.strip() + "\n"

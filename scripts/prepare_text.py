@@ -1,9 +1,9 @@
-"""Turn text into token files for training: a folder that `data.path` can name.
+"""Turn text into token files for training: a folder for `data.path`.
 
 python scripts/prepare_text.py my_texts tokens/mine                                    # bytes
 python scripts/prepare_text.py corpus.jsonl tokens/mine --tokenizer bpe --vocab-size 8192
-python scripts/prepare_text.py my_texts tokens/mine --tokenizer models/olmoe             # the one of a model
-python scripts/prepare_text.py --verify tokens/mine                                    # read it all and check it
+python scripts/prepare_text.py my_texts tokens/mine --tokenizer models/olmoe             # a model's tokenizer
+python scripts/prepare_text.py --verify tokens/mine                                    # verify all checksums
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import verify_tokens
-from moe_jax.errors import CommandParser, given_path, run_command
+from moe_jax.errors import CommandParser, parse_path, run_command
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
             prepare_text(
                 arguments.input,
                 arguments.output,
-                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else given_path("--tokenizer", tokenizer),
+                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else parse_path("--tokenizer", tokenizer),
                 vocab_size=arguments.vocab_size,
                 validation_fraction=arguments.validation_fraction,
                 text_key=arguments.text_key,

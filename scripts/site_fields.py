@@ -1,4 +1,4 @@
-"""Extension of griffe (.mkdocs.yml): comments on fields are what the site says of them."""
+"""Extension of griffe (.mkdocs.yml) that documents fields by their comments."""
 
 import ast
 import linecache
@@ -8,19 +8,19 @@ import griffe
 
 
 class Fields(griffe.Extension):
-    """Gives attributes without a docstring the comments above and behind them. Of settings, keeps fields alone."""
+    """Uses the comments above and after an attribute as its docstring; removes all but fields from settings."""
 
     def on_attribute_instance(
         self, *, node: ast.AST | griffe.ObjectNode, attr: griffe.Attribute, agent: Any, **kwargs: Any
     ) -> None:
-        """Called for each attribute as it is read."""
+        """Add the comments to an attribute; griffe calls this for each one that it reads."""
         if attr.docstring is None and (comment := _comment(str(attr.filepath), attr.lineno or 0, attr.endlineno or 0)):
             attr.docstring = griffe.Docstring(comment, lineno=attr.lineno, parent=attr)
-        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "number":  # of its default and range
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "number":  # number(default, range)
             attr.value = attr.value.arguments[0]
 
     def on_class(self, *, cls: griffe.Class, loader: Any, **kwargs: Any) -> None:
-        """Called for each class once all is read."""
+        """Remove methods and properties from a section of settings; griffe calls this for each class it has read."""
         if cls.path.startswith("moe_jax.config."):
             for name, member in list(cls.members.items()):
                 if not member.is_attribute or "property" in member.labels:

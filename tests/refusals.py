@@ -16,7 +16,7 @@ REFUSED = {
     **{f"{name}=": f"{name} is empty: name a file, or null" for name in ("schedule.task_times", "tune.cache")},
     "plan.cluster=": "plan.cluster is empty: name a cluster, or null",
     "mesh.pipeline=2 optimizer.zero=2": (
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
@@ -25,7 +25,7 @@ REFUSED = {
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
     "checkpoint.safety_copies_dir=": "checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm",
     "checkpoint.safety_copies_every=2 checkpoint.resume=false": (
-        "checkpoint.safety_copies_every=2 makes copies to go on from, which checkpoint.resume=false refuses: use "
+        "checkpoint.safety_copies_every=2 makes copies to resume from, which checkpoint.resume=false refuses: use "
         "checkpoint.resume=true, or checkpoint.safety_copies_every=0"
     ),
     "log.dir=gs://bucket/run": (
@@ -167,11 +167,11 @@ REFUSED = {
         "use exchange.algorithm=flat or hier_2d"
     ),
     "mesh.pipeline=2 exchange.reduction=ring": (
-        "exchange.reduction=ring is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
+        "exchange.reduction=ring is not for the ticks of schedule.pipeline=1f1b, after which gradients are summed: "
         "use exchange.reduction=all_reduce"
     ),
     "mesh.pipeline=2 schedule.grad_reduce=block": (
-        "schedule.grad_reduce=block is not for the ticks of schedule.pipeline=1f1b, behind which gradients are summed: "
+        "schedule.grad_reduce=block is not for the ticks of schedule.pipeline=1f1b, after which gradients are summed: "
         "use schedule.grad_reduce=end"
     ),
     "schedule.pipeline=gpipe": (
@@ -179,7 +179,7 @@ REFUSED = {
         "set mesh.pipeline, or schedule.pipeline=1f1b"
     ),
     "schedule.pipeline=coscheduled": (
-        "schedule.pipeline=coscheduled without stages runs parts of a batch beside each other, and "
+        "schedule.pipeline=coscheduled without stages runs parts of a batch concurrently, and "
         "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
     ),
     "mesh.pipeline=2 mesh.context=2": (
@@ -256,7 +256,7 @@ REFUSED = {
     **{
         f"schedule.policy=unified schedule.microbatches=2 model.moe.gate={gate}": (
             f"model.moe.gate={gate} compares all tokens of a batch, and schedule.microbatches=2 cuts the batch before: "
-            "use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate"
+            "use schedule.policy=expert_pipeline, which cuts after the gate, or another gate"
         )
         for gate in ("batch_prioritised", "expert_choice", "softmoe")
     },
@@ -295,7 +295,7 @@ REFUSED = {
         "set model.moe.gate=softmoe, or model.moe.slots_per_expert=1"
     ),
     "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2": (
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
     **{
@@ -360,7 +360,7 @@ REFUSED = {
     ),
     "migration.enabled=true mesh.expert=2 model.moe.dispatcher=einsum": (
         "migration.enabled=true with model.moe.dispatcher=einsum, which may add up in an order that depends on "
-        "where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
+        "where experts are stored: use model.moe.dispatcher=sort, or migration.enabled=false"
     ),
     "migration.enabled=true mesh.expert=1": (
         "migration.enabled=true, and with mesh.expert=1 one rank has all experts: "
@@ -368,7 +368,7 @@ REFUSED = {
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=1.5": (
         "migration.enabled=true with model.moe.capacity_factor=1.5, which pads all experts alike, so that no step is "
-        "faster behind a move: use model.moe.capacity_factor=null, or migration.payback_steps=null to move all the same"
+        "faster after a move: use model.moe.capacity_factor=null, or migration.payback_steps=null to move all the same"
     ),
     "migration.enabled=true mesh.expert=2 migration.payback_steps=null migration.replicas=1": (
         "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads copies as it pads experts: "

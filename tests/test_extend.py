@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import MoEConfig
-from moe_jax.config.plugins import named
+from moe_jax.config.plugins import load_part
 from moe_jax.config.validate.plugins import OWN_PARTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
@@ -128,7 +128,7 @@ def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: p
     (tmp_path / "unfinished.py").write_text("POLICY = (\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as error:
-        named("schedule.policy", "unfinished:POLICY", POLICIES)
+        load_part("schedule.policy", "unfinished:POLICY", POLICIES)
     assert str(error.value) == (
         "schedule.policy=unfinished:POLICY: importing unfinished ends with SyntaxError: '(' was never closed "
         "(unfinished.py, line 1): mend it"

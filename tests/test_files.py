@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.files.atomic import Appended, all_or_nothing, check_writable, write_together
+from moe_jax.files.atomic import AppendOnlyFile, all_or_nothing, check_writable, write_together
 from tests.bad_input.cases import tree
 
 
@@ -74,7 +74,7 @@ class AlmostFull(io.FileIO):
         return written
 
 
-def on_a_full_disk(file: Appended) -> AlmostFull:
+def on_a_full_disk(file: AppendOnlyFile) -> AlmostFull:
     """What the file is written to from now on."""
     file._file.close()
     file._file = AlmostFull(file.path, "ab")
@@ -82,14 +82,14 @@ def on_a_full_disk(file: Appended) -> AlmostFull:
 
 
 def test_lines_that_find_no_room_wait_for_some(tmp_path: Path) -> None:
-    with Appended(tmp_path / "lines") as lines:
+    with AppendOnlyFile(tmp_path / "lines") as lines:
         disk = on_a_full_disk(lines)
         assert [lines.write(text) for text in ("one", "two", "three")] == [True, False, False]
         assert (tmp_path / "lines").read_text() == "one\ntw"
-        assert lines.news() == [
-            f"{tmp_path}/lines finds no room on the disk, and what it lacks waits in memory: make room"
+        assert lines.take_messages() == [
+            f"{tmp_path}/lines does not fit on the disk, and its last lines wait in memory: free some space"
         ]
-        assert lines.news() == []
+        assert lines.take_messages() == []
         disk.room = 1000
         assert lines.write("four")
     assert (tmp_path / "lines").read_text() == "one\ntwo\nthree\nfour\n"
@@ -99,25 +99,25 @@ def test_lines_that_find_no_room_wait_for_some(tmp_path: Path) -> None:
 def test_a_file_that_is_deleted_while_it_grows_is_put_back(with_its_folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "run" / "lines"
     path.parent.mkdir()
-    with Appended(path) as lines:
+    with AppendOnlyFile(path) as lines:
         lines.write("one")
         path.unlink()
         if with_its_folder:
             path.parent.rmdir()
         assert lines.write("two")
-        assert lines.news() == [f"{path} was deleted while the run writes it: it is put back"]
+        assert lines.take_messages() == [f"{path} was deleted while the run writes it: it is created again"]
         assert lines.write("three")
-        assert lines.news() == []
+        assert lines.take_messages() == []
     assert path.read_text() == "one\ntwo\nthree\n"
 
 
 def test_a_file_that_another_one_replaces_is_followed(tmp_path: Path) -> None:
     """As an editor does it that saves."""
     path = tmp_path / "lines"
-    with Appended(path) as lines:
+    with AppendOnlyFile(path) as lines:
         lines.write("one")
         (tmp_path / "edited").write_text("ONE\n")
         (tmp_path / "edited").replace(path)
         lines.write("two")
-        assert lines.news() == []
+        assert lines.take_messages() == []
     assert path.read_text() == "ONE\ntwo\n"

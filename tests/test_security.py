@@ -100,7 +100,7 @@ def test_the_search_finds(line: str, use: str) -> None:
 def test_five_settings_name_code_and_no_other_does() -> None:
     nodes = [node for file in (ROOT / "moe_jax").rglob("*.py") for node in ast.walk(tree(file))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    named = [ast.unparse(call.args[0]) for call in calls if call.func.id == "named"]
+    named = [ast.unparse(call.args[0]) for call in calls if call.func.id == "load_part"]
     parts = [f"'model.moe.{name}'" for name in ("dispatcher", "gate", "hooks")]
     assert sorted(named) == ["'exchange.algorithm'", *parts, "'schedule.policy'"]
 

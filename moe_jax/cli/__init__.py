@@ -1,1 +1,1 @@
-"""Commands: what a user types, read and handed to the packages that do it. Only this package may import all others."""
+"""The commands: each parses its command line and calls other packages. Only this package may import all others."""

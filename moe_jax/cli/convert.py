@@ -1,4 +1,8 @@
-"""python -m moe_jax.convert import FOLDER --out RUN, and export RUN --out FOLDER"""
+"""The command that imports and exports Hugging Face models.
+
+python -m moe_jax.convert import FOLDER --out RUN
+python -m moe_jax.convert export RUN --out FOLDER
+"""
 
 import argparse
 import dataclasses
@@ -19,11 +23,11 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
 from moe_jax.config.yaml_io import config_from, load_config, to_yaml
+from moe_jax.convert.companion_files import copy_companion_files, special_tokens
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
-from moe_jax.convert.with_model import copy_with_model, special_tokens
 from moe_jax.convert.write import check_is_free, write_model
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
@@ -43,13 +47,13 @@ from moe_jax.telemetry.run_log import RunLog
 
 
 def main() -> None:
-    """Read the command line, and convert."""
+    """Parse the command line and convert."""
     parser = CommandParser(
         prog="python -m moe_jax.convert",
         description="Hugging Face models in and out: a model becomes a run without steps, or a run's newest checkpoint "
         "a model.",
     )
-    parser.add_argument("way", choices=("import", "export"))
+    parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument("source", type=Path, help="folder of the model (config.json, safetensors), or of the run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
@@ -57,7 +61,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    if arguments.way == "export":
+    if arguments.direction == "export":
         if arguments.overrides:
             parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
         if arguments.distributed == "on" or processes.options_from(arguments).coordinator is not None:
@@ -77,7 +81,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
     special_tokens(read_config(source))
     values = {
-        "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists for tuples, as in files
+        "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists instead of tuples, as in files
         "train": {"init_from": str(source)},
         "log": {"dir": str(run), "sample_tokens": 0},
     }
@@ -93,15 +97,15 @@ def _import(arguments: argparse.Namespace) -> None:
             stored_shapes(Stages.of(config)),
             placed,
         )
-        _check_room(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
+        _check_disk_space(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         params = source_params(config, shapes)
         step = jax.device_put(jnp.int32(0), NamedSharding(mesh, REPLICATED))
         with all_or_nothing(run) if processes.is_main_process() else nullcontext():
             _write_run(run, source, config, {"step": step, "params": params})
 
 
-def _check_room(run: Path, num_bytes: int) -> None:
-    """Raise ConfigError in all processes if one sees too small a disk, before a large model is read."""
+def _check_disk_space(run: Path, num_bytes: int) -> None:
+    """Raise ConfigError in all processes, before the model is read, if the disk of one of them is too small."""
     free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
     needed = num_bytes + RESERVED_BYTES
     if any(processes.allgather(free < needed)):
@@ -119,16 +123,16 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
     quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
     if processes.is_main_process():
         run.mkdir(parents=True, exist_ok=True)
-        copy_with_model(source, run)
+        copy_companion_files(source, run)
         shutil.copyfile(source / FILE, run / ORIGIN)
         write_atomically(run / "config.yaml", to_yaml(config))
-    processes.allgather(0)  # until the folder is there
+    processes.allgather(0)  # wait until the folder exists
     checkpoints = Checkpoints(run, 1, quiet, digest_program(state), facts)
     try:
         with checkpoints:
             checkpoints.save(0, state, data={})
-    except CheckpointError:  # in all processes
-        processes.allgather(0)  # until none writes there any more
+    except CheckpointError:  # raised in all processes
+        processes.allgather(0)  # wait until no process writes any more
         reason, cure = checkpoints.last_failure
         raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():

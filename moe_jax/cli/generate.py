@@ -1,4 +1,7 @@
-"""python -m moe_jax.generate --run RUN [--prompt TEXT]: text from a run's newest checkpoint."""
+"""The command that samples text from a run's newest checkpoint.
+
+python -m moe_jax.generate --run RUN [--prompt TEXT]
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from moe_jax.run.sample import one_device_mesh, sample_text
 
 
 def main() -> None:
-    """Read the command line, load the parameters onto one device, print prompt and continuation."""
+    """Parse the command line, load the parameters onto one device, and print the prompt and its continuation."""
     parser = CommandParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run (log.dir)")
     parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
@@ -37,8 +40,8 @@ def main() -> None:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
     )
     params = load_params(arguments.run, shapes)
-    how = arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed
-    print(sample_text(config, params, tokenizer, *how))
+    sampling = arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed
+    print(sample_text(config, params, tokenizer, *sampling))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""`python -m moe_jax.launch --processes N …`: train with N supervised processes, here or on each of several hosts.
+"""The command that trains with N supervised processes, on this host or on each of several hosts.
 
-What is not a flag of the launcher goes to every process. Process 0 has the terminal; what the others write to stderr
-is passed on behind their rank. When one fails or hangs, all start again; when the launcher is told to stop, none stays
-behind.
+    python -m moe_jax.launch --processes N …
+
+Arguments that are not flags of the launcher are passed to every process. Process 0 writes to the terminal; the stderr
+of the others is printed with their rank in front of each line. When a process fails or hangs, all are restarted. When
+the launcher is stopped, it stops all processes.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from moe_jax.launch.supervisor import PORTS, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with 0, or as the process that failed first. Raises LaunchError."""
+    """Run the processes and exit with 0, or with the code of the process that failed first. Raises LaunchError."""
     parser = CommandParser(
         prog="python -m moe_jax.launch",
         description="Start N processes of one run on this machine, and again from its newest checkpoint when one "
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--grace", type=float, default=60, metavar="SECONDS", help="left to save and end in")
     parser.add_argument("--retries", type=int, default=3, metavar="N", help="starts without a new step in between")
     parser.add_argument(
-        "--min-processes", type=int, metavar="N", help="go on with so many if one fails at every start; None: all"
+        "--min-processes", type=int, metavar="N", help="continue with this many if one fails at every start; None: all"
     )
     parser.add_argument(
         "--progress-timeout", type=float, default=600, metavar="SECONDS", help="without a new step, and all start again"
@@ -62,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _check(arguments: argparse.Namespace, hosts: int) -> None:
     check_number("--processes", arguments.processes, Range(1, 1024))
-    count, of = arguments.processes * hosts, "--processes" if hosts == 1 else "--processes × --hosts"
+    count, factors = arguments.processes * hosts, "--processes" if hosts == 1 else "--processes × --hosts"
     if arguments.min_processes is not None and not 1 <= arguments.min_processes <= count:
-        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{count} ({of})")
+        raise LaunchError(f"--min-processes={arguments.min_processes} must be 1..{count} ({factors})")
     if arguments.port is not None and not 0 < arguments.port <= 2**16 - PORTS:
         raise LaunchError(f"--port={arguments.port} must be 1..{2**16 - PORTS}")
     check_number("--grace", arguments.grace, Range(0, LONGEST_S))
@@ -78,7 +80,7 @@ def _check(arguments: argparse.Namespace, hosts: int) -> None:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # of the package that it should be in; an empty name
+    except (ImportError, ValueError):  # its package cannot be imported; the name is empty
         return False
 
 

@@ -1,4 +1,7 @@
-"""`python -m moe_jax.measure`: a cluster profile, of how fast links, products, attention and copies are here."""
+"""The command that measures a cluster profile: the speed of links, matrix products, attention and copies.
+
+python -m moe_jax.measure
+"""
 
 from pathlib import Path
 
@@ -21,20 +24,23 @@ from moe_jax.report.profile import draw_profile, table
 
 
 def main() -> None:
-    """Read the command line, measure, and write the profile and its plot."""
+    """Parse the command line, measure, and write the profile and its plot."""
     parser = CommandParser(
         prog="python -m moe_jax.measure",
         description="Measure collectives, matrix products, attention and copies on all devices, and write a cluster "
-        "profile (JSON) and a plot (PNG beside it).",
+        "profile (JSON) and a plot (PNG next to it).",
         epilog="Examples: --out profiles/v5p.json; on eight simulated devices, in a minute: --cpu-devices 8 --quick",
     )
     parser.add_argument("--out", type=Path, default=Path("cluster_profile.json"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few small sizes and rounds: seconds, not minutes")
     parser.add_argument("--only", metavar="A,B", default=",".join(KINDS), help="of %(default)s (default: all)")
-    parser.add_argument("--rounds", type=int, help="timed runs of everything, in turn (default: 15; quick: 3)")
+    parser.add_argument("--rounds", type=int, help="timed runs of everything, interleaved (default: 15; quick: 3)")
     parser.add_argument("--cpu-devices", type=int, metavar="N", help="simulate this many devices on the CPU")
     parser.add_argument(
-        "--node-devices", type=int, metavar="N", help="neighbours joined by fast links (default: as devices tell)"
+        "--node-devices",
+        type=int,
+        metavar="N",
+        help="neighbours joined by fast links (default: detected)",
     )
     processes.add_arguments(parser)
     arguments = parser.parse_args()
@@ -50,14 +56,14 @@ def main() -> None:
     processes.initialize(processes.options_from(arguments), arguments.cpu_devices)
     with fail_fast():
         if processes.is_main_process():
-            check_writable(arguments.out, arguments.out.with_suffix(".png"))  # before minutes are spent
+            check_writable(arguments.out, arguments.out.with_suffix(".png"))  # before the measurement takes minutes
         profile = measure(kinds, arguments.quick, rounds, arguments.node_devices)
         if processes.is_main_process():
             _write(profile, arguments.out)
 
 
 def measure(kinds: list[str], quick: bool, rounds: int, node_devices: int | None) -> ClusterProfile:
-    """All curves; every process takes part. Raises ProfileError."""
+    """Measure all curves. Every process must call it. Raises ProfileError."""
     platform = jax.devices()[0].platform
     if node_devices is None:
         node_devices = ranks_per_node(np.array(jax.devices()), 0)
@@ -71,8 +77,8 @@ def measure(kinds: list[str], quick: bool, rounds: int, node_devices: int | None
     programs = compile_all(operations(kinds, sizes_for(platform, quick), groups, machine, dtype), dtype)
     if not programs:
         raise ProfileError("--only=collectives has nothing to measure on one device: add others, or --cpu-devices")
-    _tell(f"{len(programs)} programs compiled")
-    times = times_of(programs, dtype, rounds, 1e-3 if quick else 2e-2, _tell)
+    _print_once(f"{len(programs)} programs compiled")
+    times = times_of(programs, dtype, rounds, 1e-3 if quick else 2e-2, _print_once)
     return ClusterProfile(
         platform=platform,
         devices=jax.device_count(),
@@ -89,7 +95,8 @@ def _divisors() -> str:
     return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
-def _tell(line: str) -> None:
+def _print_once(line: str) -> None:
+    """Print a line in the main process."""
     if processes.is_main_process():
         print(line, flush=True)
 

@@ -1,4 +1,7 @@
-"""`python -m moe_jax.plan --model FILE --cluster h100x64`: how to train a model on a cluster, and how fast that is."""
+"""The command that plans the training of a model on a cluster and predicts its speed.
+
+python -m moe_jax.plan --model FILE --cluster h100x64
+"""
 
 import io
 from collections.abc import Iterator
@@ -20,11 +23,11 @@ from moe_jax.report.timeline import draw, predicted_bars
 
 
 def main() -> None:
-    """Read the command line, plan, print, and write what was asked for."""
+    """Parse the command line, plan, print the plan, and write it if `--out` is set."""
     parser = CommandParser(
         prog="python -m moe_jax.plan",
         description="Find the mesh, the schedule and the exchange that train a model fastest on a cluster that need "
-        "not be there, by simulated steps; print the best ways and why the others lost.",
+        "not be there, by simulated steps; print the best plans and why the others lost.",
         epilog="example: --model configs/models/mixtral_8x7b.yaml --cluster h100x64 train.batch_size=256 "
         "--out plans/mixtral.yaml",
     )
@@ -46,46 +49,47 @@ def main() -> None:
         "--out",
         metavar="FILE",
         type=Path,
-        help="write the best plan as a config; beside it what was printed, and a timeline",
+        help="write the best plan as a config; next to it the printed text and a timeline",
     )
     arguments = parser.parse_intermixed_args()
     if not arguments.model:
         raise ConfigError("--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml")
     cluster = find_cluster(arguments.cluster)
-    given = load_draft(arguments.model, arguments.overrides)
-    if given.plan.cluster not in (None, arguments.cluster):
+    loaded = load_draft(arguments.model, arguments.overrides)
+    if loaded.plan.cluster not in (None, arguments.cluster):
         raise ConfigError(
-            f"plan.cluster={given.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
+            f"plan.cluster={loaded.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
         )
     if arguments.out:
         _check(arguments.out)
-    draft = given if given.open else open_draft(given, but={each.partition("=")[0] for each in arguments.overrides})
-    said: list[str] = []
+    overridden = {each.partition("=")[0] for each in arguments.overrides}
+    draft = loaded if loaded.open else open_draft(loaded, fixed=overridden)
+    printed: list[str] = []
 
-    def tell(text: str) -> None:
-        print("\n" * bool(said) + text, flush=True)
-        said.append(text)
+    def report(text: str) -> None:
+        print("\n" * bool(printed) + text, flush=True)
+        printed.append(text)
 
     if arguments.compile:
-        plans = compile_plans(draft, cluster, tell).plans
+        plans = compile_plans(draft, cluster, report).plans
     else:
         plans = plan(draft, cluster)
-        tell(plan_text(plans))
+        report(plan_text(plans))
     if arguments.out:
-        _write(plans, "\n\n".join(said), arguments.out)
+        _write(plans, "\n\n".join(printed), arguments.out)
 
 
 def _check(out: Path) -> None:
-    """Raise ConfigError, before anything is planned, if one of the three files could not be written."""
+    """Raise ConfigError, before planning starts, if one of the three files cannot be written."""
     if out.suffix != ".yaml":
         raise ConfigError(f"--out {out} is to be a config: name a .yaml file")
-    with _told(out):
+    with _os_errors_as_config_errors(out):
         check_writable(out, *(out.with_suffix(suffix) for suffix in (".txt", ".png")))
 
 
 @contextmanager
-def _told(out: Path) -> Iterator[None]:
-    """An OSError becomes a ConfigError that names --out."""
+def _os_errors_as_config_errors(out: Path) -> Iterator[None]:
+    """Context that turns an OSError into a ConfigError about --out."""
     try:
         yield
     except OSError as error:
@@ -104,25 +108,25 @@ def _write(plans: Plans, text: str, out: Path) -> None:
         files[out.with_suffix(".png")] = picture.getvalue()
     except PlotError as error:
         print(f"no {out.with_suffix('.png')}: {error}")
-    with _told(out):
+    with _os_errors_as_config_errors(out):
         write_together(files)
     print(f"wrote {', '.join(map(str, files))}")
 
 
 def _head(plans: Plans) -> str:
-    """What the config is, as its comment."""
+    """Return the comment at the top of the planned config."""
     config = plans.config
-    told = f"# Planned for {plans.cluster.name}: {seconds(plans.best.estimate.step_s)} a step, as predicted.\n"
+    head = f"# Planned for {plans.cluster.name}: {seconds(plans.best.estimate.step_s)} a step, as predicted.\n"
     if config.data == DataConfig(seq_len=config.data.seq_len) and config.model.vocab_size != ModelConfig().vocab_size:
-        told += (
+        head += (
             f"# Set data.path before training: the default is a text of bytes, and this model knows "
             f"{config.model.vocab_size:,} tokens.\n# scripts/prepare_text.py makes a folder of tokens from text.\n"
         )
-    return told
+    return head
 
 
 def _title(plans: Plans) -> str:
-    """Of the timeline, which has few of many blocks, and one part of a batch that is cut."""
+    """Return the title of the timeline, which shows only some blocks, and one part of an accumulated batch."""
     found, config = plans.best.estimate, plans.config
     parts = config.train.grad_accumulation
     shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]

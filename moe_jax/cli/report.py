@@ -1,10 +1,14 @@
-"""`python -m moe_jax.report RUN`, or `--compile TARGET --config FILE`: what became of a run, or becomes of a step."""
+"""The command that writes the report of a run, or describes a step compiled for a target.
+
+python -m moe_jax.report RUN
+python -m moe_jax.report --compile TARGET --config FILE
+"""
 
 import argparse
 from pathlib import Path
 
 from moe_jax.config.ranges import Range, check_number
-from moe_jax.errors import CommandParser, UserError, given_path, run_command
+from moe_jax.errors import CommandParser, UserError, parse_path, run_command
 from moe_jax.files.atomic import check_writable
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
@@ -22,16 +26,16 @@ _DAY_S = 86_400
 
 
 class UsageError(UserError):
-    """Arguments that do not go together."""
+    """Command-line arguments that contradict each other."""
 
 
 def main() -> None:
-    """Read the command line; write the page of a run, or print what a compiler makes of a step."""
+    """Parse the command line, and write the page of a run or print the description of a compiled step."""
     parser = CommandParser(
         prog="python -m moe_jax.report",
         description="Write RUN/report.html: key numbers, curves, expert load, a text sample and the config of a run, "
         "on one page that can be sent around by itself. Or compile a training step for hardware that need not be "
-        "there, and tell what the compiler made of its schedule.",
+        "there, and report what the compiler made of its schedule.",
         epilog="examples: runs/default; --compile v5p:2x2x2 --config configs/bench/fine_grained.yaml "
         "schedule.microbatches=2 --policies vanilla,expert_pipeline,unified --out reports/v5p",
     )
@@ -73,7 +77,7 @@ def _page(arguments: argparse.Namespace) -> None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
         raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
-    run, every_s = given_path("RUN", arguments.run), arguments.watch
+    run, every_s = parse_path("RUN", arguments.run), arguments.watch
     if every_s is None:
         print(f"wrote {write_report(run)}")
         if text := alarm_text(run):
@@ -88,7 +92,7 @@ def _compiled(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--watch={arguments.watch} is for the page of a run, and --compile writes none: drop one")
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
-    arguments.config = str(given_path("--config", arguments.config))
+    arguments.config = str(parse_path("--config", arguments.config))
     target = find_target(arguments.compile)
     if arguments.out:
         check_writable(*(arguments.out / name for name in ("report.txt", "timeline.png", "trace.json")))
@@ -123,7 +127,7 @@ def _write(folder: Path, text: str, title: str, variants: list[Compiled], measur
         timelines[f"{each.variant}, compiled"] = compiled_bars(each.replay)
         if measured and measured.compiled is each:
             timelines[name := f"{each.variant}, measured"] = measured_bars(measured.operations)
-            if not 0.5 < measured.ratio < 2:  # another machine's: on one axis one of them could not be read
+            if not 0.5 < measured.ratio < 2:  # another machine: on a common axis one of them would be unreadable
                 scales[name] = measured.ratio
     folder.mkdir(parents=True, exist_ok=True)
     facts = "".join(f"\n{name}: {value}" for name, value in origin().items())

@@ -1,9 +1,12 @@
-"""python -m moe_jax.train --config FILE [section.key=value …]"""
+"""The command that trains a model.
+
+python -m moe_jax.train --config FILE [section.key=value …]
+"""
 
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # what is imported and traced stays, and looking for garbage in it takes 0.4 s until the first step
+    gc.disable()  # imports and traces create no garbage, and collections would take 0.4 s until the first step
 
 import logging
 from pathlib import Path
@@ -30,7 +33,7 @@ from moe_jax.step.expert_placement import params_in_order
 
 
 def main() -> None:
-    """Read the command line, train, and leave a sample and a report in the run's folder."""
+    """Parse the command line, train, and write a sample and a report into the run's folder."""
     parser = CommandParser(
         prog="python -m moe_jax.train",
         description="Train a Mixture-of-Experts model.",
@@ -43,8 +46,8 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     draft = load_draft(arguments.config, arguments.overrides)
     if not draft.open:
-        draft.choose()  # refused now if it is wrong
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
+        draft.choose()  # raises ConfigError early if the config is invalid
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn about intended behaviour
     report_start()
     processes.initialize(
         processes.options_from(arguments),
@@ -59,30 +62,31 @@ def main() -> None:
             report_no_mesh()
             raise
         if arguments.dry_run:
-            _say(table(chosen | dry_run(config)))
+            _print_once(table(chosen | dry_run(config)))
             return
         if chosen:
-            _say(table(chosen))
+            _print_once(table(chosen))
         state = train(config)
         if int(state["step"]) == config.train.steps:
             _write_results(config, state)
 
 
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
+    """Print a text in the main process."""
     if processes.is_main_process():
         print(text, flush=True)
 
 
 def _write_results(config: Config, state: State) -> None:
     run = Path(config.log.dir)
-    if config.log.sample_tokens and jax.process_count() == 1:  # sampling runs on one device of one process
+    if config.log.sample_tokens and jax.process_count() == 1:  # sampling uses one device of a single process
         print(write_sample(config, params_in_order(state, Stages.of(config)), run))
     if processes.is_main_process():
         try:
             print(f"report: {write_report(run)}")
             if text := alarm_text(run):
                 print(text)
-        except PlotError as error:  # the run itself is done
+        except PlotError as error:  # the run itself has succeeded
             print(f"no report: {error}")
 
 

@@ -1,6 +1,7 @@
-"""Settings of an experiment: frozen values with their rules, from YAML and the command line. Imports no jax."""
+"""Settings of an experiment: frozen, validated values, read from YAML and the command line. Imports no jax."""
 
-from moe_jax.config.checked import Config
+from dataclasses import dataclass
+
 from moe_jax.config.sections import (
     AttentionConfig,
     AttentionView,
@@ -21,6 +22,7 @@ from moe_jax.config.sections import (
     TrainConfig,
     TuneConfig,
 )
+from moe_jax.config.validate import check_config
 
 __all__ = [
     "AttentionConfig",
@@ -43,3 +45,14 @@ __all__ = [
     "TrainConfig",
     "TuneConfig",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Sections):
+    """The validated settings of one experiment.
+
+    Creating a Config validates it: an invalid setting raises ConfigError with its name, its value and the cure.
+    """
+
+    def __post_init__(self) -> None:
+        check_config(self)

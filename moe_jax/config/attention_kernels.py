@@ -1,6 +1,7 @@
-"""Which kernel computes attention on which devices: the model and plans of memory have to know.
+"""The choice of the attention kernel for a platform, which the model and the memory planner share.
 
-`xla` writes the logits of all pairs of tokens to memory, `cudnn` never does (FlashAttention-2, Dao 2023).
+The `xla` kernel writes the logits of all pairs of tokens to memory. The `cudnn` kernel does not: it is an
+implementation of FlashAttention-2 (Dao 2023).
 """
 
 from typing import Literal
@@ -12,27 +13,33 @@ Kernel = Literal["xla", "cudnn"]
 Capability = tuple[int, int]  # CUDA's compute capability
 HOPPER: Capability = (9, 0)
 _AMPERE: Capability = (8, 0)
-_WIDTH, _HOPPER_WIDTH, _MULTIPLE = 128, 256, 8  # of a head, that cuDNN knows
+# cuDNN's limits on the features of a head: the most before Hopper, the most since, and the divisor of their number
+_WIDTH, _HOPPER_WIDTH, _MULTIPLE = 128, 256, 8
 _CURE = "use train.attention_kernel=auto"
 
 
 def kernel_of(config: Sections, platform: str, capability: Capability | None = HOPPER) -> Kernel:
-    """Of devices of cpu, gpu or tpu; `capability` is that of a GPU, None if it is not NVIDIA's. Raises ConfigError."""
+    """Return the attention kernel for devices of a platform (cpu, gpu or tpu).
+
+    `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. Raises ConfigError if
+    the config requires cuDNN and these devices do not support it.
+    """
     if config.train.attention_kernel == "auto":
-        return "xla" if _misfit(config) or _lacking(config, platform, capability) else "cudnn"
-    if config.train.attention_kernel == "cudnn" and (lacking := _lacking(config, platform, capability)):
-        raise ConfigError(f"train.attention_kernel=cudnn {lacking}: {_CURE}")
+        supported = not _settings_problem(config) and not _device_problem(config, platform, capability)
+        return "cudnn" if supported else "xla"
+    if config.train.attention_kernel == "cudnn" and (problem := _device_problem(config, platform, capability)):
+        raise ConfigError(f"train.attention_kernel=cudnn {problem}: {_CURE}")
     return config.train.attention_kernel
 
 
 def check_attention_kernel(config: Sections) -> None:
-    """Raise ConfigError if cuDNN is asked for what it cannot compute on any device."""
-    if config.train.attention_kernel == "cudnn" and (misfit := _misfit(config)):
-        raise ConfigError(f"train.attention_kernel=cudnn {misfit}: {_CURE}")
+    """Raise ConfigError if the config requires cuDNN and no device's cuDNN supports its settings."""
+    if config.train.attention_kernel == "cudnn" and (problem := _settings_problem(config)):
+        raise ConfigError(f"train.attention_kernel=cudnn {problem}: {_CURE}")
 
 
-def _misfit(config: Sections) -> str | None:
-    """What of the settings cuDNN does not compute."""
+def _settings_problem(config: Sections) -> str | None:
+    """Describe the setting that cuDNN does not support, or return None."""
     model, width = config.model, max(config.model.qk_width, config.model.v_width)
     if config.train.compute_dtype != "bfloat16":
         return f"computes in bfloat16, and train.compute_dtype={config.train.compute_dtype}"
@@ -50,8 +57,8 @@ def _misfit(config: Sections) -> str | None:
     return None
 
 
-def _lacking(config: Sections, platform: str, capability: Capability | None) -> str | None:
-    """What the devices lack."""
+def _device_problem(config: Sections, platform: str, capability: Capability | None) -> str | None:
+    """Describe why these devices cannot run the cuDNN kernel, or return None."""
     if platform != "gpu" or capability is None:
         return "is for NVIDIA's GPUs, which these devices are not"
     width = max(config.model.qk_width, config.model.v_width)

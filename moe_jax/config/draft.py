@@ -1,4 +1,4 @@
-"""A config that leaves settings open: they say auto, and the planner chooses them."""
+"""Configs with open settings: their value is `auto`, and the planner chooses it."""
 
 import dataclasses
 from collections.abc import Mapping, Set
@@ -21,14 +21,15 @@ PLANNED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Draft(Sections):
-    """Sections of which some settings are open. Nothing is checked before these are chosen."""
+    """Sections with some open settings. They are validated only after these settings have been chosen."""
 
-    open: frozenset[str]  # of `PLANNED`
+    open: frozenset[str]  # a subset of `PLANNED`
 
     def choose(self, base: Sections | None = None, **sections: Mapping[str, object]) -> Config:
-        """`base` (None: this draft, defaults for what is open) with settings replaced, as far as they are open.
+        """Return a config with values for the open settings; values for other settings are ignored.
 
-        Raises ConfigError.
+        All other settings come from `base`. If it is None, they come from this draft, with defaults for open settings
+        without a value. Raises ConfigError if the result is invalid.
         """
         chosen = sections_of(self if base is None else base)
         for name, settings in sections.items():
@@ -37,11 +38,11 @@ class Draft(Sections):
         return Config(**chosen)
 
 
-def open_draft(config: Sections, but: Set[str] = frozenset()) -> Draft:
-    """All that can be planned is open, `but` for these settings."""
-    return Draft(**sections_of(config), open=PLANNED - but)
+def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
+    """Return a draft in which every setting that can be planned is open, except the `fixed` ones."""
+    return Draft(**sections_of(config), open=PLANNED - fixed)
 
 
 def sections_of(config: Sections) -> dict[str, Any]:
-    """Each section by its name."""
+    """Return the sections of a config by name."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(Sections)}

@@ -1,7 +1,8 @@
-"""What a built-in part declares about itself: plain values, which settings, plans and schedules read without jax.
+"""Declarations of built-in parts: plain values that settings, plans and schedules read without importing jax.
 
-A part is one file, and its declaration is the file's `FACTS`; `config/registry.py` finds and reads it. The defaults
-hold for a part that settings name as `package.module:name`, too, since such a part declares nothing.
+A part is a gate, a dispatcher, an exchange and so on. It is one file, and its declaration is the file's `FACTS`, which
+`config/registry.py` finds and reads. A part from another package (`package.module:name`) declares nothing: the defaults
+below apply to it.
 """
 
 from dataclasses import dataclass
@@ -12,45 +13,45 @@ _LAST = 99
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What every kind of part declares."""
+    """The declarations that all kinds of parts share."""
 
-    name: str | None = None  # by which settings know the part; None: the name of its file
-    listed: int = _LAST  # its place in lists of parts, and where they are tried in turn; equal places: by name
+    name: str | None = None  # the name in settings; None: the name of the file
+    listed: int = _LAST  # the position in lists of parts, and the order in which they are tried; ties go by name
 
 
 class GateParameter(NamedTuple):
-    """A parameter of a gate."""
+    """A parameter array of a gate."""
 
     name: str
-    dims: tuple[str, ...]  # names of its dimensions, see `config.gates.gate_parameters`
-    first: Literal["router", "normal", "zeros"] | float = "router"  # values; normal: products keep their scale
+    dims: tuple[str, ...]  # the names of its dimensions, see `config.gates.gate_parameters`
+    first: Literal["router", "normal", "zeros"] | float = "router"  # initial values; normal: products keep their scale
 
 
 ROUTER = GateParameter("router", ("model", "choices"))
 ROUTER_BIAS = GateParameter("router_bias", ("choices",), "zeros")
-SCORE_BIAS = GateParameter(
-    "score_bias", ("choices",), "zeros"
-)  # counts in the choice alone: nothing is differentiated by it
+# The score bias affects only which experts are chosen: it receives no gradient.
+SCORE_BIAS = GateParameter("score_bias", ("choices",), "zeros")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateFacts(Facts):
-    """A file of `models/gates/`, which has a `GATE`.
+    """The declaration of a file in `models/gates/`, which defines a `GATE`.
 
-    A gate splits if each token's experts follow from that token alone: then microbatches may be cut before the layer.
-    Otherwise it compares all tokens of a device's batch.
+    A gate splits if the experts of a token depend on that token alone: then the batch may be split into microbatches
+    before the layer. Any other gate compares all tokens of a device's batch.
     """
 
     splits: bool = True
-    sees_tokens: bool = False  # looks at more than features: the token's number, its place in the batch, the step
-    # whether tokens choose experts (TopKRouting), experts choose tokens for all their slots (ExpertChoiceRouting), or
-    # slots mix all tokens (SoftRouting) and an expert has model.moe.slots_per_expert of them instead of a capacity
+    sees_tokens: bool = False  # the gate reads more than features: the token's id, its position in the batch, the step
+    # who chooses: tokens choose experts (TopKRouting), experts choose tokens for all their slots (ExpertChoiceRouting),
+    # or each slot is a mix of all tokens (SoftRouting); then an expert has model.moe.slots_per_expert slots and no
+    # capacity
     decides: Literal["top_k", "expert_choice", "soft"] = "top_k"
     parameters: tuple[GateParameter, ...] = (ROUTER,)
-    settings: tuple[str, ...] = ()  # of model.moe, which only gates that list them here read
-    group_scorers: int | None = None  # experts whose scores rank a group of experts; None: it knows no groups
-    sums_to_1: bool = False  # whether a token's weights always do, so that with one expert nothing teaches the router
-    sampled_as: tuple[tuple[str, str | bool], ...] = ()  # settings of model.moe by which a single token is routed
+    settings: tuple[str, ...] = ()  # settings of model.moe that only the gates which list them here read
+    group_scorers: int | None = None  # the number of experts whose scores rank a group of experts; None: no groups
+    sums_to_1: bool = False  # a token's weights always sum to 1, so that with k = 1 the router gets no gradient
+    sampled_as: tuple[tuple[str, str | bool], ...] = ()  # settings of model.moe that route a single token when sampling
 
     @property
     def fills_slots(self) -> bool:
@@ -59,61 +60,65 @@ class GateFacts(Facts):
 
     @property
     def mixes(self) -> bool:
-        """Whether slots are mixes of all tokens."""
+        """Whether each slot is a mix of all tokens."""
         return self.decides == "soft"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherFacts(Facts):
-    """A file of `models/dispatchers/`, which has a `DISPATCHER`."""
+    """The declaration of a file in `models/dispatchers/`, which defines a `DISPATCHER`."""
 
-    sorts_rows: bool = False  # by experts: such rows may travel with their sizes, and experts may change ranks
+    # rows are sorted by expert; only such rows can be sent with their sizes, and only then can experts change ranks
+    sorts_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class HooksFacts(Facts):
-    """A file of `models/hooks/`, which has `HOOKS`."""
+    """The declaration of a file in `models/hooks/`, which defines `HOOKS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFacts(Facts):
-    """A file of `parallel/all_to_all/`, which has `start` and `finish`."""
+    """The declaration of a file in `parallel/all_to_all/`, which defines `start` and `finish`."""
 
-    by_node: bool = False  # by way of nodes: without them it is the flat one
-    permutes: bool = False  # collective-permutes, which wait for the devices of all pipeline stages
-    in_background: bool = False  # beside the program, in the host's threads: for CPUs
-    only_starts: bool = False  # whether `start` only hands over, so that it returns before anything has arrived
-    # only rows that exist, of microbatches: a scheduled step calls the file's own functions with their sizes
+    by_node: bool = False  # hierarchical over nodes; without nodes it is the same as flat
+    permutes: bool = False  # uses collective-permutes, which wait for the devices of all pipeline stages
+    in_background: bool = False  # runs concurrently with the program, in the host's threads: for CPUs
+    only_starts: bool = False  # `start` only hands the data over, and returns before any has arrived
+    # sends only rows that exist, for microbatches: a scheduled step calls the file's own functions with their sizes
     ragged: bool = False
-    counted_as: str = "flat"  # the form of `plan.exchange` by which its time is estimated
+    counted_as: str = "flat"  # the form of `plan.exchange` that estimates its time
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionFacts(Facts):
-    """A file of `parallel/reductions/`, which has `reduce` and `scatter`, or `start`, `start_scatter` and `finish`."""
+    """The declaration of a file in `parallel/reductions/`.
 
-    in_background: bool = False  # as an exchange may be
-    only_starts: bool = False  # as an exchange may: it has the two halves
-    one_scatter: bool = False  # whether `scatter` is one reduce-scatter, for which TPUs are given whole tiles
+    The file defines `reduce` and `scatter`, or `start`, `start_scatter` and `finish`.
+    """
+
+    in_background: bool = False  # as for an exchange
+    only_starts: bool = False  # as for an exchange: the file has the functions that start and finish
+    one_scatter: bool = False  # `scatter` is a single reduce-scatter; on TPUs its input is padded to whole tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFacts(Facts):
-    """A file of `schedule/policies/`, which has a `POLICY`."""
+    """The declaration of a file in `schedule/policies/`, which defines a `POLICY`."""
 
-    cuts: Literal["batch", "capacity"] | None = "batch"  # what schedule.microbatches are parts of; None: it has one
-    sends_ragged: bool = False  # whether a microbatch may travel without padding (ragged exchanges)
-    planned: bool = False  # whether a plan tries it, in all degrees
-    is_baseline: bool = False  # comparisons leave its weight gradients and reductions where they are
+    cuts: Literal["batch", "capacity"] | None = "batch"  # what schedule.microbatches splits; None: one microbatch only
+    sends_ragged: bool = False  # a microbatch may be sent without padding (ragged exchanges)
+    planned: bool = False  # the planner tries it, with every number of microbatches
+    is_baseline: bool = False  # comparisons do not move its weight gradients and reductions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts(Facts):
-    """A file of `schedule/pipelines/`, which has an `order`."""
+    """The declaration of a file in `schedule/pipelines/`, which defines an `order`."""
 
-    least_chunks: int = 1  # model chunks of a stage
-    most_chunks: int | None = 1  # None: any number
-    split_weight_grad: bool = False  # whether weight gradients are a pass of their own
-    needs_stages: bool = True  # otherwise one stage runs parts of a batch beside each other, too
-    planned: tuple[int, ...] = ()  # numbers of model chunks with which a plan tries it
-    tried: int = _LAST  # its place among those that a plan tries, of which the first of equals wins
+    least_chunks: int = 1  # the fewest model chunks of a stage
+    most_chunks: int | None = 1  # the most model chunks of a stage; None: any number
+    split_weight_grad: bool = False  # weight gradients are passes of their own
+    needs_stages: bool = True  # False: the order also overlaps the parts of a batch on a single stage
+    planned: tuple[int, ...] = ()  # the numbers of model chunks that the planner tries
+    tried: int = _LAST  # the position among the orders that the planner tries; of equally fast ones the first wins

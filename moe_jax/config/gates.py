@@ -1,11 +1,11 @@
-"""A block's router: the sizes of the parameters that its gate declares."""
+"""The parameters of a block's gate, with the sizes that a model gives them."""
 
 from moe_jax.config.facts import ROUTER_BIAS, SCORE_BIAS
 from moe_jax.config.sections import ModelConfig
 
 
 def gate_parameters(model: ModelConfig) -> dict[str, tuple[dict[str, int], str | float]]:
-    """Names of a block's gate's parameters; of each the sizes of its dimensions and its first values."""
+    """Return the parameters of a block's gate by name: the sizes of their dimensions, and their initial values."""
     moe = model.moe
     sizes = {
         "model": model.hidden_size,

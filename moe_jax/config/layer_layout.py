@@ -1,9 +1,10 @@
-"""Which blocks each pipeline stage holds, and in which rows of the stacked arrays their parameters lie.
+"""The layout of blocks: which pipeline stage has which blocks, and which rows of the stacked arrays store them.
 
-Blocks are stacked in segments: runs of equal periods. Model chunk c of stage s is group c·S + s of the blocks, as the
-tables of `schedule.pipelines` have it. Groups are runs of whole periods of the model's segments. Stage s holds its own
-rows of every stacked array, chunk by chunk, so that cutting the leading dimension over the stages gives each its own;
-where groups differ, the shorter ones leave rows unused.
+Parameters of blocks are stacked in segments. A segment is a run of equal periods, and a period is the shortest run of
+blocks that repeats. With S stages, model chunk c of stage s is group c·S + s of the blocks, as in the tables of
+`schedule.pipelines`. A group is a run of whole periods. The rows of a stacked array are ordered by stage and then by
+chunk, so that splitting the leading dimension over the stages gives each stage its own rows. Where groups differ in
+size, the smaller ones leave rows unused.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from moe_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`repeats` periods, each of blocks of these `kinds` whose attention has these `views`."""
+    """A run of `repeats` equal periods; `kinds` and `views` describe the blocks of one period."""
 
     kinds: tuple[str, ...]
     views: tuple[AttentionView, ...]
@@ -27,21 +28,24 @@ class Segment:
 
     @classmethod
     def of(cls, blocks: Sequence[tuple[str, AttentionView]], repeats: int) -> "Segment":
-        """Of the blocks of one period."""
+        """Return the segment that repeats these blocks."""
         return cls(tuple(kind for kind, _ in blocks), tuple(view for _, view in blocks), repeats)
 
 
 @functools.lru_cache(maxsize=64)
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
-    """The model's blocks as few runs of equal periods: dense blocks at the bottom, whole periods, what is left."""
+    """Return the model's blocks as segments, from the bottom up.
+
+    These are the dense blocks at the bottom, the whole periods above them, and the remaining blocks.
+    """
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
-    of_views = math.lcm(attention.full_every or 1, attention.nope_every or 1)
+    view_period = math.lcm(attention.full_every or 1, attention.nope_every or 1)
     bottom = moe.first_k_dense_replace if moe.num_experts else model.num_layers
-    return (*_runs(blocks[:bottom], of_views), *_runs(blocks[bottom:], math.lcm(of_views, moe.moe_layer_freq)))
+    return (*_runs(blocks[:bottom], view_period), *_runs(blocks[bottom:], math.lcm(view_period, moe.moe_layer_freq)))
 
 
 def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[Segment]:
-    """Whole periods, and what is left as runs of equal blocks."""
+    """Yield a segment of whole periods, then the remaining blocks as segments of equal blocks."""
     repeats = len(blocks) // period
     if repeats:
         yield Segment.of(blocks[:period], repeats)
@@ -50,7 +54,7 @@ def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[
 
 
 def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
-    """Raise ConfigError if a model has too few blocks for so many stages of so many chunks."""
+    """Raise ConfigError if a model has too few blocks for this number of stages and of chunks in each stage."""
     periods = sum(segment.repeats for segment in segments(model))
     if periods < stages * chunks:
         cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
@@ -62,27 +66,27 @@ def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
 
 
 class GroupBlock(NamedTuple):
-    """A block of a group, as every group of the same structure has it, whichever blocks these are."""
+    """A block of a group, described so that groups of the same structure are equal."""
 
     kind: str
     view: AttentionView
     segment: int
-    place: int  # in the segment's period
-    row: int  # of the segment's periods in the group
+    place: int  # its index in the period
+    row: int  # the index of its period among the segment's periods in the group
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The groups of a model's blocks, from the bottom up."""
+    """The assignment of a model's blocks to pipeline stages, as groups from the bottom up."""
 
     model: ModelConfig
     stages: int
     chunks: int  # model chunks of a stage
-    head_blocks: int = 0  # periods that the head counts as
+    head_blocks: int = 0  # the head costs as much as this many periods
 
     @staticmethod
     def of(config: Config) -> "Stages":
-        """As a config says. Raises ConfigError if it has too few blocks."""
+        """Return the stages of a config. Raises ConfigError if the model has too few blocks."""
         stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
         check_blocks(config.model, stages, chunks)
         return _stages(config.model, stages, chunks, config.schedule.head_blocks)
@@ -95,38 +99,41 @@ class Stages:
         ]
         sizes = _sizes(len(periods), self.stages * self.chunks, self.head_blocks)
         ends = list(itertools.accumulate(sizes))
-        return tuple(_held(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+        return tuple(_group_blocks(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
     def group(self, stage: int, chunk: int) -> int:
-        """The number of a stage's group."""
+        """Return the index of the group that is a stage's chunk."""
         return chunk * self.stages + stage
 
     @functools.cached_property
     def first_block(self) -> tuple[int, ...]:
-        """The number of each group's first block in the model."""
+        """The index in the model of each group's first block."""
         return tuple(itertools.accumulate(map(len, self.groups[:-1]), initial=0))
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each segment that every group has room for."""
+        """The number of rows of each segment that the stacked arrays reserve for a group."""
         return tuple(
-            max(1 + max((held.row for held in group if held.segment == number), default=-1) for group in self.groups)
+            max(1 + max((block.row for block in group if block.segment == number), default=-1) for group in self.groups)
             for number in range(len(segments(self.model)))
         )
 
     def stored_row(self, segment: int) -> tuple[int, ...]:
-        """Where each period of a segment lies in the stacked arrays."""
+        """Return the row of the stacked arrays that stores each period of a segment."""
         per_chunk = self.rows[segment]
         return tuple(
-            (group % self.stages * self.chunks + group // self.stages) * per_chunk + held.row
+            (group % self.stages * self.chunks + group // self.stages) * per_chunk + block.row
             for group, blocks in enumerate(self.groups)
-            for held in blocks
-            if held.segment == segment and held.place == 0
+            for block in blocks
+            if block.segment == segment and block.place == 0
         )
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
-        """Of each segment, how many rows there are and which are used: the same for all stages that divide it."""
+        """For each segment, the number of rows and the indices of the rows that are used.
+
+        Two configs with the same layout store parameters in the same rows.
+        """
         groups = self.stages * self.chunks
         return tuple((rows * groups, *self.stored_row(number)) for number, rows in enumerate(self.rows))
 
@@ -137,20 +144,22 @@ def _stages(model: ModelConfig, stages: int, chunks: int, head_blocks: int) -> S
 
 
 def _sizes(periods: int, groups: int, head: int) -> list[int]:
-    """As equal as can be, if the last group's head counts as so many periods; none is empty."""
+    """Return the number of periods in each group, at least 1: as equal as possible, with `head` added to the last."""
     if groups == 1:
         return [periods]
     last = max((periods + head) // groups - head, 1)
     least, more = divmod(periods - last, groups - 1)
-    # the first group keeps most activations
+    # the first groups get fewer periods, since the first stage stores the most activations
     return [*(least + (group >= groups - 1 - more) for group in range(groups - 1)), last]
 
 
-def _held(periods: list[tuple[int, Segment]]) -> tuple[GroupBlock, ...]:
+def _group_blocks(periods: list[tuple[int, Segment]]) -> tuple[GroupBlock, ...]:
+    """Return the blocks of a group from its periods: the index of each one's segment, and the segment."""
+
     def blocks() -> Iterator[GroupBlock]:
-        seen: dict[int, int] = {}
+        last_row: dict[int, int] = {}
         for number, segment in periods:
-            row = seen[number] = seen.get(number, -1) + 1
+            row = last_row[number] = last_row.get(number, -1) + 1
             for place, (kind, view) in enumerate(zip(segment.kinds, segment.views, strict=True)):
                 yield GroupBlock(kind, view, number, place, row)
 

@@ -1,18 +1,19 @@
-"""In which chunks of tokens the cross-entropy is computed: the model and plans of memory have to know.
+"""The chunk size of the cross-entropy loss, which the model and the memory planner share.
 
-Sizes: T tokens of a device or of its microbatch, V vocabulary.
+The logits of one chunk of tokens are in memory at a time.
 """
 
 import math
 
-_MOST_LOGITS = 2**27  # of 4 bytes each: 512 MiB
+_MOST_LOGITS = 2**27  # 512 MiB of 4 bytes each
 
 
 def tokens_of_chunk(tokens: int, vocab_size: int, most: int | None) -> int:
-    """How many tokens have their logits in memory at a time: the largest divisor of T up to `most`.
+    """Return the number of tokens in a chunk: the largest divisor of `tokens` that is at most `most`.
 
-    None: with up to 2²⁷ logits, 512 MiB. Where that would be less than half of `most`, chunks are as few as can be, and
-    the last is filled up.
+    `tokens` is the number of tokens of a device or of its microbatch. If `most` is None, a chunk has at most 2²⁷
+    logits (512 MiB). If the largest divisor is less than half of `most`, it is not used: then there are as few chunks
+    as possible, and the last one is padded.
     """
     if most is None:
         most = max(_MOST_LOGITS // vocab_size, 1)

@@ -1,4 +1,4 @@
-"""Parts that a setting names: the project's own by a word, others as `package.module:name`."""
+"""Loading of parts that a setting names: built-in parts by one word, others as `package.module:name`."""
 
 import difflib
 import functools
@@ -9,10 +9,11 @@ from typing import Any
 from moe_jax.errors import ConfigError, UserError
 
 
-def named(setting: str, value: str, own: Mapping[str, Any]) -> Any:
-    """What `value` names: one of the project's own, or something in a module that is imported now. Raises ConfigError.
+def load_part(setting: str, value: str, own: Mapping[str, Any]) -> Any:
+    """Return the part that `value` names: one of the built-in parts `own`, or an attribute of a module.
 
-    Python finds modules from the folder that a command runs in, and those that are installed.
+    The module is imported by this call. Python finds installed modules, and modules in the folder that the command
+    runs in. Raises ConfigError if the import fails or the module has no such attribute.
     """
     if value in own:
         return own[value]
@@ -21,10 +22,10 @@ def named(setting: str, value: str, own: Mapping[str, Any]) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{setting}={value}: importing {module_name} says {str(error)!r}: "
+            f"{setting}={value}: importing {module_name} fails with {str(error)!r}: "
             "name a module of the folder that the command runs in, or an installed one"
         ) from None
-    except (Exception, SystemExit) as error:  # of the module itself
+    except (Exception, SystemExit) as error:  # raised by the module itself
         raise ConfigError(
             f"{setting}={value}: importing {module_name} ends with {first_line_of(error)}: mend it"
         ) from error
@@ -36,7 +37,7 @@ def named(setting: str, value: str, own: Mapping[str, Any]) -> Any:
 
 
 def guarded(part: str, form: str, function: Any) -> Callable[..., Any]:
-    """A function from elsewhere; what it raises becomes a ConfigError that names `part` and says its `form`."""
+    """Wrap a function of another package: its errors become a ConfigError with the `part` and its expected `form`."""
 
     @functools.wraps(function, updated=())
     def call(*arguments: Any, **named_arguments: Any) -> Any:
@@ -51,5 +52,5 @@ def guarded(part: str, form: str, function: Any) -> Callable[..., Any]:
 
 
 def first_line_of(error: BaseException) -> str:
-    """What an error of others says first."""
+    """Return the type of an error and the first paragraph of its message, on one line of at most 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).strip().partition(chr(10) * 2)[0].split())[:300]}"

@@ -1,7 +1,7 @@
-"""Ranges of numbers, of settings and of command lines.
+"""Ranges of numbers in settings and on command lines.
 
-The largest values are far above published models and clusters, and small enough that what depends on one of them alone
-neither takes minutes nor fills the memory before a run is refused for its size.
+The largest values are far above published models and clusters. They are small enough that work which depends on a
+single setting neither takes minutes nor fills the memory before a run is rejected for its size.
 """
 
 import math
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """The smallest and the largest value that a number may have; `above`, `below`: without this value itself."""
+    """The smallest and the largest value of a number; `above` and `below` exclude that value itself."""
 
     least: float
     most: float
@@ -22,33 +22,33 @@ class Range(NamedTuple):
     below: bool = False
 
 
-ANY = 2**31 - 1  # jax counts steps and takes seeds in 32 bits; such a number costs nothing by itself
-BLOCKS = 4096  # each of which is looked at, as is each part of a step
-PARTS = 1024
-WIDTH = 2**20  # of a hidden layer
+ANY = 2**31 - 1  # steps and seeds are 32-bit numbers in jax; a large one costs nothing by itself
+BLOCKS = 4096  # loops visit every block of a model,
+PARTS = 1024  # and every part of a step
+WIDTH = 2**20  # features of a hidden layer
 EXPERTS = 2**16
-SEQUENCE = 2**24
-LARGE = 1e6  # of factors
-FINITE = 1e30  # of what float32 holds
+SEQUENCE = 2**24  # tokens
+LARGE = 1e6  # factors
+FINITE = 1e30  # a number that float32 can represent
 
 SEEDS = Range(0, ANY)
 SAMPLED = Range(0, 2**16)  # tokens
-SIMULATED = Range(1, 512)  # devices, each with several threads and copies of what is not cut
+SIMULATED = Range(1, 512)  # devices; each has several threads, and a copy of every replicated array
 CLUSTER = Range(1, 2**20)  # devices, or processes
 ALONG_AXIS = Range(-ANY, CLUSTER.most)  # devices; `check_mesh`: at least 1, or -1
 
 
 def number(default: T, allowed: Range) -> T:
-    """The field of a setting with its default, which `check_ranges` holds against `allowed`; null is always allowed.
+    """Return a dataclass field with a default and the range that `check_ranges` checks; null is always allowed.
 
-    Of a list of numbers, the range is that of each; other rules check it.
+    For a list, the range is that of each number, and other rules check it.
     """
     value: T = field(default=default, metadata={"range": allowed})
     return value
 
 
 def check_number(name: str, value: float | None, allowed: Range, or_null: str = "") -> None:
-    """Raise ConfigError for a number that is given, of a config or a command line, and out of its range."""
+    """Raise ConfigError if a number of a config or command line is out of its range. None is allowed."""
     if value is None:
         return
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,9 +1,10 @@
-"""The built-in parts: one file each, found in the folder of their kind.
+"""The registries of built-in parts. Each part is one file in the folder of its kind.
 
 The file of a gate declares `FACTS = GateFacts(...)`, and files of other kinds declare the facts of their kind. Settings
 and plans need these facts but must not import jax, which the files of gates and exchanges import. Therefore the
-registry reads the source, and of it only what is assigned to `FACTS`: plain values, and names of `config/facts.py`.
-A file without `FACTS` is a helper, not a part. The packages of the parts import the files themselves, by `modules`.
+registry parses the source, and evaluates only the value assigned to `FACTS`: plain values, and names of
+`config/facts.py`. A file without `FACTS` is a helper, not a part. The packages of the parts import the files
+themselves, with `modules`.
 """
 
 import ast
@@ -31,14 +32,14 @@ _NAME = "FACTS"
 
 
 class Part(NamedTuple, Generic[F]):
-    """The file of a part, without its ending, and what it declares."""
+    """The file name of a part, without `.py`, and its declaration."""
 
     file: str
     facts: F
 
 
 class Registry(Mapping[str, F]):
-    """The facts of a kind's parts by their names, in the order in which they are listed."""
+    """The facts of all parts of a kind, by name, in the order of `Facts.listed`."""
 
     def __init__(self, package: str, kind: type[F]):
         self._package, self._kind = package, kind
@@ -58,7 +59,7 @@ class Registry(Mapping[str, F]):
         return found
 
     def declared(self, file: str, source: str) -> F | None:
-        """The value of a file's `FACTS`; None if it has none. Raises TypeError if it is no declaration of this kind."""
+        """Return the value of a file's `FACTS`, or None if it has none. Raises TypeError for another kind of value."""
         expression = _assigned(source)
         if expression is None:
             return None
@@ -81,16 +82,16 @@ class Registry(Mapping[str, F]):
         return len(self._parts)
 
     def of(self, name: str) -> F:
-        """The facts of a part that a setting names; of one from elsewhere, and of auto, the defaults."""
+        """Return the facts of the part that a setting names: the defaults for `auto` and for external parts."""
         return self[name] if name in self else self._kind()
 
     def modules(self) -> dict[str, ModuleType]:
-        """The parts' modules by their names, imported now."""
+        """Import the modules of all parts and return them by the parts' names."""
         return {name: importlib.import_module(f"{self._package}.{part.file}") for name, part in self._parts.items()}
 
 
 def _assigned(source: str) -> ast.expr | None:
-    """The expression that a module assigns to `FACTS`."""
+    """Return the expression that a module assigns to `FACTS`, or None."""
     for statement in ast.parse(source).body if _NAME in source else ():
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == _NAME:
@@ -101,7 +102,7 @@ def _assigned(source: str) -> ast.expr | None:
 
 
 def _value(expression: ast.expr) -> object:
-    """Plain values, and what `config/facts.py` makes of them. Raises AttributeError or ValueError for anything else."""
+    """Evaluate plain values and names of `config/facts.py`. Raises AttributeError or ValueError for anything else."""
     match expression:
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named):
             made: object = getattr(declarations, name)(
@@ -116,8 +117,8 @@ def _value(expression: ast.expr) -> object:
             return ast.literal_eval(expression)
 
 
-NO_HOOKS = "none"  # what model.moe.hooks says instead of a part: nothing is called
-OPEN_EXCHANGE = "auto"  # what exchange.algorithm says instead of a part: it depends on the devices
+NO_HOOKS = "none"  # the value of model.moe.hooks for no hooks
+OPEN_EXCHANGE = "auto"  # the value of exchange.algorithm for a choice that depends on the devices
 
 GATE_FACTS = Registry("moe_jax.models.gates", GateFacts)
 DISPATCHER_FACTS = Registry("moe_jax.models.dispatchers", DispatcherFacts)

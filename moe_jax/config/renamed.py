@@ -1,4 +1,4 @@
-"""Settings that had other names in earlier versions: configs of old runs are read, others are told the new name."""
+"""Names of settings in earlier versions. Configs of old runs are converted; other uses are errors with the new name."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ RENAMED_VALUES = {
 
 
 def with_new_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as a run of an earlier version wrote them, with today's names."""
+    """Return nested settings, which a run of an earlier version may have written, with the current names."""
     changed: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

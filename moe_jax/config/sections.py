@@ -1,7 +1,7 @@
-"""What an experiment is: frozen sections of plain values.
+"""All settings of an experiment, as frozen sections of plain values.
 
-Sizes are counted in tokens, sequences, blocks or features as their comments say; fractions are of 1.
-`config/validate/` says which values they may have; `config/yaml_io.py` reads them from YAML and the command line.
+The comment on a field gives its meaning and its unit; fractions are between 0 and 1. `config/validate/` checks the
+values, and `config/yaml_io.py` reads them from YAML and the command line.
 """
 
 import functools
@@ -39,7 +39,7 @@ from moe_jax.config.registry import (
 )
 from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
 
-if TYPE_CHECKING:  # a type checker does not read the files of parts
+if TYPE_CHECKING:  # type checkers cannot evaluate the registries
     PipelineName = str
     ReductionName = str
 else:
@@ -53,55 +53,56 @@ class MoEConfig:
 
     num_experts: int = number(8, Range(0, EXPERTS))  # 0: no block has experts (a dense model)
     top_k: int = number(2, Range(1, EXPERTS))  # experts per token
-    intermediate_size: int = number(512, Range(1, WIDTH))  # of one expert
-    # experts that see every token, as one MLP of their joint width
+    intermediate_size: int = number(512, Range(1, WIDTH))  # hidden width of one expert
+    # experts that process every token, computed as one MLP of their joint width
     num_shared_experts: int = number(0, Range(0, PARTS))
-    shared_gate: bool = False  # whose output is times a sigmoid of the token's features (Qwen2-MoE)
-    dense_residual: bool = False  # beside the experts, the MLP of a dense block (Arctic)
-    bias: bool = False  # vectors added to the router's logits and behind each matrix of an expert
-    # slots per expert / even share; null: dropless
+    shared_gate: bool = False  # multiply the shared experts' output by a sigmoid of the token's features (Qwen2-MoE)
+    dense_residual: bool = False  # add the MLP of a dense block to the experts' output (Arctic)
+    bias: bool = False  # bias vectors of the router's logits and after each matrix of an expert
+    # slots per expert / even share of the tokens; null: dropless
     capacity_factor: float | None = number(1.25, Range(0, EXPERTS, above=True))
-    # pairs of a step, counted from 1, and the factor from there on: [[1000, 1.5], [5000, 1.0]]
+    # changes of the factor, as pairs of a step (counted from 1) and the factor from then on: [[1000, 1.5], [5000, 1.0]]
     capacity_schedule: tuple[tuple[float, ...], ...] = number((), Range(0, ANY, above=True))
     gate: str = "softmax"  # one of docs/gates.md, or package.module:function, see docs/extend.md
     norm_topk_prob: bool = True  # the k weights of a token sum to 1 (if k > 1)
-    # with top_k=1, too: the one weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise it is
-    # the expert's score, as in Switch
+    # normalize also with top_k=1: the weight is 1, as in Mixtral, and the loss gives the router no gradient. Otherwise
+    # the weight is the expert's score, as in Switch
     norm_top1_prob: bool = False
     routed_scaling_factor: float = number(1.0, Range(0, LARGE, above=True))  # factor on the routed experts' output
-    # gates deepseek_v2 and deepseek_v3: the experts are in so many groups, in order,
+    # gates deepseek_v2 and deepseek_v3: the number of groups of consecutive experts,
     n_group: int = number(1, Range(1, EXPERTS))
-    topk_group: int = number(1, Range(1, EXPERTS))  # and those of a token in so many of them
-    # gate xmoe: the width in which tokens and experts meet; null: half the experts
+    topk_group: int = number(1, Range(1, EXPERTS))  # and the number of groups that a token's experts come from
+    # gate xmoe: the width of the space into which tokens and experts are projected; null: half the number of experts
     router_rank: int | None = number(None, Range(1, 2**17))
     slots_per_expert: int = number(1, Range(1, 2**20))  # gate softmoe: on each source device, instead of a capacity
-    # how tokens reach their slots: sort, einsum (GShard's one-hot product), or package.module:name of an Order
+    # assignment of tokens to slots: sort, einsum (GShard's one-hot product), or package.module:name of a
+    # TokenDispatcher
     dispatcher: str = "sort"
-    # around the layer and its exchanges: none, bf16 or fp8 (rows travel as bfloat16, which is nothing new if they are
-    # computed in it, or as 8-bit floats), or package.module:name of Hooks
+    # hooks around the layer and its exchanges: none; bf16 or fp8, which send rows as bfloat16 (no change if they are
+    # computed in it) or as 8-bit floats; or package.module:name of Hooks
     hooks: str = "none"
-    # operands of routed experts' matrix products: as train.compute_dtype has them, or rounded to 8-bit floats, see
+    # operands of the routed experts' matrix products: in train.compute_dtype, or rounded to 8-bit floats, see
     # docs/models.md
     expert_matmuls: Literal["compute_dtype", "fp8"] = "compute_dtype"
-    first_k_dense_replace: int = number(0, Range(0, BLOCKS))  # blocks at the bottom that have a dense MLP instead
+    first_k_dense_replace: int = number(0, Range(0, BLOCKS))  # number of lowest blocks, all with a dense MLP
     moe_layer_freq: int = number(1, Range(1, BLOCKS))  # above those, every n-th block has experts
-    aux_loss_coeff: float = number(0.01, Range(0, LARGE))
-    # whose loads the load-balance loss sees: each block's of the whole batch (a part of train.grad_accumulation), those
-    # of all blocks pooled, or each block's of every sequence by itself, see docs/balance.md
+    aux_loss_coeff: float = number(0.01, Range(0, LARGE))  # weight of the load-balance loss
+    # loads in the load-balance loss: of each block over the whole batch (with train.grad_accumulation over one part),
+    # of all blocks pooled, or of each block over each sequence separately, see docs/balance.md
     load_balancing_type: Literal["batch", "pooled", "sequence"] = "batch"
-    # of gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
-    # docs/balance.md; null: there is none, or it stays as it is
+    # gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
+    # docs/balance.md; null: there is no bias, or it is not updated
     bias_update_rate: float | None = number(None, Range(0, LARGE))
-    z_loss_coeff: float = number(0.001, Range(0, LARGE))
+    z_loss_coeff: float = number(0.001, Range(0, LARGE))  # weight of the router z-loss
 
     @property
     def gate_facts(self) -> GateFacts:
-        """What is known of the gate without computing it."""
+        """The declared properties of the gate."""
         return GATE_FACTS.of(self.gate)
 
     @property
     def has_hooks(self) -> bool:
-        """Whether functions are called around the layer and its exchanges."""
+        """Whether hooks are called around the layer and its exchanges."""
         return self.hooks != NO_HOOKS
 
     @property
@@ -111,48 +112,52 @@ class MoEConfig:
 
     @property
     def latent_router_width(self) -> int:
-        """In which tokens and experts meet, if the gate projects both."""
+        """The width of the space into which the gate xmoe projects tokens and experts."""
         return self.router_rank or max(self.num_experts // 2, 1)
 
     @property
     def sorts_rows(self) -> bool:
-        """Whether tokens that chose experts are sorted into rows."""
+        """Whether tokens choose experts and are sorted into rows by expert."""
         return DISPATCHER_FACTS.of(self.dispatcher).sorts_rows and not self.gate_facts.fills_slots
 
     @property
     def sends_capacity_rows(self) -> bool:
-        """Whether tokens reach slots of a limited number as sorted rows."""
+        """Whether experts have a capacity, and sorted rows fill their slots."""
         return self.capacity_factor is not None and self.sorts_rows
 
     @property
     def sends_sized_rows(self) -> bool:
-        """Whether experts have no capacity, and sorted rows travel with their sizes."""
+        """Whether experts have no capacity, and sorted rows are sent with their sizes."""
         return self.capacity_factor is None and self.sorts_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): all keys and values are made of one short vector."""
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1).
 
-    # width of that latent; null: no latents, grouped-query attention
+    All keys and values of a token are projected from one short vector, the latent.
+    """
+
+    # width of the latent; null: no latents, grouped-query attention
     kv_lora_rank: int | None = number(None, Range(1, 2**17))
-    # of the queries' latent; null: queries are made of the model width
+    # width of the queries' latent; null: queries are projected from the token's features
     q_lora_rank: int | None = number(None, Range(1, 2**17))
-    qk_nope_head_dim: int = number(128, Range(1, 2**16))  # of a query and key, the part that is not rotated
-    qk_rope_head_dim: int = number(64, Range(2, 2**16))  # and the part that is; all heads have the same key there
-    v_head_dim: int = number(128, Range(1, 2**16))
-    # of the latents' norms; null: model.rms_norm_eps
+    qk_nope_head_dim: int = number(128, Range(1, 2**16))  # features of a query or key that are not rotated
+    # features that are rotated; all heads share this part of the key
+    qk_rope_head_dim: int = number(64, Range(2, 2**16))
+    v_head_dim: int = number(128, Range(1, 2**16))  # features of a value
+    # epsilon of the latents' norms; null: model.rms_norm_eps
     rms_norm_eps: float | None = number(None, Range(0, 1, above=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What a token's attention sees, and what is added to it."""
+    """The mask, biases and sinks of attention."""
 
-    bias: bool = False  # vectors added behind the projections
-    out_bias: bool = True  # with them, one behind the last projection, too (not in Qwen2-MoE)
-    sinks: bool = False  # a learned logit of each head that no value belongs to (gpt-oss)
-    # tokens that a token sees, itself included; null: all before it
+    bias: bool = False  # bias vectors after the projections
+    out_bias: bool = True  # with bias=true, also after the output projection (not in Qwen2-MoE)
+    sinks: bool = False  # a learned logit of each head that has no value (gpt-oss)
+    # tokens that a token attends to, itself included; null: all before it
     sliding_window: int | None = number(None, Range(1, ANY))
     full_every: int | None = number(None, Range(1, ANY))  # every n-th block has no window
     nope_every: int | None = number(None, Range(1, ANY))  # every n-th block has no rotary embedding (Llama 4)
@@ -160,10 +165,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScalingConfig:
-    """Rotary frequencies for sequences that are longer than those a model began with, see docs/models.md.
+    """Scaling of rotary frequencies for sequences longer than those of pre-training, see docs/models.md.
 
-    A pair of features turns so many times in `original_max_position_embeddings` tokens. Frequencies of up to
-    `slow_turns` are divided by `factor`, those of `fast_turns` or more stay, and between them is a ramp.
+    A frequency is measured in turns: rotations of a pair of features in `original_max_position_embeddings` tokens.
+    Frequencies of up to `slow_turns` are divided by `factor`, those of `fast_turns` or more are not, and between them
+    there is a ramp.
     """
 
     rope_type: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
@@ -172,16 +178,16 @@ class RopeScalingConfig:
     slow_turns: float = number(1.0, Range(0, LARGE, above=True))
     fast_turns: float = number(32.0, Range(0, LARGE, above=True))
     truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
-    attention_factor: float = number(1.0, Range(0, LARGE, above=True))  # on queries and keys that are rotated
-    # m of DeepSeek: attention's logits times (0.1·m·ln(factor) + 1)²
+    attention_factor: float = number(1.0, Range(0, LARGE, above=True))  # factor on rotated queries and keys
+    # m of DeepSeek: attention's logits are multiplied by (0.1·m·ln(factor) + 1)²
     mscale_all_dim: float = number(0.0, Range(0, LARGE))
 
 
 class AttentionView(NamedTuple):
-    """How attention of one block sees tokens."""
+    """The mask and position encoding of one block's attention."""
 
-    window: int | None
-    rope: bool
+    window: int | None  # tokens that a token attends to, itself included; None: all before it
+    rope: bool  # whether queries and keys are rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +201,12 @@ class ModelConfig:
     # null: as many as num_attention_heads; fewer: grouped-query attention
     num_key_value_heads: int | None = number(None, Range(1, 2**14))
     head_dim: int | None = number(None, Range(2, 2**16))  # null: hidden_size / num_attention_heads
-    intermediate_size: int = number(1024, Range(1, WIDTH))  # of the MLP in dense blocks
-    # of MLPs and experts; clipped_swiglu: values within 7, and 1 more of what is not gated (gpt-oss)
+    intermediate_size: int = number(1024, Range(1, WIDTH))  # hidden width of the MLP in dense blocks
+    # activation of MLPs and experts; clipped_swiglu: values are clipped to 7, and 1 is added to the ungated ones
+    # (gpt-oss)
     activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
-    qk_norm_over: Literal["head", "projection"] = "head"  # each head for itself, or all together (OLMoE)
+    qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = number(10_000.0, Range(1, 1e15))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
@@ -218,7 +225,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether MLPs and experts have two matrices in front of their activation."""
+        """Whether MLPs and experts have two input matrices: gate and up."""
         return self.activation != "gelu"
 
     @property
@@ -227,18 +234,18 @@ class ModelConfig:
 
     @property
     def qk_width(self) -> int:
-        """Of a head's query and key."""
+        """The features of a head's query or key."""
         latent = self.latent
         return latent.qk_nope_head_dim + latent.qk_rope_head_dim if self.has_latents else self.head_width
 
     @property
     def v_width(self) -> int:
-        """Of a head's value."""
+        """The features of a head's value."""
         return self.latent.v_head_dim if self.has_latents else self.head_width
 
     @property
     def views(self) -> tuple[AttentionView, ...]:
-        """How each block's attention sees tokens, from the bottom up."""
+        """The attention view of each block, from the bottom up."""
         attention = self.attention
 
         def is_nth(block: int, every: int | None) -> bool:
@@ -254,7 +261,7 @@ class ModelConfig:
 
     @functools.cached_property
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
-        """What each block has behind its attention, from the bottom up."""
+        """Whether each block has a dense MLP or experts, from the bottom up."""
         moe = self.moe
         first = moe.first_k_dense_replace
         return tuple(
@@ -265,19 +272,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each named axis. One axis may be -1: all that the others leave."""
+    """The number of devices along each named axis. One axis may be -1: it gets all devices that the others leave."""
 
     data: int = number(-1, ALONG_AXIS)
     expert: int = number(1, ALONG_AXIS)
     pipeline: int = number(1, ALONG_AXIS)
     tensor: int = number(1, ALONG_AXIS)
     context: int = number(1, ALONG_AXIS)
-    experts_over_context: bool = False  # cut experts over the context ranks, too, see docs/context.md
-    cpu_devices: int | None = number(None, SIMULATED)  # simulate this many devices on the CPU; null: use what there is
+    experts_over_context: bool = False  # shard experts over the context ranks, too, see docs/context.md
+    # simulate this many devices on the CPU; null: use the available devices
+    cpu_devices: int | None = number(None, SIMULATED)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis, by its name."""
+        """The number of devices along each axis, by name."""
         return {
             "data": self.data,
             "expert": self.expert,
@@ -288,114 +296,117 @@ class MeshConfig:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Those that cut experts, as one."""
+        """The axes that shard experts, together."""
         return ("context", "expert") if self.experts_over_context else ("expert",)
 
     def expert_ranks(self, sizes: Mapping[str, int]) -> int:
-        """That have experts of their own, on a mesh of these sizes."""
+        """Return the number of ranks that experts are sharded over, on a mesh of these sizes."""
         return math.prod(sizes[axis] for axis in self.expert_axes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """In which order an iteration's tasks run."""
+    """The order of a step's tasks."""
 
     policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
-    # unified: parts of a device's sequences; expert_pipeline: of the slots
+    # unified: parts of a device's sequences; expert_pipeline: parts of the slots
     microbatches: int = number(1, Range(1, PARTS))
-    backward_microbatches: int | None = number(None, Range(1, PARTS))  # null: as many; unified: a divisor
-    # unified: parts of a microbatch's slots, which exchanges and experts see one by one
+    # microbatches of the backward pass; null: the same number; unified: a divisor of it
+    backward_microbatches: int | None = number(None, Range(1, PARTS))
+    # unified: parts of a microbatch's slots, which are exchanged and computed one by one
     expert_chunks: int = number(1, Range(1, PARTS))
-    weight_grad: Literal["inline", "greedy"] = "inline"  # greedy: where compute would wait for an exchange
+    # when weight gradients are computed: in the backward pass, or (greedy) where compute would wait for an exchange
+    weight_grad: Literal["inline", "greedy"] = "inline"
     grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
-    # largest chunk of a bucketed reduction, 10⁶ bytes; null: a whole matrix
+    # largest bucket of a bucketed reduction, 10⁶ bytes; null: a whole matrix
     bucket_cap_mb: float | None = number(None, Range(0, LARGE, above=True))
-    # rates that tasks are timed with, 10¹² flop/s and 10⁹ byte/s;
+    # rates for the estimated times of tasks: 10¹² flop/s of a device; null: typical of the platform
     device_tflops: float | None = number(None, Range(0, FINITE, above=True))
-    link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # null: typical of the platform
-    network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same beyond a node of GPUs
+    link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
+    network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same between nodes of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
-    unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one turn of the scan over blocks
-    remat: Literal["none", "dots", "full"] = "none"  # what backward recomputes, see docs/architecture.md
-    # with mesh.pipeline above 1: the order in which its stages work through the parts of train.grad_accumulation, as
-    # docs/pipelines.md has them; coscheduled also without stages: one part's backward pass beside the next one's
-    # forward pass
+    unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one iteration of the scan over blocks
+    remat: Literal["none", "dots", "full"] = "none"  # what the backward pass recomputes, see docs/architecture.md
+    # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
+    # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
+    # one's forward pass
     pipeline: PipelineName = "1f1b"
-    virtual_stages: int = number(1, Range(1, PARTS))  # groups of blocks that each stage holds (model chunks)
-    # the head takes as long as so many periods of blocks: the last stage holds fewer, but one
+    virtual_stages: int = number(1, Range(1, PARTS))  # groups of blocks of each stage (model chunks)
+    # the head costs as much as this many periods of blocks: the last stage gets that many fewer, but at least one
     head_blocks: int = number(0, Range(0, BLOCKS))
 
     @property
     def policy_facts(self) -> PolicyFacts:
-        """What the policy declares; one from elsewhere is taken to cut the batch."""
+        """The declared properties of the policy. An external policy is assumed to split the batch."""
         return POLICY_FACTS.of(self.policy)
 
     @property
     def pipeline_facts(self) -> PipelineFacts:
-        """What the order of pipeline stages declares."""
+        """The declared properties of the order of pipeline stages."""
         return PIPELINE_FACTS.of(self.pipeline)
 
     @property
     def cuts_batch(self) -> bool:
-        """Whether microbatches are parts of a device's sequences; those of a policy from elsewhere may be."""
+        """Whether microbatches are parts of a device's sequences. Those of an external policy are assumed to be."""
         return self.policy_facts.cuts == "batch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """In which form tokens and gradients travel between devices."""
+    """The communication of tokens and gradients between devices."""
 
-    # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, by way of nodes, see
-    # docs/exchange.md; ragged, only existing rows (microbatches; auto: on TPU and GPU); background, beside the program
-    # (CPU); package.module:name of an Exchange, see docs/extend.md
+    # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, hierarchical over nodes,
+    # see docs/exchange.md; ragged, only rows that exist (microbatches; auto: on TPU and GPU); background, concurrently
+    # with the program (CPU); package.module:name of an Exchange, see docs/extend.md
     algorithm: str = "auto"
-    # of the expert axis, joined by fast links; null: as devices tell
+    # ranks of the expert axis that are joined by fast links; null: detected from the devices
     ranks_per_node: int | None = number(None, CLUSTER)
-    # how tensor ranks share an exchange, see docs/exchange.md: all rows from each of them (replicated), its own rows
-    # (o1), in chunks whose gathers run beside the next exchange (o2), and whose copies do, too (o3)
+    # sharing of an exchange by tensor ranks, see docs/exchange.md: each sends all rows (replicated), only its own rows
+    # (o1), its own rows in chunks whose gathers overlap with the next exchange (o2), or also their copies (o3)
     tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
-    tensor_chunks: int = number(2, Range(1, PARTS))  # of o2 and o3
-    # how attention sees the tokens of other context ranks, see docs/context.md: their keys and values go around a ring
-    # while those that came are computed with, or all are gathered first
+    tensor_chunks: int = number(2, Range(1, PARTS))  # chunks of o2 and o3
+    # attention over context ranks, see docs/context.md: keys and values go around a ring while attention is computed
+    # with those already received, or all are gathered first
     context_form: Literal["ring", "all_gather"] = "ring"
-    reduction: ReductionName = "all_reduce"  # of gradients: scatter_gather, ring or background, see docs/exchange.md
-    # without a capacity: rows that a rank has room for from each sequence / its even share; more are dropped, which the
-    # run says. null: for all rows to choose one rank, so that none is ever dropped
-    # with less even a balanced router's rows would be dropped
+    # sum of gradients over devices: scatter_gather, ring or background, see docs/exchange.md
+    reduction: ReductionName = "all_reduce"
+    # without a capacity: buffer size of a rank for the rows of each sequence / their even share; rows beyond it are
+    # dropped, and the run reports them. null: the buffer holds all rows, so that none is ever dropped
+    # at least 1: with less, even a balanced router's rows would be dropped
     rank_capacity_factor: float | None = number(3.0, Range(1, EXPERTS))
 
     @property
     def facts(self) -> ExchangeFacts:
-        """What the algorithm declares."""
+        """The declared properties of the algorithm."""
         return EXCHANGE_FACTS.of(self.algorithm)
 
     @property
     def in_background(self) -> bool:
-        """Whether tokens or gradients travel beside the program, in the host's threads."""
+        """Whether tokens or gradients are sent concurrently with the program, in the host's threads."""
         return self.facts.in_background or REDUCTION_FACTS.of(self.reduction).in_background
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the algorithm is none of the project's own."""
+        """Whether the algorithm is an external one."""
         return ":" in self.algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """The source of tokens."""
 
     path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
     seq_len: int = number(256, Range(2, SEQUENCE))  # tokens per sequence
-    # of a .txt file: its end; a folder has its own validation file
+    # share of a .txt file, at its end, for validation; a folder has its own validation file
     validation_fraction: float = number(0.1, Range(0, 1, above=True, below=True))
     prefetch: int = number(8, Range(0, PARTS))  # batches read ahead
-    # pieces of a prepared file that may be damaged and are passed over, see docs/data.md
+    # pieces of a prepared file that may be damaged and are skipped, see docs/data.md
     damaged_chunks: int = number(0, Range(0, ANY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW behind a warm-up, a decay and a clip by the global norm."""
+    """AdamW with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
 
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -406,110 +417,112 @@ class OptimizerConfig:
     eps: float = number(1e-8, Range(0, LARGE, above=True))
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
-    # what is cut over the devices that hold the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too: with
-    # train.grad_accumulation those of each part of a batch are summed by themselves
+    # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
+    # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately
     zero: Literal[0, 1, 2] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, how much at once, and in which precision."""
+    """The length of training, batches, precision, validation, and the reaction to bad steps."""
 
     steps: int = number(1000, Range(1, ANY))
     seed: int = number(0, SEEDS)
-    batch_size: int = number(32, Range(1, 2**20))  # sequences in one optimiser step, over all devices
-    # parts of a batch, one after another; each fills slots and is balanced by itself
+    batch_size: int = number(32, Range(1, 2**20))  # sequences in one optimizer step, over all devices
+    # parts of a batch, processed one after another; each fills slots and is balanced separately
     grad_accumulation: int = number(1, Range(1, 2**16))
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
-    # of attention, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits of
-    # all pairs of tokens in memory; auto: cudnn where it can
+    # attention kernel, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits
+    # of all pairs of tokens in memory; auto: cudnn where it is supported
     attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
-    # how rows of experts without a capacity are multiplied, see docs/measure.md: blocks, a tile of rows after another;
-    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs what is fastest here, else the platform's own
+    # grouped matrix product of experts without a capacity, see docs/measure.md: blocks, one tile of rows after another;
+    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs the fastest, as timed on these devices, else the default
+    # of the platform
     grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
-    # tokens of a device whose logits are in memory at a time, at most, see docs/memory.md; null: as many as have 2²⁷ of
-    # them (512 MiB)
+    # most tokens of a device whose logits are in memory at a time, see docs/memory.md; null: the tokens of 2²⁷ logits
+    # (512 MiB)
     loss_chunk: int | None = number(None, Range(1, ANY))
-    # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. With other
-    # schedules or chunks of gradients losses are then the same but for their last bits, not bit for bit
+    # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. Losses of
+    # different schedules or bucket sizes then agree except for their last bits, instead of bit for bit
     quick_compile: bool = False
-    # what a new run begins with: the folder of a Hugging Face model, or of a run; null: random numbers. See
+    # initial parameters of a new run: the folder of a Hugging Face model, or of a run; null: random numbers. See
     # docs/convert.md
     init_from: str | None = None
-    upcycle: bool = False  # that model is dense, and each expert begins as its MLP
+    upcycle: bool = False  # init_from is a dense model, and its MLP initializes each expert
     eval_every: int = number(250, Range(0, ANY))  # steps; 0: only at the end
-    eval_batches: int = number(8, Range(1, ANY))  # no more than the text has
-    # steps in a row whose loss or gradient is not finite, and that change nothing, before the run goes back to its
-    # newest checkpoint, and the next time stops; null: never. See docs/bad_numbers.md
+    eval_batches: int = number(8, Range(1, ANY))  # at most as many as the text has
+    # a step with a loss or gradient that is not finite is bad: it changes nothing. After this many bad steps in a row
+    # the run rolls back to its newest checkpoint, and the second time it stops; null: never. See docs/bad_numbers.md
     bad_in_a_row: int | None = number(3, Range(1, ANY))
-    spike_factor: float | None = number(None, Range(1, FINITE))  # loss / median of the last 64 that is told; null: none
-    skip_spikes: bool = False  # and counts as bad
+    # report a loss spike: loss / median of the last 64 losses above this factor; null: never
+    spike_factor: float | None = number(None, Range(1, FINITE))
+    skip_spikes: bool = False  # skip the update of a step with a loss spike, which counts as bad
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the training state is saved (below log.dir) and how much is kept."""
+    """Checkpoints of the training state, in log.dir, and its safety copies."""
 
     every: int = number(500, Range(0, ANY))  # steps; 0: only at the end
-    keep: int = number(2, Range(1, ANY))
-    resume: bool = True  # go on from the newest checkpoint in log.dir, if there is one
+    keep: int = number(2, Range(1, ANY))  # newest checkpoints to keep; older ones are deleted
+    resume: bool = True  # resume from the newest checkpoint in log.dir, if there is one
     # steps between two safety copies of the state in the memory of two nodes, see docs/recovery.md; 0: none
     safety_copies_every: int = number(0, Range(0, ANY))
-    safety_copies_dir: str = "/dev/shm"  # where they are; a folder of each node, in memory
+    safety_copies_dir: str = "/dev/shm"  # folder of safety copies on each node, in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """Settings that a run tries while it trains, to go on with the fastest, see docs/tune.md."""
+    """Tuning of settings during training, by timed steps, see docs/tune.md."""
 
-    # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: all settings stay as they are
+    # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: no setting is tuned
     over: tuple[Literal["bucket_cap_mb", "microbatches", "algorithm"], ...] = ()
     samples: int = number(8, Range(2, PARTS))  # choices tried in one search
-    iterations: int = number(10, Range(1, ANY))  # steps that a choice is timed for
-    band: float = number(0.2, Range(0, 1e12, above=True))  # by which share of the best time a step's may change
-    patience: int = number(50, Range(1, ANY))  # steps for which it has to have changed by more before the next search
-    cache: str | None = None  # file of what was found, for other runs, too; null: tuned.json in log.dir
+    iterations: int = number(10, Range(1, ANY))  # timed steps of a choice
+    band: float = number(0.2, Range(0, 1e12, above=True))  # tolerated change of the step time, as a share of the best
+    patience: int = number(50, Range(1, ANY))  # steps with a larger change before the next search
+    cache: str | None = None  # file of results, which runs may share; null: tuned.json in log.dir
 
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationConfig:
-    """Experts that change ranks while a run trains, so that ranks are loaded alike, see docs/migration.md."""
+    """Migration of experts between ranks during training, to balance their load, see docs/migration.md."""
 
     enabled: bool = False
-    every: int = number(50, Range(1, ANY))  # steps between two looks at the load of ranks, which is added up meanwhile
-    # load of the busiest rank / mean of all, over those steps, that is too much
+    every: int = number(50, Range(1, ANY))  # steps between two checks of the ranks' load, which is summed over them
+    # experts move if the load of the busiest rank / mean of all ranks, over those steps, is above this
     threshold: float = number(1.2, Range(1, LARGE))
-    patience: int = number(2, Range(1, ANY))  # looks in a row at which a block was above it before its experts move
-    # steps in which a move has to save the time that it takes, and no more than the run has left; null: moves are free
+    patience: int = number(2, Range(1, ANY))  # checks in a row that find a block above the threshold before a move
+    # steps (at most those that the run has left) in which a move must save the time that it takes; null: moves are free
     payback_steps: int | None = number(1000, Range(1, ANY))
-    replicas: int = number(0, Range(0, PARTS))  # slots of each expert rank for copies of experts that others have, too
+    replicas: int = number(0, Range(0, PARTS))  # extra slots of each expert rank, for copies of other ranks' experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run leaves behind."""
+    """The output of a run: its folder, records, alarms, traces and sample."""
 
-    dir: str = "runs/default"
-    every: int = number(10, Range(1, ANY))  # steps between two lines
-    tensorboard: bool = True
-    wandb_project: str | None = None  # at Weights & Biases, of process 0, see docs/logging.md; null: none
-    # every n-th record has the load of each expert of each block; null: as many records as keep it to 1,024 numbers in
-    # each on average
+    dir: str = "runs/default"  # the folder of the run
+    every: int = number(10, Range(1, ANY))  # steps between two records
+    tensorboard: bool = True  # write TensorBoard files
+    wandb_project: str | None = None  # Weights & Biases project for process 0, see docs/logging.md; null: none
+    # every n-th record has the load of each expert of each block; null: n such that a record has at most 1,024 of
+    # these numbers on average
     expert_load_every: int | None = number(None, Range(1, ANY))
-    # warnings, once until the block recovers: an expert that no token chose for so many steps; a step's load whose
-    # entropy is a smaller part of an even load's. null: none
+    # alarms, each reported once until the block recovers; null: none. An expert that no token chose for this many steps
     alarm_unused_steps: int | None = number(100, Range(1, ANY))
+    # a step's load whose entropy is below this share of an even load's
     alarm_entropy: float | None = number(0.5, Range(0, 1, below=True))
-    # run this step, or those from the first to the last ([10, 13]), under jax's profiler, into log.dir/trace; the first
-    # step of a process is not traced, but the next
+    # profile this step, or the steps from the first to the last ([10, 13]), into log.dir/trace; the first step of a
+    # process cannot be traced, then the next one is
     trace_step: tuple[int, ...] | None = number(None, Range(2, ANY))
-    sample_prompt: str = "\n"  # of the text sampled at the end, for the report
+    sample_prompt: str = "\n"  # prompt of the text sampled at the end, for the report
     sample_tokens: int = number(400, SAMPLED)  # 0: no sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """For what settings are planned that say auto (docs/plan.md)."""
+    """The cluster for which `auto` settings are planned, see docs/plan.md."""
 
     cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
 
@@ -533,22 +546,22 @@ class Sections:
 
     @property
     def may_wait_in_threads(self) -> bool:
-        """Whether a step may wait in the host's threads for what other devices send beside the program."""
+        """Whether a step may wait in the host's threads for data that other devices send."""
         exchange = self.exchange
         return exchange.in_background or exchange.is_elsewhere or "algorithm" in self.tune.over
 
     @property
     def replicas(self) -> int:
-        """Slots of each expert rank for copies of others' experts."""
+        """The number of each expert rank's slots for copies of other ranks' experts."""
         return self.migration.replicas if self.migration.enabled else 0
 
     def expert_slots(self, sizes: Mapping[str, int]) -> int:
-        """Of all ranks, on a mesh of these sizes, for the experts of one block and their copies."""
+        """Return the slots of all ranks for the experts of one block and their copies, on a mesh of these sizes."""
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
     @property
     def step_kind(self) -> StepKindName:
-        """Which kind of training step these settings ask for."""
+        """The kind of training step that these settings require."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
             return "pipelined"
         unscheduled = ScheduleConfig()
@@ -558,5 +571,5 @@ class Sections:
 
     @property
     def step_facts(self) -> StepFacts:
-        """What holds for every step of this kind."""
+        """The properties of every step of this kind."""
         return STEP_FACTS[self.step_kind]

@@ -1,6 +1,6 @@
-"""The three kinds of training step, and what others may ask about them without building one.
+"""The three kinds of training step, and their properties, which can be read without building a step.
 
-`moe_jax.step.kinds` builds them. Planners, checks and reports read these facts instead of the name of a kind.
+`moe_jax.step.kinds` builds the steps. Planners, checks and reports read these properties instead of a kind's name.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class StepFacts:
     """Properties that hold for every step of a kind."""
 
     orders_tasks: bool
-    """The step fixes the order of its tasks and differentiates each by itself. Otherwise autodiff differentiates the
-    whole model, and the compiler chooses the order."""
+    """The step fixes the order of its tasks and differentiates each task separately. Otherwise autodiff differentiates
+    the whole model, and the compiler chooses the order."""
 
     orders_sums: bool
-    """Sums of gradients over devices are tasks, which a schedule may place inside the backward pass, as flat vectors.
+    """Sums of gradients over devices are tasks on flat vectors, which a schedule may place inside the backward pass.
     Otherwise they follow the backward pass, one for each array."""
 
     has_ticks: bool

@@ -1,4 +1,4 @@
-"""Config ↔ YAML files and `section.key=value` overrides."""
+"""Reading and writing configs as YAML, with `section.key=value` overrides."""
 
 import copy
 import dataclasses
@@ -19,27 +19,27 @@ from moe_jax.config.draft import PLANNED, Draft
 from moe_jax.config.renamed import RENAMED, with_new_names
 from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
-from moe_jax.errors import ConfigError, given_path
+from moe_jax.errors import ConfigError, parse_path
 from moe_jax.files.untrusted import read_text
 from moe_jax.paths import SETTINGS
 
-_MOST_BYTES = 2**20  # of a config file
-_MOST_SHOWN = 200  # characters of a value in a message
+_MOST_BYTES = 2**20  # the most bytes of a config file
+_MOST_SHOWN = 200  # the most characters of a value in a message
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The config in a YAML file (a run folder stands for its `config.yaml`), changed by `section.key=value` texts.
+    """Return the config in a YAML file, changed by `section.key=value` overrides.
 
-    Raises ConfigError for an unreadable file, an unknown key, a wrong type, settings that contradict each other, or one
-    that says auto.
+    For the folder of a run, its `config.yaml` is read. Raises ConfigError for an unreadable file, an unknown key, a
+    wrong type, settings that contradict each other, or a setting that is `auto`.
     """
     return _closed(load_draft(path, overrides))
 
 
 def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Draft:
-    """The same, where settings may say auto and contradict each other. Raises ConfigError."""
+    """Return the same as a draft, whose settings may be `auto` and may contradict each other. Raises ConfigError."""
     if isinstance(path, str):
-        path = given_path("config file", path)
+        path = parse_path("config file", path)
     values = _read(path) if path is not None else {}
     for text in overrides:
         _override(values, text)
@@ -47,7 +47,7 @@ def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) ->
 
 
 def config_from(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The config of nested plain values, changed by `section.key=value` texts. Raises ConfigError."""
+    """Return the config of nested plain values, changed by `section.key=value` overrides. Raises ConfigError."""
     changed = copy.deepcopy(dict(values))
     for text in overrides:
         _override(changed, text)
@@ -69,7 +69,7 @@ def _draft_from(values: Mapping[str, Any]) -> Draft:
 
 
 def to_yaml(config: Config) -> str:
-    """Every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
+    """Return every setting, defaults included, as YAML that `load_config` reads back to an equal config."""
     return yaml.dump(dataclasses.asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"config file {path} cannot be read ({reason}): name a YAML file") from None
     values = parse_yaml(text, str(path))
-    if values is None and path.name == "config.yaml":  # a run writes all settings there
+    if values is None and path.name == "config.yaml":  # a run writes all its settings into this file
         raise ConfigError(f"config file {path} is empty: put the run's own there again, or name another file or folder")
     if values is None:
         return {}
@@ -116,7 +116,7 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 
 def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) -> dict[str, Any]:
-    """Of a section's constructor. Notes which settings say auto, and leaves them out."""
+    """Return the arguments of a section's constructor. Settings that are `auto` are added to `open_names` instead."""
     fields = {f.name: f for f in dataclasses.fields(section)}
     hints = typing.get_type_hints(section)
     if not isinstance(values, Mapping):
@@ -151,7 +151,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         return tuple(_value(name, item, typing.get_args(hint)[0]) for item in items)
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
-        if not any(value == each and type(value) is type(each) for each in allowed):  # true is no 1
+        if not any(value == each and type(value) is type(each) for each in allowed):  # true == 1 in Python
             _refuse_auto(name, value)
             words = list(map(str, allowed))
             near = difflib.get_close_matches(
@@ -247,7 +247,7 @@ def _suggestion(key: str, prefix: str) -> str:
 
 
 def setting_names(section: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted name below a section, e.g. `model.moe.top_k`."""
+    """Yield every dotted name below a section, e.g. `model.moe.top_k`."""
     for name, hint in typing.get_type_hints(section).items():
         yield f"{prefix}{name}"
         if dataclasses.is_dataclass(hint):

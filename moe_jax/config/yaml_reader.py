@@ -1,4 +1,4 @@
-"""YAML as configs have it: what stands there is what a setting gets, and nothing else."""
+"""A strict subset of YAML for configs, in which a plain value has only one possible meaning."""
 
 import re
 from collections.abc import Hashable
@@ -8,8 +8,8 @@ import yaml
 
 from moe_jax.errors import ConfigError
 
-# What stands for something other than text where it is not quoted. PyYAML's own table, of YAML 1.1, reads 3e-4 as
-# text, 010 as 8, 1:30 as 90, and on as true.
+# Unquoted values that are not text. PyYAML's own table follows YAML 1.1: it reads 3e-4 as text, 010 as 8, 1:30 as 90,
+# and on as true.
 _PLAIN = {
     "null": r"~|[nN]ull|NULL|",
     "bool": r"[tT]rue|TRUE|[fF]alse|FALSE",
@@ -19,19 +19,19 @@ _PLAIN = {
 _RESOLVERS = {None: [(f"tag:yaml.org,2002:{kind}", re.compile(f"({text})$")) for kind, text in _PLAIN.items()]}
 
 
-_MOST_DEPTH = 20  # lists and sections in each other
-_MOST_VALUES = 10_000  # counted wherever an alias repeats them
+_MOST_DEPTH = 20  # nested lists and sections
+_MOST_VALUES = 10_000  # values, counted again for each alias that repeats them
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 with 1_000, no key twice, no tags, and bounds on depth and on what aliases repeat."""
+    """YAML 1.2 and numbers such as 1_000, without duplicate keys or tags, with limits on depth and aliased values."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth, self._values = 0, 0
-        self._sizes: dict[int, int] = {}  # values in each node that is complete, by its identity
+        self._sizes: dict[int, int] = {}  # the number of values in each complete node, by the node's id
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event, before = self.peek_event(), self._values
@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
         for key in (self.construct_object(key) for key, _ in node.value):
-            if isinstance(key, Hashable):  # what is not is refused below
+            if isinstance(key, Hashable):  # other keys are rejected below
                 if key in keys:
                     line = node.start_mark.line + 1
                     raise ConfigError(
@@ -68,18 +68,18 @@ def _problem_at(event: yaml.Event, problem: str) -> yaml.MarkedYAMLError:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would read as something else."""
+    """A dumper that quotes strings which `_Loader` would read as another type."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text that a message calls `name`. Raises ConfigError."""
+    """Return the value of a YAML text; `name` identifies it in messages. Raises ConfigError."""
     try:
         loader = _Loader(text)
         loader.name = name
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"

@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face, read and written: one file for each family of models."""
+"""Reading and writing Hugging Face checkpoints, with one file for each family of models."""

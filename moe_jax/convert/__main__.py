@@ -1,4 +1,4 @@
-"""The command `python -m moe_jax.convert`, which is `cli/convert.py`."""
+"""The command `python -m moe_jax.convert`, implemented in `cli/convert.py`."""
 
 import runpy
 

@@ -1,21 +1,21 @@
-"""What DeepSeek-V2 and V3 have alike: multi-head latent attention, shared experts, dense blocks at the bottom.
+"""The common part of DeepSeek-V2 and V3: multi-head latent attention, shared experts, dense blocks at the bottom.
 
-Pairs that are rotated together are neighbours on disk, and lie half a width apart here.
+Features that are rotated as a pair are neighbours on disk, and half a width apart in our arrays.
 """
 
 from typing import Any
 
 from moe_jax.config import LatentConfig, ModelConfig
-from moe_jax.convert.family import chosen_experts, expert_rows, mlp_rows, norm_rows
+from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows, top_k_settings
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange, halves
 
-_LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
+_LATENT_EPS = 1e-6  # epsilon of the latents' norms, independent of rms_norm_eps
 
 
 def model_settings(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of a Model without its experts."""
+    """Return the arguments of ModelConfig except `moe`."""
     hf.only("attention_bias", False)
     hf.only("moe_layer_freq", 1)
     shared = shared_settings(hf)
@@ -34,9 +34,9 @@ def model_settings(hf: HfConfig) -> dict[str, Any]:
 
 
 def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
-    """Arguments of a MoE without its gate."""
+    """Return the arguments of MoEConfig except those of the gate."""
     return {
-        **chosen_experts(hf, normalized),
+        **top_k_settings(hf, normalized),
         "num_experts": hf.whole("n_routed_experts", "num_experts", "num_local_experts"),
         "intermediate_size": hf.whole("moe_intermediate_size"),
         "num_shared_experts": hf.whole("n_shared_experts", default=0),
@@ -47,7 +47,7 @@ def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
 
 
 def settings(model: ModelConfig) -> dict[str, Any]:
-    """For a config.json."""
+    """Return the settings of a model for config.json."""
     latent, moe = model.latent, model.moe
     return hf_settings(model) | {
         "attention_bias": False,
@@ -71,7 +71,7 @@ def settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def block(model: ModelConfig, kind: str) -> list[Tensor]:
-    """Rows of a block."""
+    """Return the table rows of a block."""
     if kind == "dense":
         return [*_attention(model), *mlp_rows("mlp", "mlp")]
     shared = mlp_rows("mlp.shared_experts", "moe.shared") if model.moe.num_shared_experts else []

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (2024): softmax scores, in groups by their best expert or without groups."""
+"""DeepSeek-V2 (2024): softmax scores; experts have groups, ranked by their best expert, or no groups."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (2024) and what is built like it: sigmoid scores, chosen with a bias."""
+"""DeepSeek-V3 (2024) and models of the same architecture: sigmoid scores, and a bias in the choice of experts."""
 
 from typing import Any
 

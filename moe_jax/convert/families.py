@@ -1,4 +1,4 @@
-"""All families, and which one a model is of."""
+"""All supported families, and the choice of the family for a model."""
 
 import dataclasses
 from typing import Any
@@ -7,63 +7,66 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
-from moe_jax.convert.family import Family, places_of_experts
+from moe_jax.convert.family import Family, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
-# of a MoE: how it is trained, and how many rows there is room for
+# settings of `model.moe` that affect training or the capacity, but not the function that a checkpoint stores
 _TRAINING = {
     *("capacity_factor", "capacity_schedule", "dispatcher", "hooks", "aux_loss_coeff", "load_balancing_type"),
     *("expert_matmuls", "bias_update_rate", "z_loss_coeff"),
 }
 
-_UNUSED = "unused"
+_UNUSED = "unused"  # stands for the value of a setting that has no effect in a model
 
 
 def family_of(hf: HfConfig) -> Family:
-    """The one that config.json names. Raises ConvertError."""
+    """Return the family that config.json names. Raises ConvertError if it is not supported."""
     name = hf.word("model_type")
     if name not in FAMILIES:
-        raise ConvertError(f"{hf.where}: model_type={name!r} is not built: it must be {', '.join(FAMILIES)}")
+        raise ConvertError(f"{hf.where}: model_type={name!r} is not supported: it must be {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
-    """The family of this name, or the first one, whose files say all of a model. Raises ConvertError."""
+    """Return the family of this name, or the first family, whose files can represent a model.
+
+    Raises ConvertError if there is none.
+    """
     if name is not None and name not in FAMILIES:
-        raise ConvertError(f"--family={name} is not built: it must be {', '.join(FAMILIES)}")
-    told = {}
+        raise ConvertError(f"--family={name} is not supported: it must be {', '.join(FAMILIES)}")
+    reasons = {}
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         try:
             back = family.model(HfConfig(family.settings(model), family.model_type))
         except ConvertError as error:
-            told[family.model_type] = str(error)
+            reasons[family.model_type] = str(error)
             continue
         differs = differences(model, back)
         if not differs:
             return family
-        told[family.model_type] = " and ".join(f"{setting}={value}" for setting, (value, _) in differs.items())
-    nearest = min(told, key=lambda each: len(told[each]))
+        reasons[family.model_type] = " and ".join(f"{setting}={value}" for setting, (value, _) in differs.items())
+    nearest = min(reasons, key=lambda each: len(reasons[each]))
     raise ConvertError(
         f"no files of {name or 'any family'} hold this model; nearest are those of {nearest}, which have no "
-        f"{told[nearest]}: change that, and train it so"
+        f"{reasons[nearest]}: change that, and train it so"
     )
 
 
 def differences(here: ModelConfig, there: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that make two models different functions of their tokens, with the values of both."""
-    mine, others = _meaning(here), _meaning(there)
+    """Return the settings that make two models different functions of their tokens, with the values of both."""
+    mine, others = _effective_settings(here), _effective_settings(there)
     return {
         f"model.{name}": (value, others[name])
         for name, value in mine.items()
-        if others[name] != value and _UNUSED not in (value, others[name])  # another setting says so
+        if others[name] != value and _UNUSED not in (value, others[name])  # the setting that decides this differs, too
     }
 
 
-def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """What a model computes: settings that mean something in it, those that follow from others spelled out."""
+def _effective_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return a model's settings by name: defaults are resolved, and settings without effect are `_UNUSED`."""
     found = _flat(model, "")
     found |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_width}
     if model.has_latents:
@@ -85,10 +88,10 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
     else:
         if model.moe.topk_group == model.moe.n_group:
-            found |= {"moe.n_group": 1, "moe.topk_group": 1}  # all groups are looked into
-        places = places_of_experts([kind == "moe" for kind in model.block_kinds])
-        if places is not None:  # different numbers may mean the same blocks
-            found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = places
+            found |= {"moe.n_group": 1, "moe.topk_group": 1}  # experts of all groups can be chosen
+        pattern = expert_block_pattern([kind == "moe" for kind in model.block_kinds])
+        if pattern is not None:  # different numbers may give the same blocks
+            found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = pattern
         found["moe.norm_top1_prob"] = model.moe.divides_by_sum
         unused.add("moe.norm_topk_prob" if model.moe.top_k == 1 else "moe.norm_top1_prob")
         if model.moe.gate_facts.sums_to_1:

@@ -1,4 +1,7 @@
-"""What a family of Hugging Face models is: its settings and its table of tensors, and rows that many tables share."""
+"""The definition of a family of Hugging Face models, and the table rows and settings that several families share.
+
+A family converts config.json and has a table with a row for each tensor of a block.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +17,19 @@ class Family:
     """One `model_type` of config.json."""
 
     model_type: str
-    architecture: str  # the class that transformers loads
-    read: Callable[[HfConfig], ModelConfig]  # raises ConvertError for what is not built
+    architecture: str  # the name of transformers' class
+    read: Callable[[HfConfig], ModelConfig]  # converts config.json; raises ConvertError for unsupported settings
     settings: Callable[[ModelConfig], dict[str, Any]]  # the inverse, for a model of this family
-    block: Callable[[ModelConfig, str], list[Tensor]]  # of a block of a kind, `dense` or `moe`
-    defaults: Mapping[str, Any]  # transformers' own for what config.json leaves out, where families differ
+    block: Callable[[ModelConfig, str], list[Tensor]]  # the table rows of a block of a kind, `dense` or `moe`
+    defaults: Mapping[str, Any]  # transformers' defaults for missing settings, where families differ
 
     def model(self, hf: HfConfig) -> ModelConfig:
-        """Of a config.json. Raises ConvertError for what is not built."""
+        """Return the model of a config.json. Raises ConvertError for unsupported settings."""
         return self.read(hf.with_defaults(self.defaults))
 
 
-def end_rows(model: ModelConfig) -> list[Tensor]:
-    """Of what is no block's."""
+def unstacked_rows(model: ModelConfig) -> list[Tensor]:
+    """Return the rows of tensors outside blocks: the embedding, the last norm and the head."""
     head = [] if model.tie_word_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
     return [
         Tensor("model.embed_tokens.weight", "embedding", "vocab model"),
@@ -36,7 +39,7 @@ def end_rows(model: ModelConfig) -> list[Tensor]:
 
 
 def norm_rows() -> list[Tensor]:
-    """In front of attention, and of what is behind it."""
+    """Return the rows of a block's two norms: before attention, and before the MLP or experts."""
     return [
         Tensor("input_layernorm.weight", "attention.norm", "model"),
         Tensor("post_attention_layernorm.weight", "norm", "model"),
@@ -44,7 +47,7 @@ def norm_rows() -> list[Tensor]:
 
 
 def attention_rows(model: ModelConfig) -> list[Tensor]:
-    """Of grouped-query attention, with its norms."""
+    """Return the rows of grouped-query attention and of the block's norms."""
     heads = {"q": ("query", "heads.head"), "k": ("key", "kv_heads.head"), "v": ("value", "kv_heads.head")}
     rows = [
         Tensor(f"self_attn.{n}_proj.weight", f"attention.{own}", f"{axis} model") for n, (own, axis) in heads.items()
@@ -55,9 +58,9 @@ def attention_rows(model: ModelConfig) -> list[Tensor]:
         if model.attention.out_bias:
             rows.append(Tensor("self_attn.o_proj.bias", "attention.out_bias", "model"))
     if model.qk_norm:
-        of_all = model.qk_norm_over == "projection"
+        over_projection = model.qk_norm_over == "projection"
         rows += [
-            Tensor(f"self_attn.{n}_norm.weight", f"attention.{own}_norm", axis if of_all else "head")
+            Tensor(f"self_attn.{n}_norm.weight", f"attention.{own}_norm", axis if over_projection else "head")
             for n, (own, axis) in heads.items()
             if n != "v"
         ]
@@ -65,19 +68,19 @@ def attention_rows(model: ModelConfig) -> list[Tensor]:
 
 
 def mlp_rows(
-    there: str, here: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    name: str, path: str, matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Tensor]:
-    """Of an MLP, or of one for each {expert}."""
-    gate, up, down = names
+    """Return the rows of an MLP; if its `name` on disk contains {expert}, of one MLP for each expert."""
+    gate, up, down = matrices
     return [
-        Tensor(f"{there}.{gate}.weight", f"{here}.gate", "hidden model"),
-        Tensor(f"{there}.{up}.weight", f"{here}.up", "hidden model"),
-        Tensor(f"{there}.{down}.weight", f"{here}.down", "model hidden"),
+        Tensor(f"{name}.{gate}.weight", f"{path}.gate", "hidden model"),
+        Tensor(f"{name}.{up}.weight", f"{path}.up", "hidden model"),
+        Tensor(f"{name}.{down}.weight", f"{path}.down", "model hidden"),
     ]
 
 
 def expert_rows(model: ModelConfig) -> list[Tensor]:
-    """Of a router and its experts, as most families have them."""
+    """Return the rows of a router and its experts, with the names of most families."""
     return [
         Tensor("mlp.gate.weight", "moe.router", "choices model"),
         *mlp_rows("mlp.experts.{expert}", "moe.experts"),
@@ -85,39 +88,42 @@ def expert_rows(model: ModelConfig) -> list[Tensor]:
 
 
 def dense_or_experts(model: ModelConfig, kind: str) -> list[Tensor]:
-    """Of grouped-query attention, and an MLP or experts."""
+    """Return the rows of a block with grouped-query attention and an MLP or experts."""
     return [*attention_rows(model), *(expert_rows(model) if kind == "moe" else mlp_rows("mlp", "mlp"))]
 
 
-def dense_copied(model: ModelConfig, kind: str) -> list[Tensor]:
-    """Of a dense family: where the model has experts, each gets the MLP."""
+def dense_or_upcycled(model: ModelConfig, kind: str) -> list[Tensor]:
+    """Return the rows of a block of a dense family; where our model has experts, each is initialized as the MLP."""
     return [*attention_rows(model), *mlp_rows("mlp", "moe.experts" if kind == "moe" else "mlp")]
 
 
-def chosen_experts(hf: HfConfig, normalized: bool) -> dict[str, Any]:
-    """How many experts a token has, and whether their weights are divided by their sum: for k = 1, too."""
+def top_k_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
+    """Return the number of experts per token (k), and whether their weights are normalized, also for k = 1."""
     top_k = hf.whole("num_experts_per_tok")
     return {"top_k": top_k, "norm_topk_prob": normalized, "norm_top1_prob": normalized and top_k == 1}
 
 
-def blocks_with_experts(hf: HfConfig) -> dict[str, Any]:
-    """`first_k_dense_replace` and `moe_layer_freq` for settings that list dense blocks, as Qwen has them."""
+def expert_block_settings(hf: HfConfig) -> dict[str, Any]:
+    """Return `first_k_dense_replace` and `moe_layer_freq` for Qwen's settings, which list the dense blocks."""
     layers, step, dense = (
         hf.num_layers(),
         max(hf.whole("decoder_sparse_step", default=1), 1),
         hf.listed("mlp_only_layers"),
     )
-    found = places_of_experts([i not in dense and (i + 1) % step == 0 for i in range(layers)], step)
+    found = expert_block_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)], step)
     if found is None:
         raise ConvertError(
-            f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not built: dense blocks must be "
-            "the lowest ones, and above them all but every n-th"
+            f"{hf.where}: mlp_only_layers={dense} with decoder_sparse_step={step} is not supported: dense blocks must "
+            "be the lowest ones, and above them all but every n-th"
         )
     return {"first_k_dense_replace": found[0], "moe_layer_freq": found[1]}
 
 
-def places_of_experts(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
-    """`first_k_dense_replace` and `moe_layer_freq` of blocks of which these have experts, or None."""
+def expert_block_pattern(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
+    """Return `first_k_dense_replace` and `moe_layer_freq` of blocks, or None if they follow no such pattern.
+
+    `has` says which blocks have experts. Of several solutions, the one with the `preferred` frequency is returned.
+    """
     own = [i for i, with_experts in enumerate(has) if with_experts]
     if not own:
         return None
@@ -128,6 +134,6 @@ def places_of_experts(has: Sequence[bool], preferred: int = 1) -> tuple[int, int
     return None
 
 
-def no_windows(hf: HfConfig) -> None:
-    """Raise ConvertError for windows, which some Qwen models have in their upper blocks."""
+def check_no_windows(hf: HfConfig) -> None:
+    """Raise ConvertError for sliding windows, which some Qwen models use in their upper blocks."""
     hf.only("use_sliding_window", False)

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face model: checked before anything is read, read by slices, written whole."""
+"""The safetensors files of a Hugging Face model. Names and shapes are checked before tensors are read."""
 
 import json
 import math
@@ -26,13 +26,13 @@ DTYPES = {
     "float16": np.dtype(np.float16),
 }
 _BLOCK = re.compile(r"model\.layers\.\d+\.")
-_FOLLOWS = "rotary_emb.inv_freq"  # from settings, and older files have it
-_COMPARED = 2**20  # numbers at a time
-_READ = ("F32", "BF16", "F16")  # types that float32 holds
+_DERIVED = "rotary_emb.inv_freq"  # a tensor of older files, which follows from the settings
+_COMPARED = 2**20  # numbers compared at a time
+_READ = ("F32", "BF16", "F16")  # the types that convert to float32 without rounding
 
 
-class Found(NamedTuple):
-    """A tensor of an open file."""
+class StoredTensor(NamedTuple):
+    """A tensor in an open file."""
 
     slices: Any  # safetensors' lazy slice
     file: str
@@ -46,36 +46,38 @@ class Found(NamedTuple):
 class Weights:
     """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged.
 
-    Of a tensor that several files have, the index says which one counts.
+    If several files have a tensor, the one that the index names is used.
     """
 
     def __init__(self, folder: Path):
         self._folder, self._open = folder, ExitStack()
-        self._tensors: dict[str, Found] = {}
-        self._others: dict[str, list[Found]] = {}  # copies of tensors for which the index names no file that has them
+        self._tensors: dict[str, StoredTensor] = {}
+        self._copies: dict[str, list[StoredTensor]] = {}  # further copies of tensors whose file the index does not name
 
     def __enter__(self) -> Self:
         named = self._index()
         with ExitStack() as opening:
             files = {file: self._open_file(file, opening) for file in sorted(set(named.values())) or [_SINGLE]}
             self._open = opening.pop_all()
-        copies: dict[str, list[Found]] = {}
+        stored: dict[str, list[StoredTensor]] = {}
         for file, handle in files.items():
-            for name in handle.keys():  # noqa: SIM118 – it is no dict
-                copies.setdefault(name, []).append(Found(handle.get_slice(name), file))
-        for name, found in copies.items():
-            first, *others = [each for each in found if each.file == named.get(name)] or found
+            for name in handle.keys():  # noqa: SIM118 – the handle is not a dict
+                stored.setdefault(name, []).append(StoredTensor(handle.get_slice(name), file))
+        for name, found in stored.items():
+            first, *copies = [each for each in found if each.file == named.get(name)] or found
             self._tensors[name] = first
-            if others:
-                self._others[name] = others
+            if copies:
+                self._copies[name] = copies
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConvertError unless there are tensors of these names and shapes, in types that float32 holds, and no
-        others of the same blocks."""
+        """Raise ConvertError unless the folder has tensors of these names and shapes, and no others of the same blocks.
+
+        Their types must convert to float32 without rounding.
+        """
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise ConvertError(
@@ -89,11 +91,11 @@ class Weights:
                 )
             if found.slices.get_dtype() not in _READ:
                 raise ConvertError(
-                    f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not built: "
-                    "convert it to BF16 first"
+                    f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not "
+                    "supported: convert it to BF16 first"
                 )
-            for other in self._others.get(name, ()):
-                if not _same(found, other):
+            for other in self._copies.get(name, ()):
+                if not _are_equal(found, other):
                     raise ConvertError(
                         f"{self._folder}: {found.file} and {other.file} have different numbers for {name}, and {INDEX} "
                         "names no file that has it: name one there"
@@ -102,22 +104,22 @@ class Weights:
         blocks = {match[0] for name in shapes if (match := _BLOCK.match(name))}
         for name in self._tensors.keys() - shapes.keys():
             match = _BLOCK.match(name)
-            if match and match[0] in blocks and not name.endswith(_FOLLOWS):
+            if match and match[0] in blocks and not name.endswith(_DERIVED):
                 raise ConvertError(
                     f"{self._folder / self._tensors[name].file}: {name} has no place in a model of config.json's "
                     "settings: use the files that belong together"
                 )
 
     def __getitem__(self, name: str) -> Any:
-        """Numbers of a tensor, read as they are sliced."""
+        """Return a tensor, which is read from disk when it is sliced."""
         return self._tensors[name].slices
 
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return self._tensors.keys()
 
     def _index(self) -> dict[str, str]:
-        """The file of each tensor, in this folder and nowhere else; none if all are in one file."""
+        """Return the file of each tensor, checked to be in this folder; an empty dict if all are in one file."""
         index = self._folder / INDEX
         if not index.exists():
             if not (self._folder / _SINGLE).exists():
@@ -149,8 +151,8 @@ class Weights:
             raise ConvertError(f"{self._folder / name} cannot be read ({error}): fetch it again") from None
 
 
-def _same(one: Found, other: Found) -> bool:
-    """Whether two copies of a tensor are equal, bit for bit; memory holds a part of each."""
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two copies of a tensor are equal, bit for bit. Only a part of each is in memory at a time."""
     if (one.shape, one.slices.get_dtype()) != (other.shape, other.slices.get_dtype()):
         return False
     length, rows = one.shape[0], max(_COMPARED // max(math.prod(one.shape[1:]), 1), 1)
@@ -167,7 +169,7 @@ def write_weights(
 ) -> None:
     """Write tensors, which come in the order of `shapes`, to files of at most `most_bytes` or one tensor each.
 
-    Memory holds one file. Raises OSError.
+    One file is in memory at a time. Raises OSError.
     """
     groups = list(
         _files_of({name: int(np.prod(shape)) * types[name].itemsize for name, shape in shapes.items()}, most_bytes)
@@ -175,9 +177,9 @@ def write_weights(
     index: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = _SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}{SUFFIX}"
-        held = dict(next(tensors) for _ in names)
-        save_file(held, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(held, file)
+        content = dict(next(tensors) for _ in names)
+        save_file(content, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(content, file)
     if len(groups) > 1:
         total = sum(int(np.prod(shape)) * types[name].itemsize for name, shape in shapes.items())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)

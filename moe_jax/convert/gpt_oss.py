@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI 2025): windows in every other block, sinks, biases everywhere, clipped SwiGLU.
 
-On disk experts are stacked, transposed, and an expert's gate and up columns take turns.
+On disk experts are stacked and transposed, and the columns of an expert's gate and up matrices alternate.
 """
 
 from typing import Any
@@ -42,7 +42,9 @@ def _windows(hf: HfConfig) -> dict[str, Any]:
         return {"sliding_window": None}
     every = types.index(_FULL) + 1 if _FULL in types else None
     if types != [_FULL if every and (i + 1) % every == 0 else _WINDOW for i in range(layers)]:
-        raise ConvertError(f"{hf.where}: layer_types is not built: every n-th must be {_FULL}, the others {_WINDOW}")
+        raise ConvertError(
+            f"{hf.where}: layer_types is not supported: every n-th must be {_FULL}, the others {_WINDOW}"
+        )
     return {"sliding_window": hf.whole("sliding_window"), "full_every": every}
 
 

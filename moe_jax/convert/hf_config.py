@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model, read with refusals in one line."""
+"""The settings in config.json of a Hugging Face model, with one-line errors."""
 
 import json
 import math
@@ -14,25 +14,25 @@ FILE = "config.json"
 
 
 class ConvertError(UserError):
-    """A Hugging Face folder that is incomplete, damaged, or holds what is not built here."""
+    """A Hugging Face folder that is incomplete, damaged, or of an unsupported model."""
 
 
 class HfConfig:
-    """The settings of one model. Each getter raises ConvertError for a value of another type, or for none."""
+    """The settings of one model. Each getter raises ConvertError for a value of another type or a missing one."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values, self.where = values, where
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
-        """With values for what is not given. What is given as null stays null."""
+        """Return the settings with defaults for those that are missing. A setting that is null stays null."""
         return HfConfig({**defaults, **self._values}, self.where)
 
     def has(self, name: str) -> bool:
-        """Whether it is given, and not null."""
+        """Whether the file has this setting, and it is not null."""
         return self._values.get(name) is not None
 
     def whole(self, *names: str, default: int | None = None) -> int:
-        """The first of these names that is given; a whole number of at least 0."""
+        """Return the first of these settings that the file has: a whole number of at least 0."""
         value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
             is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -40,42 +40,42 @@ class HfConfig:
         return value
 
     def num_layers(self) -> int:
-        """Blocks, as many as a config may have: they are looked at one by one."""
+        """Return the number of blocks, at most as many as a config allows, since loops visit each of them."""
         name, most = "num_hidden_layers", round(RANGES["model.num_layers"].most)
         if (layers := self.whole(name)) > most:
             raise self._wrong(name, layers, f"at most {most}")
         return layers
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite one."""
+        """Return a finite number."""
         value = self._first((name,), default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(name, value, "a number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return a truth value."""
         value = self._first((name,), default)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
 
     def word(self, name: str, default: str | None = None) -> str:
-        """Some text."""
+        """Return a string."""
         value = self._first((name,), default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "text")
         return value
 
     def listed(self, name: str) -> list[Any]:
-        """A list; none is an empty one."""
+        """Return a list, which is empty if the setting is missing."""
         value = self._first((name,), [])
         if not isinstance(value, list):
             raise self._wrong(name, value, "a list")
         return value
 
     def token_ids(self, *names: str) -> dict[str, int | list[int] | None]:
-        """Of these names those that are given: a whole number, several, or null."""
+        """Return those of these settings that the file has: a whole number, a list of them, or null."""
         found = {name: self._values[name] for name in names if name in self._values}
         for name, value in found.items():
             if (
@@ -86,23 +86,23 @@ class HfConfig:
         return found
 
     def section(self, name: str) -> "HfConfig | None":
-        """Nested settings, if there are some."""
+        """Return nested settings, or None if there are none."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
         return HfConfig(value, f"{self.where}: {name}") if value else None
 
     def sections(self) -> "list[HfConfig]":
-        """All nested settings."""
+        """Return all nested settings."""
         nested = {name: value for name, value in self._values.items() if isinstance(value, Mapping)}
         return [HfConfig(value, f"{self.where}: {name}") for name, value in nested.items()]
 
     def only(self, name: str, *built: Any) -> None:
-        """Raise ConvertError unless the value is one of these, or missing."""
+        """Raise ConvertError unless the value is one of these supported ones, null or missing."""
         value = self._values.get(name)
         if value is not None and value not in built:
             words = " or ".join(json.dumps(each) for each in built) or "null"
-            raise ConvertError(f"{self.where}: {name}={json.dumps(value)[:80]} is not built: it must be {words}")
+            raise ConvertError(f"{self.where}: {name}={json.dumps(value)[:80]} is not supported: it must be {words}")
 
     def _first(self, names: tuple[str, ...], default: Any) -> Any:
         for name in names:
@@ -117,12 +117,12 @@ class HfConfig:
 
 
 def read_config(folder: Path) -> HfConfig:
-    """Of a model's folder. Raises ConvertError."""
+    """Return the settings of a model's folder. Raises ConvertError."""
     return HfConfig(read_json(folder / FILE), str(folder / FILE))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object. Raises ConvertError."""
+    """Return the object in a JSON file. Raises ConvertError."""
     try:
         found = foreign_files.read_json(file)
     except FileNotFoundError:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, dense_copied
+from moe_jax.convert.family import Family, dense_or_upcycled
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
@@ -27,4 +27,4 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 _DEFAULTS = {"max_position_embeddings": 2048}
-FAMILY = Family("llama", "LlamaForCausalLM", _model, _settings, dense_copied, _DEFAULTS)
+FAMILY = Family("llama", "LlamaForCausalLM", _model, _settings, dense_or_upcycled, _DEFAULTS)

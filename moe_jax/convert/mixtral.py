@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, attention_rows, chosen_experts, mlp_rows
+from moe_jax.convert.family import Family, attention_rows, mlp_rows, top_k_settings
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
@@ -16,7 +16,7 @@ def _model(hf: HfConfig) -> ModelConfig:
         attention=AttentionConfig(sliding_window=hf.whole("sliding_window") if hf.has("sliding_window") else None),
         moe=MoEConfig(
             num_experts=hf.whole("num_local_experts", "num_experts"),
-            **chosen_experts(hf, normalized=True),
+            **top_k_settings(hf, normalized=True),
             intermediate_size=hf.whole("intermediate_size"),
             capacity_factor=None,
         ),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, chosen_experts, dense_or_experts
+from moe_jax.convert.family import Family, dense_or_experts, top_k_settings
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
@@ -18,7 +18,7 @@ def _model(hf: HfConfig) -> ModelConfig:
         attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
         moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
-            **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
+            **top_k_settings(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=hf.whole("intermediate_size"),
             capacity_factor=None,
         ),

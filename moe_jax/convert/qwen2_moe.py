@@ -1,15 +1,15 @@
-"""Qwen2-MoE (Yang et al. 2024): biases of queries, keys and values, and shared experts behind a gate."""
+"""Qwen2-MoE (Yang et al. 2024): biases of queries, keys and values, and shared experts with a gate."""
 
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import (
     Family,
-    blocks_with_experts,
-    chosen_experts,
+    check_no_windows,
     dense_or_experts,
+    expert_block_settings,
     mlp_rows,
-    no_windows,
+    top_k_settings,
 )
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.qwen3_moe import qwen_moe_settings
@@ -18,11 +18,11 @@ from moe_jax.convert.tensors import Tensor
 
 
 def _model(hf: HfConfig) -> ModelConfig:
-    no_windows(hf)
+    check_no_windows(hf)
     width, shared = hf.whole("moe_intermediate_size"), hf.whole("shared_expert_intermediate_size")
     if width == 0 or shared % width:
         raise ConvertError(
-            f"{hf.where}: shared_expert_intermediate_size={shared} is not built: it must be a multiple of "
+            f"{hf.where}: shared_expert_intermediate_size={shared} is not supported: it must be a multiple of "
             f"moe_intermediate_size={width}"
         )
     return ModelConfig(
@@ -32,12 +32,12 @@ def _model(hf: HfConfig) -> ModelConfig:
         attention=AttentionConfig(bias=hf.flag("qkv_bias", True), out_bias=False),
         moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
-            **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
+            **top_k_settings(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=width,
             num_shared_experts=shared // width,
             shared_gate=True,
             capacity_factor=None,
-            **blocks_with_experts(hf),
+            **expert_block_settings(hf),
         ),
     )
 

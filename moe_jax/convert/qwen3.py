@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, dense_copied, no_windows
+from moe_jax.convert.family import Family, check_no_windows, dense_or_upcycled
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 
@@ -15,8 +15,8 @@ def _model(hf: HfConfig) -> ModelConfig:
 
 
 def qwen3_settings(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of a Model for what is not behind attention."""
-    no_windows(hf)
+    """Return the arguments of ModelConfig except those of the MLP and experts."""
+    check_no_windows(hf)
     hf.whole("head_dim")  # required: transformers' default is not hidden_size / heads
     attention = AttentionConfig(bias=hf.flag("attention_bias", False))
     return {**shared_settings(hf), **grouped_heads(hf), "qk_norm": True, "attention": attention}
@@ -32,4 +32,4 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 _DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _model, _settings, dense_copied, _DEFAULTS)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _model, _settings, dense_or_upcycled, _DEFAULTS)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, blocks_with_experts, chosen_experts, dense_or_experts
+from moe_jax.convert.family import Family, dense_or_experts, expert_block_settings, top_k_settings
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.qwen3 import qwen3_settings
 from moe_jax.convert.shared import hf_settings
@@ -15,10 +15,10 @@ def _model(hf: HfConfig) -> ModelConfig:
         intermediate_size=hf.whole("intermediate_size"),
         moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
-            **chosen_experts(hf, hf.flag("norm_topk_prob", False)),
+            **top_k_settings(hf, hf.flag("norm_topk_prob", False)),
             intermediate_size=hf.whole("moe_intermediate_size"),
             capacity_factor=None,
-            **blocks_with_experts(hf),
+            **expert_block_settings(hf),
         ),
     )
 
@@ -28,7 +28,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def qwen_moe_settings(model: ModelConfig) -> dict[str, Any]:
-    """For a config.json, of what Qwen's models with experts have alike."""
+    """Return the settings for config.json that Qwen's models with experts share."""
     moe, dense = model.moe, [i for i, kind in enumerate(model.block_kinds) if kind == "dense"]
     return {
         "head_dim": model.head_width,

@@ -1,4 +1,4 @@
-"""Parameters from Hugging Face files, straight to where a mesh has them: of each device its own part is read."""
+"""Reading parameters from Hugging Face files directly into sharded arrays: each process reads only its own shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,50 +10,51 @@ from numpy.typing import NDArray
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
-from moe_jax.convert.fused import as_stored
-from moe_jax.convert.table import ArraySlice, Path, places
+from moe_jax.convert.fused import stored_family
+from moe_jax.convert.table import ArrayPath, ArraySlice, array_slices
 
-_ALIGNED = 64  # bytes: what begins there CPU devices take as it is
+_ALIGNED = 64  # bytes; CPU devices use a buffer with this alignment without a copy
 
 
 def read_params(weights: Weights, family: Family, stages: Stages, shapes: Any) -> Any:
-    """Parameters as stages hold them, float32, placed as the shapes' shardings say; None for what no tensor has.
+    """Return the parameters in the layout of `stages`, in float32, with the shardings of `shapes`.
 
-    Beside this process's parts, memory holds what is read of one tensor.
+    Arrays without a tensor on disk are None. In addition to this process's shards, memory holds the part of one tensor
+    that is being read.
     """
-    found = places(stages.model, as_stored(family, weights.names()))
+    found = array_slices(stages.model, stored_family(family, weights.names()))
 
     def read(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array | None:
-        keys: Path = tuple(part.key for part in path)
+        keys: ArrayPath = tuple(part.key for part in path)
         if keys not in found:
             return None
         rows = _periods(found[keys], keys, stages)
-        parts: dict[str, NDArray[Any]] = {}
+        shards: dict[str, NDArray[Any]] = {}
 
-        def part(index: tuple[slice, ...] | None) -> NDArray[Any]:
-            """Read once for all devices that have it."""
+        def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
+            """Read a shard once for all devices that have it."""
             assert index is not None, "arrays have dimensions"
-            if str(index) not in parts:
-                parts[str(index)] = _part(weights, rows, index, wanted.shape, "segments" in keys)
-            return parts[str(index)]
+            if str(index) not in shards:
+                shards[str(index)] = _read_shard(weights, rows, index, wanted.shape, "segments" in keys)
+            return shards[str(index)]
 
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
 
     return jax.tree.map_with_path(read, shapes)
 
 
-def _periods(group: list[ArraySlice], keys: Path, stages: Stages) -> list[ArraySlice | None]:
-    """What each row of a stacked array holds; None: a row that is not used."""
+def _periods(group: list[ArraySlice], keys: ArrayPath, stages: Stages) -> list[ArraySlice | None]:
+    """Return the slice that each row of a stacked array stores; None for a row that is not used."""
     if keys[0] != "segments":
         return list(group)
     total, *rows = stages.layout[keys[1]]
-    held: list[ArraySlice | None] = [None] * total
-    for row, place in zip(rows, group, strict=True):
-        held[row] = place
-    return held
+    stored: list[ArraySlice | None] = [None] * total
+    for row, piece in zip(rows, group, strict=True):
+        stored[row] = piece
+    return stored
 
 
-def _part(
+def _read_shard(
     weights: Weights, rows: Sequence[ArraySlice | None], index: tuple[slice, ...], shape: Sequence[int], stacked: bool
 ) -> NDArray[Any]:
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
@@ -66,26 +67,26 @@ def _part(
     return out
 
 
-def _fill(weights: Weights, place: ArraySlice | None, out: NDArray[Any], ranges: list[range]) -> None:
-    if place is None:
+def _fill(weights: Weights, piece: ArraySlice | None, out: NDArray[Any], ranges: list[range]) -> None:
+    if piece is None:
         out[...] = 0
         return
-    index, row = dict(zip(place.dims, ranges, strict=True)), place.row
-    of_each = "{expert}" in row.name
-    if not of_each and "experts" not in row.dims:
-        row.copy_in(weights[place.name(0)], out, place.dims, index, place.ours)
+    index, row = dict(zip(piece.dims, ranges, strict=True)), piece.row
+    is_per_expert = "{expert}" in row.name
+    if not is_per_expert and "experts" not in row.dims:
+        row.copy_in(weights[piece.name(0)], out, piece.dims, index, piece.ours)
         return
-    assert place.dims[0] == "experts"
-    for own, expert in zip(out, index["experts"], strict=True):  # one at a time, for the sake of memory
-        if of_each:
-            row.copy_in(weights[place.name(expert)], own, place.dims[1:], index, place.ours)
+    assert piece.dims[0] == "experts"
+    for own, expert in zip(out, index["experts"], strict=True):  # one at a time, to save memory
+        if is_per_expert:
+            row.copy_in(weights[piece.name(expert)], own, piece.dims[1:], index, piece.ours)
         else:
             one = index | {"experts": range(expert, expert + 1)}
-            row.copy_in(weights[place.name(0)], own[None], place.dims, one, place.ours)
+            row.copy_in(weights[piece.name(0)], own[None], piece.dims, one, piece.ours)
 
 
 def _empty(shape: Sequence[int]) -> NDArray[np.float32]:
-    """Aligned, or CPU devices would copy it."""
+    """Return an uninitialized array that is aligned, since CPU devices would copy any other."""
     size = 4 * int(np.prod(shape))
     buffer = np.empty(size + _ALIGNED, np.uint8)
     start = -buffer.ctypes.data % _ALIGNED

@@ -1,4 +1,4 @@
-"""Rotary embedding and the scaling of its frequencies, as config.json has them."""
+"""Conversion of the settings of rotary embedding and of the scaling of its frequencies."""
 
 import dataclasses
 import json
@@ -12,10 +12,10 @@ _NEW, _OLD, _DEFAULT = "rope_parameters", "rope_scaling", "default_rope_paramete
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of a Model. Raises ConvertError for what is not built.
+    """Return the arguments of ModelConfig for rotary embedding. Raises ConvertError for unsupported settings.
 
-    Where a file has both `rope_scaling` and `rope_parameters`, the former counts, as in transformers 5, unless both
-    scale positions and disagree, or the latter alone has a base that transformers would not look at.
+    If a file has both `rope_scaling` and `rope_parameters`, the former is used, as in transformers 5. It is an error if
+    both scale positions and disagree, or if only the latter has a base, which transformers would ignore.
     """
     old, new = hf.section(_OLD), hf.section(_NEW)
     found = _settings(old or new or hf.section(_DEFAULT) or HfConfig({}, hf.where), hf)
@@ -35,7 +35,7 @@ def _settings(rope: HfConfig, hf: HfConfig) -> dict[str, Any]:
 
 
 def _text(value: float | RopeScalingConfig) -> str:
-    """Of a scaling only what is not the default."""
+    """Return a base or a scaling for a message; of a scaling, only the settings that are not the default."""
     if not isinstance(value, RopeScalingConfig):
         return f"{value:g}"
     plain = RopeScalingConfig()
@@ -47,14 +47,16 @@ def _text(value: float | RopeScalingConfig) -> str:
 
 def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
     for each in rope.sections():
-        raise ConvertError(f"{each.where} is not built: all blocks must have one rotary embedding")
+        raise ConvertError(f"{each.where} is not supported: all blocks must have one rotary embedding")
     rope.only("partial_rotary_factor", 1.0)
     hf.only("partial_rotary_factor", 1.0)
     kind = rope.word("rope_type", rope.word("type", "default"))
     if kind == "default":
         return RopeScalingConfig()
     if kind not in _KINDS:
-        raise ConvertError(f"{rope.where}: rope_type={json.dumps(kind)} is not built: it must be {', '.join(_KINDS)}")
+        raise ConvertError(
+            f"{rope.where}: rope_type={json.dumps(kind)} is not supported: it must be {', '.join(_KINDS)}"
+        )
     scaling = _KINDS[kind](rope, hf)
     if not hf.has("kv_lora_rank"):
         return scaling
@@ -77,7 +79,7 @@ def _llama3(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
 
 
 def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
-    """`mscale` and `mscale_all_dim` together decide the factor on rotated features."""
+    """Return YaRN scaling. `mscale` and `mscale_all_dim` together determine the factor on rotated features."""
     factor, all_dim = rope.number("factor"), rope.number("mscale_all_dim", 0.0)
 
     def mscale(m: float) -> float:
@@ -97,7 +99,7 @@ def _yarn(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
 
 
 def _original_length(rope: HfConfig, hf: HfConfig) -> int:
-    """In front of the settings of the rotation transformers looks at the file's own."""
+    """Return the length of pre-training: as in transformers, a top-level setting precedes one of the section."""
     name = "original_max_position_embeddings"
     return hf.whole(name) if hf.has(name) else rope.whole(name, default=hf.whole("max_position_embeddings"))
 
@@ -106,7 +108,7 @@ _KINDS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """For a config.json."""
+    """Return the settings of rotary embedding for config.json."""
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default" if scaling.rope_type == "none" else scaling.rope_type}
     if scaling.rope_type != "none":
@@ -122,7 +124,7 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
         if scaling.rope_type == "yarn":
             rope["mscale"] = scaling.mscale_all_dim
-    older = {"rope_scaling": rope} if scaling.rope_type != "none" else {}  # as before transformers 5
+    older = {"rope_scaling": rope} if scaling.rope_type != "none" else {}  # the setting before transformers 5
     return {
         "rope_theta": model.rope_theta,
         **older,

@@ -1,4 +1,4 @@
-"""Settings that all families have alike in config.json."""
+"""Settings of config.json that all families share."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from moe_jax.convert.rope import hf_rope, rope_settings
 
 
 def shared_settings(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of a Model that all families give in the same way."""
+    """Return the arguments of ModelConfig that are the same for all families."""
     hf.only("hidden_act", "silu")
     hf.only("quantization_config")
     hf.only("mlp_bias", False)
@@ -25,7 +25,7 @@ def shared_settings(hf: HfConfig) -> dict[str, Any]:
 
 
 def grouped_heads(hf: HfConfig) -> dict[str, Any]:
-    """Of grouped-query attention."""
+    """Return the arguments of ModelConfig for grouped-query attention."""
     heads, hidden_size = hf.whole("num_attention_heads"), hf.whole("hidden_size")
     kv_heads = hf.whole("num_key_value_heads", default=heads)
     width = hf.whole("head_dim", default=hidden_size // max(heads, 1))
@@ -36,7 +36,7 @@ def grouped_heads(hf: HfConfig) -> dict[str, Any]:
 
 
 def hf_settings(model: ModelConfig) -> dict[str, Any]:
-    """The inverse of `shared_settings` and `grouped_heads`, for a config.json."""
+    """Return the settings for config.json: the inverse of `shared_settings` and `grouped_heads`."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

@@ -1,8 +1,8 @@
-"""Where a Hugging Face tensor lies among our parameters: a table row, and how numbers go from one to the other.
+"""Table rows that map a Hugging Face tensor to one of our arrays, and copies in both directions.
 
-A row gives the tensor's axes in the names of our dimensions (`heads.head model`: rows are heads times their width), so
-transpositions and stacks follow by themselves. Part of a tensor, such as the rows of keys among those of keys and
-values, is given by ranges along one of the dimensions.
+A row lists the tensor's axes in terms of our dimensions: `heads.head model` has rows of heads times their width. This
+determines transpositions and stacks. A row for a part of a tensor, such as the keys in a tensor of keys and values,
+has ranges along one of the dimensions.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-Sizes = Mapping[str, int]  # of our dimensions
-Index = Mapping[str, range]  # a part of one of our arrays, by its dimensions
+Sizes = Mapping[str, int]  # the sizes of our dimensions
+Index = Mapping[str, range]  # a part of one of our arrays, as a range of each dimension
 
 
 class Readable(Protocol):
@@ -24,14 +24,14 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class TensorRange:
-    """What of one dimension of a tensor is ours: ranges, one behind the other."""
+    """The part of one tensor dimension that our array contains: the concatenation of several ranges."""
 
     dim: str
-    size: int  # of the whole tensor's dimension
+    size: int  # the size of the dimension in the whole tensor
     ranges: tuple[range, ...]
 
     def within(self, index: range) -> Iterator[tuple[slice, range]]:
-        """Which numbers of the tensor's dimension are those of ours at `index`, and where in them."""
+        """For the part `index` of our dimension, yield slices of it with the corresponding range of the tensor."""
         below = 0
         for each in self.ranges:
             low, high = max(index.start, below), min(index.stop, below + len(each))
@@ -41,7 +41,7 @@ class TensorRange:
 
 
 def halves(width: int, first: int = 0) -> tuple[range, range]:
-    """Neighbours, which are rotated as pairs there, as the two halves that are rotated here."""
+    """Return the ranges that reorder rotated pairs: neighbours on disk, the two halves in our arrays."""
     return range(first, first + width, 2), range(first + 1, first + width, 2)
 
 
@@ -49,26 +49,26 @@ def halves(width: int, first: int = 0) -> tuple[range, range]:
 class Tensor:
     """A row of a family's table."""
 
-    name: str  # on disk, with {expert} where each expert has a tensor of its own
-    path: str  # of our array, below its block or below all parameters
-    axes: str  # of the tensor: each one of our dimensions, or several
+    name: str  # the name on disk, with {expert} if each expert has a tensor of its own
+    path: str  # the path of our array, in its block or in all parameters
+    axes: str  # the tensor's axes: each is one of our dimensions, or several joined by dots
     part: TensorRange | None = None
-    float32: bool = False  # written as such whatever the others are
+    float32: bool = False  # always written in float32
 
     @property
     def dims(self) -> list[str]:
-        """Of all axes."""
+        """The dimensions of all axes."""
         return self.axes.replace(".", " ").split()
 
     def shape(self, ours: Sizes) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Return the tensor's shape for the sizes of our dimensions."""
         sizes = self._sizes(ours)
         return tuple(math.prod(sizes[dim] for dim in axis) for axis in self._axes())
 
     def copy_in(self, tensor: Readable, out: NDArray[Any], dims: Sequence[str], index: Index, ours: Sizes) -> None:
-        """Fill `out`, the part at `index` of our array [dims]. Dimensions that the tensor has not get copies.
+        """Fill `out`, the part at `index` of our array [dims]. It is repeated along dimensions that the tensor lacks.
 
-        Of the first dimension of each axis the numbers that are needed are read, of others all.
+        Along the first dimension of each axis only the required range is read, along the others everything.
         """
         sizes = self._sizes(ours)
         for own, there in self._pieces(index):
@@ -84,7 +84,7 @@ class Tensor:
             out[tuple(own.get(dim, slice(None)) for dim in dims)] = wanted.transpose(order)
 
     def copy_out(self, array: NDArray[Any], dims: Sequence[str], out: NDArray[Any]) -> None:
-        """Put our whole array [dims] where it belongs in `out`, the whole tensor."""
+        """Copy our whole array [dims] into its part of `out`, the whole tensor."""
         ours = dict(zip(dims, array.shape, strict=True))
         sizes = self._sizes(ours)
         view = out.reshape([sizes[dim] for dim in self.dims])
@@ -98,11 +98,11 @@ class Tensor:
         return [axis.split(".") for axis in self.axes.split()]
 
     def _sizes(self, ours: Sizes) -> dict[str, int]:
-        """Of the tensor's dimensions."""
+        """Return the sizes of the tensor's dimensions."""
         return {dim: self.part.size if self.part and dim == self.part.dim else ours[dim] for dim in self.dims}
 
     def _pieces(self, index: Index) -> Iterator[tuple[dict[str, slice], dict[str, range]]]:
-        """Places in the part at `index` of ours, if not all of it, and numbers of the tensor's dimensions."""
+        """Yield slices of our part at `index` ({} for all of it) with the ranges of the tensor's dimensions."""
         there = {dim: index[dim] for dim in self.dims}
         if self.part is None:
             yield {}, there

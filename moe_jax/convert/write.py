@@ -1,4 +1,4 @@
-"""A Hugging Face folder of parameters: files that transformers loads."""
+"""Writing parameters as a Hugging Face folder, which transformers can load."""
 
 import json
 import tempfile
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from moe_jax.config import ModelConfig
+from moe_jax.convert.companion_files import copy_companion_files
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError
-from moe_jax.convert.table import ArraySlice, places
-from moe_jax.convert.with_model import copy_with_model
+from moe_jax.convert.table import ArraySlice, array_slices
 from moe_jax.errors import is_full_disk
 from moe_jax.files.atomic import all_or_nothing
 
-MOST_BYTES = 5 * 10**9  # of a file
+MOST_BYTES = 5 * 10**9  # the most bytes of a file
 
 
 def check_is_free(folder: Path) -> None:
-    """Raises ConvertError unless a model can be written there."""
+    """Raise ConvertError unless the folder is missing or empty, so that a model can be written there."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvertError(f"{folder} exists and is not an empty folder: name another one, or remove it")
 
@@ -40,17 +40,18 @@ def write_model(
     most_bytes: int = MOST_BYTES,
     tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and weights of `params`, blocks in order, host arrays or such of one device, as `folder`.
+    """Write config.json and the weights `params` into a new `folder`.
 
-    Numbers are rounded to `dtype`, but those that the family has in float32. `tokens` are settings of special tokens;
-    files of the folder `source` that go with a model are copied. Raises ConvertError; then there is no folder.
+    `params` has blocks in order, as arrays of the host or of one device. Numbers are rounded to `dtype`, except those
+    that the family stores in float32. `tokens` are settings of special tokens. The companion files in the folder
+    `source` are copied. Raises ConvertError; then the folder is not created.
     """
     check_is_free(folder)
     by_name: dict[str, list[tuple[ArraySlice, int, int]]] = {}
-    for group in places(model, family).values():
-        for period, place in enumerate(group):
-            for expert, name in enumerate(place.names()):
-                by_name.setdefault(name, []).append((place, period, expert))
+    for group in array_slices(model, family).values():
+        for period, piece in enumerate(group):
+            for expert, name in enumerate(piece.names()):
+                by_name.setdefault(name, []).append((piece, period, expert))
     shapes = {name: parts[0][0].shape for name, parts in by_name.items()}
     types = {name: DTYPES["float32" if parts[0][0].row.float32 else dtype] for name, parts in by_name.items()}
 
@@ -58,8 +59,8 @@ def write_model(
         for name, parts in by_name.items():
             out = np.empty(shapes[name], types[name])
             with np.errstate(over="ignore"):
-                for place, period, expert in parts:
-                    _put(params, place, period, expert, out)
+                for piece, period, expert in parts:
+                    _put(params, piece, period, expert, out)
             if out.dtype != np.float32 and np.isinf(out).any():
                 largest = float(jnp.finfo(out.dtype).max)
                 raise ConvertError(f"--dtype={dtype}: {name} has numbers beyond its {largest:g}: use --dtype float32")
@@ -82,19 +83,19 @@ def write_model(
                 made.mkdir()
                 write_weights(made, shapes, types, tensors(), most_bytes)
                 (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
-                copy_with_model(source, made)
+                copy_companion_files(source, made)
                 made.rename(folder)
     except (OSError, SafetensorError) as error:
         if is_full_disk(error):
             raise ConvertError(f"{folder}: no room on that disk: make room, or name another folder") from None
-        told = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
-        raise ConvertError(f"{told[0] or folder}: {told[1] or error}: name another folder") from None
+        file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+        raise ConvertError(f"{file or folder}: {reason or error}: name another folder") from None
 
 
-def _put(params: Any, place: ArraySlice, period: int, expert: int, out: NDArray[Any]) -> None:
+def _put(params: Any, piece: ArraySlice, period: int, expert: int, out: NDArray[Any]) -> None:
     array = params
-    for key in place.path:
+    for key in piece.path:
         array = array[key]
-    of_experts = "{expert}" in place.row.name
-    index = ((period,) if place.path[0] == "segments" else ()) + ((expert,) if of_experts else ())
-    place.row.copy_out(np.asarray(array[index]), place.dims[of_experts:], out)
+    is_per_expert = "{expert}" in piece.row.name
+    index = ((period,) if piece.path[0] == "segments" else ()) + ((expert,) if is_per_expert else ())
+    piece.row.copy_out(np.asarray(array[index]), piece.dims[is_per_expert:], out)

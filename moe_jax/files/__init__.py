@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, and read with limits when others may have written them."""
+"""File writes that are atomic, and a reader with limits for untrusted files."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes: files and folders that are complete or absent, and files that only grow."""
 
 import errno
 import os
@@ -14,41 +14,44 @@ from moe_jax.errors import is_full_disk
 _UNFINISHED = ".part"
 
 
-def is_own(folder: Path) -> bool:
-    """Whether it is a folder of this user, and no link, that nobody else can write to. Raises OSError."""
+def is_private_folder(folder: Path) -> bool:
+    """Whether a path is a folder, not a link, that this user owns and nobody else can write to. Raises OSError."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path` whole or, when the process dies on the way, leave what was there. Raises OSError."""
+    """Replace the file at `path` by `text`; if the process dies meanwhile, the old file remains. Raises OSError."""
     write_together({path: text.encode()})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Put several files, and the folders above them, where all of them can be written, or else none.
+    """Write several files and their parent folders if all can be written, and none otherwise.
 
     Raises OSError.
     """
-    parts = {path: _part(path) for path in contents}
-    with folders_above(contents):
+    temporary = {path: _temporary(path) for path in contents}
+    with parent_folders(contents):
         try:
-            for path, part in parts.items():
-                with part.open("wb") as file:
+            for path, unfinished in temporary.items():
+                with unfinished.open("wb") as file:
                     file.write(contents[path])
                     file.flush()
                     os.fsync(file.fileno())
-            for path, part in parts.items():
-                part.replace(path)
+            for path, unfinished in temporary.items():
+                unfinished.replace(path)
         finally:
-            for part in parts.values():
-                with suppress(OSError):  # none was made, and why is told already
-                    part.unlink()
+            for unfinished in temporary.values():
+                with suppress(OSError):  # it was not created, and an error that says why is already being raised
+                    unfinished.unlink()
 
 
 @contextmanager
 def all_or_nothing(folder: Path) -> Iterator[None]:
-    """A missing or empty folder; if the work inside fails, it is so again, and folders made above it are gone."""
+    """Context in which a missing or empty folder is filled; if the body raises, it is missing or empty again.
+
+    Parent folders that were created in the body are removed, too.
+    """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         yield
@@ -59,22 +62,23 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
             else:
                 each.unlink(missing_ok=True)
         for each in missing:
-            with suppress(OSError):  # it was not made, or holds something of others
+            with suppress(OSError):  # it was not created, or contains other files
                 each.rmdir()
         raise
 
 
 @final
-class Appended:
-    """A file that grows, as a context; the run that it tells of never waits for it, nor fails with it.
+class AppendOnlyFile:
+    """A file that is only appended to, as a context. A write that fails neither blocks nor ends the run.
 
-    What cannot be written, as on a full disk, is kept in memory until it can. A file that was deleted is put back.
+    Bytes that cannot be written, for example because the disk is full, stay in memory until they can be. A file that
+    was deleted is created again.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file, self._waiting = path, path.open("a+b", buffering=0), b""
-        self._told_problem = False
-        self._news: list[str] = []
+        self.path, self._file, self._pending = path, path.open("a+b", buffering=0), b""
+        self._reported_problem = False
+        self._messages: list[str] = []
 
     def __enter__(self) -> Self:
         return self
@@ -84,76 +88,76 @@ class Appended:
         self._file.close()
 
     def write(self, line: str) -> bool:
-        """Append a line after those that wait; returns whether all are written."""
+        """Append a line, after all pending ones, and return whether everything has been written."""
         return self.append(f"{line}\n".encode())
 
     def append(self, data: bytes) -> bool:
-        """The same of bytes."""
-        self._waiting += data
+        """Append bytes, after all pending ones, and return whether everything has been written."""
+        self._pending += data
         try:
-            self._put_back()
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._restore_deleted()
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
-            if not self._told_problem:
+            if not self._reported_problem:
                 full = is_full_disk(error)
-                reason = "finds no room on the disk" if full else f"cannot be written ({error.strerror})"
-                cure = "make room" if full else "make it writable"
-                self._news.append(f"{self.path} {reason}, and what it lacks waits in memory: {cure}")
-            self._told_problem = True
-        return not self._waiting
+                reason = "does not fit on the disk" if full else f"cannot be written ({error.strerror})"
+                cure = "free some space" if full else "make it writable"
+                self._messages.append(f"{self.path} {reason}, and its last lines wait in memory: {cure}")
+            self._reported_problem = True
+        return not self._pending
 
-    def news(self) -> list[str]:
-        """What has gone wrong since this was last asked; that something cannot be written is said once."""
-        news, self._news = self._news, []
-        return news
+    def take_messages(self) -> list[str]:
+        """Return the problems since the last call. A file that cannot be written is reported only once."""
+        messages, self._messages = self._messages, []
+        return messages
 
     @property
-    def lacks(self) -> int:
-        """Bytes that wait."""
-        return len(self._waiting)
+    def pending_bytes(self) -> int:
+        """The number of bytes that could not be written yet."""
+        return len(self._pending)
 
-    def _put_back(self) -> None:
-        """If there is no such file any more, make it again of what the open one holds."""
+    def _restore_deleted(self) -> None:
+        """If the file was deleted, create it again with the content of the open one."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
                 return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.open("a+b", buffering=0)
-        if new.tell() == 0:  # else somebody else has put one there
-            self._news.append(f"{self.path} was deleted while the run writes it: it is put back")
-            with suppress(OSError):  # on network disks it can be gone for good
+        if new.tell() == 0:  # otherwise another program has created one with content
+            self._messages.append(f"{self.path} was deleted while the run writes it: it is created again")
+            with suppress(OSError):  # on network disks the content can be lost
                 self._file.seek(0)
-                self._waiting = self._file.read() + self._waiting
+                self._pending = self._file.read() + self._pending
         self._file.close()
         self._file = new
 
 
 def check_writable(*paths: Path) -> None:
-    """Raise OSError, with the file or folder that is at fault, if files could not be written; leaves nothing behind."""
+    """Raise OSError, with the file or folder at fault, if these files cannot be written. Leaves no files behind."""
     for path in paths:
         if path.is_dir():
             raise _problem(errno.EISDIR, path)
         above = next(each for each in path.parents if each.exists())
         if not above.is_dir():
             raise _problem(errno.ENOTDIR, above)
-    with folders_above(paths):
-        for path in paths:  # rights alone tell too little: some file systems take no files, whoever asks
+    with parent_folders(paths):
+        for path in paths:  # checking permissions is not enough: some file systems do not accept files from anybody
             try:
-                _part(path).open("ab").close()
+                _temporary(path).open("ab").close()
             except OSError as error:
                 raise _problem(error.errno or 0, path) from None
-            _part(path).unlink()
+            _temporary(path).unlink()
 
 
 def reason(error: OSError) -> str:
-    """The file or folder at fault, and what is wrong with it."""
+    """Return the file or folder at fault, and what is wrong with it."""
     return f"{str(error.filename).removesuffix(_UNFINISHED)}: {error.strerror}"
 
 
 @contextmanager
-def folders_above(paths: Collection[Path]) -> Iterator[None]:
-    """Make what is missing of them; what is empty at the end goes again."""
+def parent_folders(paths: Collection[Path]) -> Iterator[None]:
+    """Context in which the parent folders of `paths` exist; those it created are removed at the end if empty."""
     missing = {each for path in paths for each in path.parents if not each.exists()}
     try:
         for path in paths:
@@ -161,11 +165,11 @@ def folders_above(paths: Collection[Path]) -> Iterator[None]:
         yield
     finally:
         for each in sorted(missing, key=lambda folder: len(folder.parts), reverse=True):
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 each.rmdir()
 
 
-def _part(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}{_UNFINISHED}")
 
 

@@ -1,7 +1,6 @@
-"""The reader of all files that others may have written: regular files only, of bounded size, depth and numbers.
+"""The reader for untrusted files: regular files only, with limits on size, nesting depth and digits of numbers.
 
-What is wrong with a file is an OSError with the file's name, or a ValueError whose text is a reason to stand in
-brackets.
+Errors are an OSError with the file's name, or a ValueError with a reason that callers put in brackets.
 """
 
 import errno
@@ -11,40 +10,40 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2**26  # of settings and records, which have a few thousand lines at most
-MOST_TOKENIZER = 2**28  # of a tokenizer.json
-MOST_DEPTH = 64  # lists and objects in each other
-_MOST_DIGITS = 308  # a float holds every whole number of as many
+MOST_BYTES = 2**26  # bytes of settings and records, which have at most a few thousand lines
+MOST_TOKENIZER = 2**28  # bytes of a tokenizer.json
+MOST_DEPTH = 64  # nested lists and objects
+_MOST_DIGITS = 308  # any integer with this many digits is in the range of a float
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless a file is there that ends: opening a FIFO would wait for a writer, a device has no end."""
+    """Raise OSError unless the path is a regular file: opening a FIFO would block, and a device has no end."""
     os.close(_open_regular(path))
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What a regular file of at most `most` bytes holds. Raises OSError."""
+    """Return the content of a regular file of at most `most` bytes. Raises OSError."""
     with os.fdopen(_open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size or most  # 0 of files that a kernel makes when they are read
-        content = file.read(min(size, most) + 1)  # which allocates as much as it is told
+        size = os.fstat(file.fileno()).st_size or most  # files that the kernel generates on reading have size 0
+        content = file.read(min(size, most) + 1)  # read allocates as many bytes as it is asked for
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
 
 
 def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str:
-    """The same as UTF-8, with the ends of lines as they are in Python. Raises OSError and UnicodeDecodeError."""
+    """Return the content as UTF-8 text, with line breaks as `\\n`. Raises OSError and UnicodeDecodeError."""
     text = read_bytes(path, most).decode("utf-8", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """The value in a JSON file. Raises OSError and ValueError."""
+    """Return the value in a JSON file. Raises OSError and ValueError."""
     return parse_json(read_bytes(path, most))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for what is nested too deep or a number of too many digits."""
+    """Return the value of a JSON text. Raises ValueError for invalid JSON, too much nesting or too many digits."""
     try:
         found = json.loads(content, parse_int=_whole)
     except RecursionError:
@@ -55,7 +54,7 @@ def parse_json(content: bytes | str) -> Any:
 
 def _open_regular(path: Path) -> int:
     try:
-        mode = os.stat(path).st_mode  # before it is opened: that alone can set off a device
+        mode = os.stat(path).st_mode  # before opening, since opening a device can already have an effect
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise _not_regular(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)

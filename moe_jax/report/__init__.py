@@ -1,4 +1,4 @@
-"""What a person sees of a run: one HTML page that needs nothing else, and figures for notebooks. Imports no jax."""
+"""Reports of runs: a self-contained HTML page, and figures for notebooks. Importing it does not import jax."""
 
 from moe_jax.report.load_plots import load_figure
 from moe_jax.report.numbers import ReportError

@@ -1,4 +1,4 @@
-"""The command `python -m moe_jax.report`, which is `cli/report.py`."""
+"""The command `python -m moe_jax.report`, implemented in `cli/report.py`."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""What went wrong in a run, as its records have it."""
+"""The alarms in a run's records, for the page and for the terminal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,27 +7,27 @@ from moe_jax.report.html import table
 from moe_jax.report.numbers import Records
 from moe_jax.telemetry.run_log import read_metrics
 
-_LISTED = 100  # of each page, the last ones
-_TOLD = 5
+_LISTED = 100  # the most alarms on the page; the last ones are shown
+_PRINTED = 5  # the most alarms on the terminal
 
 
 def alarms_of(records: Records) -> Iterator[tuple[str, str]]:
-    """Step and text of each alarm, of each end of one, and of each return to an earlier checkpoint."""
+    """Yield the step and the text of each alarm, of each end of an alarm, and of each rollback to a checkpoint."""
     for record in records:
-        for key, words in (("alarm", ""), ("alarm_over", "over: ")):
+        for key, prefix in (("alarm", ""), ("alarm_over", "over: ")):
             if isinstance(text := record.get(key), str):
-                yield f"step {record['step']:,}", f"{words}{text}"
+                yield f"step {record['step']:,}", f"{prefix}{text}"
         if isinstance(back := record.get("back_from_step"), int):
             yield f"step {record['step']:,}", f"went back to this step from step {back:,}, as training had diverged"
 
 
 def failed_saves(records: Records) -> int:
-    """Of checkpoints, over all starts of a run."""
+    """Return the number of checkpoints that could not be saved, over all starts of a run."""
     return sum("failed_saves" in record for record in records)
 
 
 def alarm_section(records: Records) -> str:
-    """For the page; nothing without alarms."""
+    """Return the alarms as HTML for the page; "" without alarms."""
     found = list(alarms_of(records))
     if not found:
         return ""
@@ -38,8 +38,8 @@ def alarm_section(records: Records) -> str:
 
 
 def alarm_text(run: Path) -> str:
-    """For the terminal, a line for each of the last few; nothing without alarms."""
+    """Return the last few alarms for the terminal, one line each; "" without alarms."""
     found = list(alarms_of(read_metrics(run)))
-    more = [f"  … and {len(found) - _TOLD} before, see the page"] if len(found) > _TOLD else []
-    lines = [f"  {step}: {text}" for step, text in found[-_TOLD:]]
+    more = [f"  … and {len(found) - _PRINTED} before, see the page"] if len(found) > _PRINTED else []
+    lines = [f"  {step}: {text}" for step, text in found[-_PRINTED:]]
     return "\n".join(["alarms of the run:", *more, *lines]) if found else ""

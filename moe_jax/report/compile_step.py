@@ -1,7 +1,7 @@
-"""`python -m moe_jax.report.compile_step JOB`: compile one training step for a target, in a process of its own.
+"""Compilation of one training step for a target, in a process of its own: `python -m moe_jax.report.compile_step JOB`.
 
-A compiler without its hardware wants environment variables set before jax starts, and its memory back afterwards.
-JOB.json says what to compile; JOB.hlo and JOB.done.json are what became of it.
+Compiling without the hardware requires environment variables that are set before jax starts, and the memory of the
+compiler is freed when the process ends. JOB.json is the input; JOB.hlo and JOB.done.json are the results.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from moe_jax.run.tuning_space import config_of_first_step
 from moe_jax.step.compile import StepProgram, batch_shape, step_program
 from moe_jax.step.trainer import Trainer, make_trainer
 
-# jax and where the compiler is
+# jax and the packages that contain the compiler
 _PACKAGES = {
     "tpu": ("jax", "libtpu"),
     "gpu": ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -36,7 +36,7 @@ _PACKAGES = {
 
 
 def main() -> None:
-    """Read the job, compile, write program and outcome."""
+    """Read the job, compile it, and write the program and the outcome."""
     stem = Path(sys.argv[1])
     job = Job(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
     text, outcome = compile_step(job)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def compile_step(job: Job) -> tuple[str, Outcome]:
-    """Scheduled HLO and outcome. Raises ConfigError, MeshError, TargetError, or CompileError."""
+    """Return the scheduled HLO and the outcome. Raises ConfigError, MeshError, TargetError, or CompileError."""
     target = find_target(job.target)
     config = load_config(job.config, job.overrides)
     mesh = make_mesh(config.mesh, devices_for(config, target))
@@ -71,7 +71,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
 
 
 def devices_for(config: Config, target: Target) -> list[Any]:
-    """Of a target. Simulated ones start as those of a run do, with the same flags. Raises TargetError."""
+    """Return the devices of a target. Simulated ones start with the same flags as in a run. Raises TargetError."""
     if target.platform == "cpu":
         initialize(
             Processes(mode="off"),

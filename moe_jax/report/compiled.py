@@ -1,4 +1,4 @@
-"""What compilers make of a schedule: the real training step, compiled for hardware that need not be there."""
+"""The real training step compiled for a target, whose hardware is not required, and compared with its schedule."""
 
 import dataclasses
 import json
@@ -29,29 +29,29 @@ class CompileError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to compile."""
+    """The input of a compilation."""
 
     target: str
     config: str  # YAML file
     overrides: list[str]
-    options: dict[str, Value]  # of the compiler, beside the project's own
+    options: dict[str, Value]  # compiler options, in addition to the project's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is known of a compiled step beside its program. Bytes are those of one device."""
+    """The properties of a compiled step, without its program. Bytes are those of one device."""
 
     num_devices: int
-    schedule: str | None  # None: the order is autodiff's and the compiler's
+    schedule: str | None  # None: autodiff and the compiler decide the order
     compile_s: float
     argument_bytes: int
     temporary_bytes: int
-    result_bytes: int  # that do not take an argument's place
-    peak_bytes: int  # in use at once: less than the others together, which count gaps between buffers
+    result_bytes: int  # bytes of results that do not reuse an argument's buffer
+    peak_bytes: int  # bytes in use at once; less than the sum of the others, which includes gaps between buffers
     versions: dict[str, str]
-    passes: dict[str, list[list[int]]] | None = None  # of a pipeline, see `measure.overlap`
-    fingerprint: str | None = None  # as a run's provenance.json has it
-    untimed_product: str | None = None  # train.grouped_product, where a run would time which one is the fastest
+    passes: dict[str, list[list[int]]] | None = None  # the passes of a pipeline, see `measure.overlap`
+    fingerprint: str | None = None  # the same as in a run's provenance.json
+    untimed_product: str | None = None  # the assumed train.grouped_product, if a run would choose it by timing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,10 @@ class Compiled:
     outcome: Outcome
     replay: Replay
     match: Match | None
-    predicted: Timeline | None  # of its schedule, tasks as long as in the program
+    predicted: Timeline | None  # the simulated schedule, with the tasks' durations in the program
 
 
+# overrides of a baseline, and of a policy with a single microbatch
 _UNMOVED = [
     "schedule.expert_chunks=1",
     "schedule.weight_grad=inline",
@@ -75,10 +76,10 @@ _UNCUT = ["schedule.microbatches=1", "schedule.backward_microbatches=null"]
 
 
 def variants_of(policies: str | None, overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Overrides of each variant: `unified+exchange.algorithm=ring` is a policy and settings of its own.
+    """Return the overrides of each variant: `unified+exchange.algorithm=ring` is a policy and further settings.
 
-    The baselines keep what they are elsewhere: `vanilla` is the plain program, with one microbatch and no compiler
-    options, `expert_pipeline` moves neither weight gradients nor reductions.
+    Baselines run without this project's additions: `vanilla` is the plain program, with one microbatch and no compiler
+    options, and `expert_pipeline` moves neither weight gradients nor reductions.
     """
     if policies is None:
         return {"step": list(overrides)}
@@ -94,9 +95,10 @@ def variants_of(policies: str | None, overrides: Sequence[str]) -> dict[str, lis
 def compile_variants(
     target: Target, config: str, variants: Mapping[str, list[str]], options: dict[str, Value], hlo_folder: Path | None
 ) -> list[Compiled]:
-    """Compile each variant in a process of its own, one after another; keep VARIANT.hlo and VARIANT.schedule.
+    """Compile each variant in a process of its own, one after another.
 
-    Raises TargetError (no such hardware, compiler not installed), ConfigError, MeshError or CompileError.
+    If `hlo_folder` is set, VARIANT.hlo and VARIANT.schedule are written there. Raises TargetError (no such hardware,
+    compiler not installed), ConfigError, MeshError or CompileError.
     """
     check_compiler(target)
     for overrides in variants.values():
@@ -118,12 +120,12 @@ def compile_variants(
 
 
 def file_name(variant: str) -> str:
-    """A variant's name without what file names should not have."""
+    """Return a variant's name for a file, with special characters replaced."""
     return re.sub(r"[^\w.=+-]", "_", variant)
 
 
 def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
-    """Scheduled HLO and outcome, compiled in a process of its own. Raises CompileError."""
+    """Compile in a new process, and return the scheduled HLO and the outcome. Raises CompileError."""
     with tempfile.TemporaryDirectory() as folder:
         stem = Path(folder) / "step"
         stem.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
@@ -141,7 +143,7 @@ def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
 
 
 def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compiled:
-    """Replay a program and hold its schedule, if it has one, against it."""
+    """Replay a compiled program, and compare it with its schedule if it has one."""
     program = parse(text)
     result = replay(program, target, outcome.num_devices, outcome.passes)
     schedule = Schedule.parse(outcome.schedule) if outcome.schedule else None
@@ -158,7 +160,7 @@ def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compil
 
 
 def task_seconds(result: Replay) -> dict[Action, float]:
-    """How long each task's instructions take."""
+    """Return the total time of each task's instructions, in seconds."""
     seconds: dict[Action, float] = defaultdict(float)
     for task in result.compute:
         if action := action_of(task.op_name):

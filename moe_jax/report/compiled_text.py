@@ -1,4 +1,4 @@
-"""Compiled steps as text: numbers, a table of collectives, what became of the schedule, a comparison."""
+"""Compiled steps as text: key numbers, a table of collectives, differences from the schedule, and a comparison."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ Row = tuple[str, ...]
 
 
 def describe(compiled: Compiled) -> str:
-    """Everything about one variant."""
+    """Return the description of one variant."""
     outcome, result = compiled.outcome, compiled.replay
     facts: list[Row] = [
         ("memory per device", f"{_gb(outcome.argument_bytes)} arguments, {_gb(outcome.temporary_bytes)} temporaries"),
@@ -30,14 +30,14 @@ def describe(compiled: Compiled) -> str:
         ("compute, ms", ", ".join(f"{name} {ms(seconds)}" for name, seconds in _by_op(result).items())),
     ]
     if result.unknown_loops:
-        facts.append(("loops taken once", f"{len(result.unknown_loops)} (nothing tells how often they turn)"))
+        facts.append(("loops taken once", f"{len(result.unknown_loops)} (their number of iterations is unknown)"))
     if compiled.match:
         facts += _schedule_facts(compiled.match)
     return "\n".join([f"── {compiled.variant}", columns(facts), "", columns(list(_collective_rows(result))), ""])
 
 
 def compare(variants: Sequence[Compiled]) -> str:
-    """One line per variant; the ratio is to the first one's step."""
+    """Return a table with a line per variant; ratios are relative to the first one's step."""
     rows: list[Row] = [
         ("variant", "step, ms", "ratio", "compute", "communication", "exposed", "temporaries", "compiled")
     ]
@@ -59,7 +59,7 @@ def compare(variants: Sequence[Compiled]) -> str:
 
 
 def assumptions(target: Target) -> str:
-    """How the times were estimated."""
+    """Return the assumptions behind the estimated times, as text."""
     link = f"{target.link.alpha_s * 1e6:g} µs + bytes that leave a device at {1e-9 / target.link.beta_s:g} GB/s"
     if target.node_devices:
         network = f"{1e-9 / target.network.beta_s:g} GB/s between nodes"
@@ -70,14 +70,14 @@ def assumptions(target: Target) -> str:
     )
     cycles = f"the compiler's cycles at {target.clock_hz * 1e-9:.2f} GHz, without them " if target.clock_hz else ""
     return (
-        f"Estimated, not measured. Compute: {cycles}{peaks}. Collectives: {link}, one after another, beside compute "
-        "between their start and done. Prefetches are free; of a branch the cheaper side runs; overflow paths send "
-        "no rows."
+        f"Estimated, not measured. Compute: {cycles}{peaks}. Collectives: {link}, one after another, "
+        "concurrently with compute between their start and done. Prefetches are free; of a branch the cheaper side "
+        "runs; overflow paths send no rows."
     )
 
 
 def columns(rows: Sequence[Row]) -> str:
-    """Rows in aligned columns: the first to the left, numbers to the right."""
+    """Return rows as aligned columns: the first one to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     last = len(widths) - 1
 
@@ -139,7 +139,7 @@ def _listing(items: Sequence[object]) -> str:
 
 
 def _by_op(result: Replay) -> dict[str, float]:
-    """Compute seconds by direction and op; of what belongs to no task by what autodiff tells."""
+    """Return compute seconds by direction and op; instructions of no task go by the phase of autodiff."""
     seconds: dict[str, float] = defaultdict(float)
     for task in result.compute:
         action = action_of(task.op_name)
@@ -157,12 +157,12 @@ def _phase(op_name: str, products: int) -> str:
 
 
 def _scope(op_name: str) -> str:
-    """The two innermost scopes, for collectives of no task."""
+    """Return the two innermost scopes of a collective that belongs to no task."""
     return "/".join(op_name.split("/")[-2:]) or "compiler"
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, without their unit."""
+    """Return a time in milliseconds, as text without the unit."""
     return f"{seconds * 1e3:.{1 if abs(seconds) >= 0.1 else 2 if abs(seconds) >= 1e-3 else 3}f}" if seconds else "0"
 
 

@@ -1,6 +1,6 @@
-"""Load of experts as heat maps and load of ranks as a curve, with the steps at which experts changed ranks.
+"""Plots of load: heat maps for experts and a curve for ranks, with the steps at which experts changed ranks.
 
-On the page each is an SVG of its own; `load_figure` has all of them, for notebooks.
+On the page each plot is a separate SVG. `load_figure` draws all of them in one figure, for notebooks.
 """
 
 import math
@@ -13,19 +13,19 @@ from moe_jax.report.loads import Loads, RankMove, loads_of
 from moe_jax.report.numbers import ReportError, records_of
 from moe_jax.report.plots import COLORS, Array, count_steps, new_figure, style, svg_of, thin
 
-MAX_COLUMNS = 400  # of a heat map
-MAX_WINDOWS = 400  # between looks at the load of ranks
-LOAD_LIMIT = 2.0  # times the even share, at full colour
-# Too little, even, too much: transparent in the middle, so that even load is the page's own background.
+MAX_COLUMNS = 400  # columns of a heat map
+MAX_WINDOWS = 400  # points of the ranks' curve, each for the steps between two checks of their load
+LOAD_LIMIT = 2.0  # load / even share that has the full colour
+# Colours from too little over even to too much load. The middle is transparent: even load shows the page's background.
 _COLORS = [(0.13, 0.42, 0.85, 1.0), (0.13, 0.42, 0.85, 0.0), (0.92, 0.36, 0.10, 0.0), (0.92, 0.36, 0.10, 1.0)]
 _NO_GRID = {"axes.grid": False}
-_MANY = 24  # blocks, above which there are more in a row
-_TOLD = 2  # moves
+_MANY = 24  # with more blocks than this a row of heat maps is longer
+_TITLED = 2  # the most moves in a title
 _BAR_INCHES = 2.5
 
 
 def experts_svg(loads: Loads, block: int) -> str:
-    """Load of the experts of one block: x step, y expert."""
+    """Draw the load of one block's experts as an SVG: x is the step, y the expert."""
     with style(**_NO_GRID):
         figure, axes = new_figure(width=2.5, height=1.6, ticks=4)
         _draw_experts(axes, loads, block)
@@ -33,7 +33,7 @@ def experts_svg(loads: Loads, block: int) -> str:
 
 
 def ranks_svg(loads: Loads) -> str:
-    """Load of the busiest rank over training steps, for all blocks."""
+    """Draw the load of the busiest rank over training steps, for all blocks, as an SVG."""
     with style():
         figure, axes = new_figure(width=8.2, height=2.05, ticks=12)
         _draw_ranks(axes, loads, COLORS["series-1"])
@@ -43,7 +43,7 @@ def ranks_svg(loads: Loads) -> str:
 
 
 def load_figure(run: Path) -> Any:
-    """All of it as one matplotlib Figure, which notebooks show.
+    """Draw the load of ranks and of all experts in one matplotlib Figure, which notebooks show.
 
     Raises MetricsError (no such run, damaged records), ReportError (no records, or a dense run), or PlotError
     (matplotlib is not installed).
@@ -61,7 +61,7 @@ def load_figure(run: Path) -> Any:
 def _drawn(loads: Loads) -> Any:
     from matplotlib.figure import Figure
 
-    blocks, has_ranks = loads.expert_RME.shape[1], len(loads.look_L) > 0
+    blocks, has_ranks = loads.expert_RME.shape[1], len(loads.check_L) > 0
     columns = min(blocks, 4 if blocks <= _MANY else 6)
     rows = math.ceil(blocks / columns)
     heights = [1.8] * has_ranks + [1.5 * rows + 0.6]
@@ -71,7 +71,7 @@ def _drawn(loads: Loads) -> Any:
         axes = parts[0].subplots()
         count_steps(axes, ticks=12)
         _draw_ranks(axes, loads, "C0")
-        axes.set(xlabel="step", ylabel="busiest rank / mean", title=_told(loads))
+        axes.set(xlabel="step", ylabel="busiest rank / mean", title=_moves_title(loads))
         parts[0].legend(loc="outside right upper")
     panels = parts[-1].subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in panels.flat[blocks:]:
@@ -80,7 +80,7 @@ def _drawn(loads: Loads) -> Any:
         count_steps(axes, ticks=4)
         image = _draw_experts(axes, loads, block)
         axes.set_title(f"MoE block {block}")
-        if block + columns >= blocks:  # nothing is below
+        if block + columns >= blocks:  # the lowest one in its column
             axes.set_xlabel("step")
             axes.tick_params(labelbottom=True)
     parts[-1].supylabel("expert", fontsize=7)
@@ -98,23 +98,23 @@ def _drawn(loads: Loads) -> Any:
 
 
 def load_gradient() -> str:
-    """The colours of the heat maps as CSS, for the legend."""
+    """Return the colours of the heat maps as a CSS gradient, for the legend."""
     stops = ", ".join(f"rgb({r:.0%} {g:.0%} {b:.0%} / {a:.0%})" for r, g, b, a in _COLORS)
     return f"linear-gradient(to right, {stops.replace('/ 0%)', '/ 0%) 50%')})"
 
 
-def _told(loads: Loads) -> str:
-    """What the last moves made of the load of ranks."""
+def _moves_title(loads: Loads) -> str:
+    """Return the load of the busiest rank before and after each of the last moves."""
 
-    def told(move: RankMove) -> str:
+    def text(move: RankMove) -> str:
         after = f"{move.planned:.2f} (planned)" if move.after is None else f"{move.after:.2f}"
         return f"{move.before:.2f} → {after} at step {move.step:,}"
 
-    return ", ".join(map(told, loads.moves[-_TOLD:]))
+    return ", ".join(map(text, loads.moves[-_TITLED:]))
 
 
 def _draw_experts(axes: Any, loads: Loads, block: int) -> Any:
-    """A heat map of at most MAX_COLUMNS columns, each a mean of neighbours."""
+    """Draw a heat map of at most MAX_COLUMNS columns, each the mean of neighbouring records."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
@@ -140,9 +140,9 @@ def _edges(step_R: Array) -> Array:
 
 
 def _draw_ranks(axes: Any, loads: Loads, color: str) -> None:
-    """The worst block, and all from the best to the worst, over the steps between two looks."""
-    windows = min(len(loads.look_L), MAX_WINDOWS)
-    ends = [part[-1] for part in np.array_split(loads.look_L, windows)]
+    """Draw the worst block's load between two checks, and the range of all blocks from the best to the worst."""
+    windows = min(len(loads.check_L), MAX_WINDOWS)
+    ends = [part[-1] for part in np.array_split(loads.check_L, windows)]
     start = max(2 * ends[0] - ends[1], 0.0) if windows > 1 else 0.0
     rank_LM = thin(loads.rank_LM, windows)
     best, worst = rank_LM.min(axis=1), rank_LM.max(axis=1)
@@ -150,12 +150,12 @@ def _draw_ranks(axes: Any, loads: Loads, color: str) -> None:
         axes.stairs(worst, [start, *ends], baseline=best, fill=True, color=color, alpha=0.25, label="all blocks")
     axes.stairs(worst, [start, *ends], baseline=None, color=color, linewidth=1.3, label="worst block")
     axes.set_ylim(bottom=1)
-    axes.set_xlim(0, max([*loads.step_R[-1:], loads.look_L[-1]]))
+    axes.set_xlim(0, max([*loads.step_R[-1:], loads.check_L[-1]]))
     _mark(axes, [move.step for move in loads.moves])
 
 
 def _mark(axes: Any, steps: list[int]) -> None:
-    """Where experts changed ranks."""
+    """Draw a line at each step at which experts changed ranks."""
     for number, step in enumerate(steps):
         label = "experts changed ranks" if number == 0 else None
         axes.axvline(step, color=COLORS["ink"], linewidth=0.8, linestyle="--", label=label)

@@ -1,6 +1,6 @@
-"""What a run's records say of the load of experts and of ranks.
+"""The load of experts and of ranks, from a run's records.
 
-R records that have loads, M blocks with experts, E experts, L looks at the load of ranks (docs/migration.md).
+Sizes: R records with loads, M blocks with experts, E experts, L checks of the ranks' load (docs/migration.md).
 """
 
 from collections.abc import Sequence
@@ -13,37 +13,40 @@ from moe_jax.report.plots import Array
 
 
 class RankMove(NamedTuple):
-    """Experts that changed ranks. Loads are the busiest rank's / mean, of the worst block whose experts did."""
+    """Experts that changed ranks at a step.
+
+    A load is that of the busiest rank / mean of all ranks, in the worst of the blocks with moved experts.
+    """
 
     step: int
     blocks: tuple[int, ...]
-    pairs: int  # of experts that took each other's place
-    before: float  # over the steps up to this one
+    pairs: int  # pairs of experts that swapped places
+    before: float  # load over the steps up to this one
     planned: float
-    after: float | None  # over the steps up to the next look; None: there has been none
+    after: float | None  # load over the steps up to the next check; None: there has been no check yet
 
 
 class Loads(NamedTuple):
-    """Of a run, 1 = even. What no record has is an empty array."""
+    """The loads of a run, relative to an even load. Arrays are empty if no record has their values."""
 
     step_R: Array
     expert_RME: Array
-    look_L: Array  # steps
-    rank_LM: Array  # the busiest rank, over the steps since the look before
+    check_L: Array  # steps of the checks
+    rank_LM: Array  # load of the busiest rank, over the steps since the previous check
     moves: tuple[RankMove, ...]
 
 
 def loads_of(records: Records) -> Loads:
-    """Of those records that have them."""
-    having = [record for record in records if record.get("expert_load")]
-    looks = [record for record in records if record.get("rank_load")]
-    share_RME = _array([record["expert_load"] for record in having])
+    """Return the loads in a run's records."""
+    with_experts = [record for record in records if record.get("expert_load")]
+    checks = [record for record in records if record.get("rank_load")]
+    share_RME = _array([record["expert_load"] for record in with_experts])
     return Loads(
-        step_R=_array([record["step"] for record in having]),
+        step_R=_array([record["step"] for record in with_experts]),
         expert_RME=share_RME * share_RME.shape[-1],
-        look_L=_array([look["step"] for look in looks]),
-        rank_LM=_array([look["rank_load"] for look in looks]),
-        moves=tuple(_move(looks[i:]) for i, look in enumerate(looks) if "migrated_blocks" in look),
+        check_L=_array([check["step"] for check in checks]),
+        rank_LM=_array([check["rank_load"] for check in checks]),
+        moves=tuple(_move(checks[i:]) for i, check in enumerate(checks) if "migrated_blocks" in check),
     )
 
 
@@ -51,15 +54,15 @@ def _array(values: Sequence[object]) -> Array:
     return np.array(values, dtype=np.float64)
 
 
-def _move(looks: Records) -> RankMove:
-    """That of the first look."""
-    blocks = tuple(looks[0]["migrated_blocks"])
-    before, *after = (max(look["rank_load"][block] for block in blocks) for look in looks[:2])
+def _move(checks: Records) -> RankMove:
+    """Return the move after the first of these checks."""
+    blocks = tuple(checks[0]["migrated_blocks"])
+    before, *after = (max(check["rank_load"][block] for block in blocks) for check in checks[:2])
     return RankMove(
-        step=looks[0]["step"],
+        step=checks[0]["step"],
         blocks=blocks,
-        pairs=sum(looks[0]["migration_swaps"]),
+        pairs=sum(checks[0]["migration_swaps"]),
         before=before,
-        planned=max(looks[0]["migration_load_after"]),
+        planned=max(checks[0]["migration_load_after"]),
         after=after[0] if after else None,
     )

@@ -1,4 +1,4 @@
-"""What a traced step of a run did, to stand under what was predicted and what was compiled."""
+"""A traced step of a run, for comparison with the predicted and the compiled step."""
 
 import statistics
 from collections import Counter
@@ -29,7 +29,7 @@ _WANTED = f"name the folder that log.trace_step filled, e.g. RUN/{FOLDER}/0"
 
 
 class Traced(NamedTuple):
-    """What `log.trace_step` left of one process."""
+    """The program and the traced operations that `log.trace_step` wrote for one process."""
 
     folder: Path
     program: HloModule
@@ -37,7 +37,7 @@ class Traced(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """One device's part of a traced step, beside the compiled step of the same config."""
+    """One device's operations in a traced step, with the compiled step of the same config."""
 
     folder: Path
     compiled: Compiled
@@ -49,12 +49,12 @@ class TracedStep(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the estimated step."""
+        """The measured step time over the estimated one."""
         return self.step_s / self.compiled.replay.step_s
 
 
 def read_traced(folder: Path) -> Traced:
-    """Raises TraceError for a folder without the trace of a scheduled step and its program."""
+    """Read a trace and its program. Raises TraceError unless the folder has both, of one scheduled step."""
     if not folder.is_dir():
         raise TraceError(f"--trace {folder} is no folder: {_WANTED}")
     if not (folder / PROGRAM).is_file():
@@ -82,14 +82,14 @@ def read_traced(folder: Path) -> Traced:
 
 
 def _steps(program: HloModule, operations: Sequence[TracedOperation]) -> int:
-    """How often the program ran: as often as most of its own instructions, some of which take several events."""
+    """Return how often the program ran: as often as most of its instructions, since some cause several events."""
     own = {line.name for line in program.computations[program.entry]}
     runs = Counter((operation.device, operation.name) for operation in operations if operation.name in own)
     return statistics.mode(runs.values()) if runs else 1
 
 
 def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:
-    """The variant that is the config itself, or else the first scheduled one of its policy. Raises TraceError."""
+    """Return the variant with the same config, or else the first scheduled one of its policy. Raises TraceError."""
     own = load_config(config, overrides)
     if not own.step_facts.orders_tasks:
         raise TraceError(
@@ -110,7 +110,7 @@ def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Seq
 
 
 def measure(traced: Traced, compiled: Compiled) -> TracedStep:
-    """What the first device ran, under the names of the schedule of the compiled step.
+    """Return the operations of the first device, named as the tasks in the schedule of the compiled step.
 
     Raises TraceError for tasks that this schedule does not have.
     """
@@ -127,7 +127,7 @@ def measure(traced: Traced, compiled: Compiled) -> TracedStep:
 
 
 def describe_measured(measured: TracedStep) -> str:
-    """The numbers of a measured step."""
+    """Return the key numbers of a measured step, as text."""
     compute, communication = (
         [(each.start_s, each.end_s) for each in measured.operations if each.communicates == communicates]
         for communicates in (False, True)

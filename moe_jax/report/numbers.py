@@ -1,4 +1,4 @@
-"""The records of a run as curves, and the numbers that sum it up."""
+"""The records of a run as curves, and its key numbers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ class ReportError(UserError):
 
 
 def records_of(run: Path) -> Records:
-    """At least one. Raises MetricsError (no such run, damaged records), or ReportError if there is none."""
+    """Return a run's records. Raises MetricsError (no such run, damaged records), or ReportError if there are none."""
     records = read_metrics(run)
     if not records:
         raise ReportError(f"run {run} has no records yet: wait until it has trained for log.every steps")
@@ -27,14 +27,14 @@ def records_of(run: Path) -> Records:
 
 
 def curve(records: Records, key: str, name: str = "") -> PlotLine:
-    """The values of the records that have `key`, over their steps."""
-    having = [record for record in records if key in record]
-    steps = np.array([record["step"] for record in having], dtype=np.float64)
-    return PlotLine(steps, np.array([record[key] for record in having], dtype=np.float64), name)
+    """Return the values of `key` over steps, from the records that have it."""
+    found = [record for record in records if key in record]
+    steps = np.array([record["step"] for record in found], dtype=np.float64)
+    return PlotLine(steps, np.array([record[key] for record in found], dtype=np.float64), name)
 
 
 def key_numbers(records: Records) -> Iterator[tuple[str, str, str]]:
-    """Name, value and remark of each number that the run has."""
+    """Yield the name, the value and a remark for each key number that the records contain."""
     yield from _losses(records)
     steps, tokens, _ = curve(records, "tokens")
     if len(tokens):
@@ -50,7 +50,7 @@ def key_numbers(records: Records) -> Iterator[tuple[str, str, str]]:
 
 
 def not_finite(records: Records) -> list[int]:
-    """The steps at which the training loss is not a number or infinite."""
+    """Return the steps whose training loss is NaN or infinite."""
     return [record["step"] for record in records if not math.isfinite(record.get("loss", 0.0))]
 
 

@@ -1,4 +1,4 @@
-"""The page: sections of tables, plots and texts around a run's records."""
+"""The HTML page of a run: sections of tables, plots and texts."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,15 @@ from moe_jax.files.atomic import write_atomically
 from moe_jax.files.untrusted import read_json
 from moe_jax.report.alarms import alarm_section
 from moe_jax.report.html import plots, table, text
-from moe_jax.report.load_sections import expert_section, rank_section
-from moe_jax.report.loads import loads_of
+from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg, load_gradient, ranks_svg
+from moe_jax.report.loads import Loads, RankMove, loads_of
 from moe_jax.report.numbers import Records, ReportError, curve, key_numbers, not_finite, records_of
 from moe_jax.report.plots import SPANS, PlotLine, curves_svg
 from moe_jax.report.style import CSS
 from moe_jax.telemetry.run_log import FILE_NAME
 
-# Section → title, key and axis of each of its curves.
+_LISTED_MOVES = 20  # the most moves of experts on the page
+# For each section, the title, the record key and the axis options of its curves.
 _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
     "Optimisation": (
         ("Learning rate", "learning_rate", {}),
@@ -39,10 +40,10 @@ _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
 
 
 def write_report(run: Path, refresh_s: int | None = None) -> Path:
-    """Write `report.html` into the run's folder and return its path; browsers load it again every `refresh_s` seconds.
+    """Write `report.html` into the run's folder and return its path.
 
-    Raises MetricsError (no such run, damaged records), ReportError (no records, a damaged or unwritable file), or
-    PlotError (matplotlib is not installed).
+    Browsers reload the page every `refresh_s` seconds. Raises MetricsError (no such run, damaged records), ReportError
+    (no records, a damaged or unwritable file), or PlotError (matplotlib is not installed).
     """
     path, page = run / "report.html", _page(run, records_of(run), refresh_s)
     try:
@@ -86,8 +87,8 @@ def _sections(run: Path, records: Records) -> Iterator[tuple[str, str]]:
     for heading, wanted in _CURVES.items():
         yield heading, plots(_curve_plots(records, wanted))
     loads = loads_of(records)
-    yield "Rank load", rank_section(loads)
-    yield "Expert load", expert_section(loads)
+    yield "Rank load", _rank_section(loads)
+    yield "Expert load", _expert_section(loads)
     yield "Sample", text(run / "sample.txt")
     yield "Config", text(run / "config.yaml")
     yield "Provenance", _provenance(run / "provenance.json")
@@ -129,6 +130,49 @@ def _curve_plots(records: Records, wanted: tuple[tuple[str, str, dict[str, bool]
         values = curve(records, key)
         if len(values.steps):
             yield title, curves_svg(title, [values], **options)
+
+
+def _rank_section(loads: Loads) -> str:
+    """Return the busiest rank's load over time and around each move; "" for a run that never checks it."""
+    if not len(loads.check_L):
+        return ""
+    text = (
+        "<p>Load of the busiest rank over the steps between two checks, relative to the mean of all ranks. "
+        "Lines: experts changed ranks.</p>\n"
+    )
+    plot = plots([("Busiest rank / mean load", ranks_svg(loads))], "wide")
+    if not loads.moves:
+        return text + plot
+    left_out = len(loads.moves) - _LISTED_MOVES
+    earlier = f"<p>The last {_LISTED_MOVES} moves; {left_out} before them.</p>\n" if left_out > 0 else ""
+    return text + plot + earlier + table("numbers", map(_move_row, loads.moves[-_LISTED_MOVES:]))
+
+
+def _move_row(move: RankMove) -> tuple[str, str, str]:
+    after = move.planned if move.after is None else move.after
+    found = "no check since" if move.after is None else "over the steps up to the next check"
+    blocks = f"block{'s' if len(move.blocks) > 1 else ''} {', '.join(map(str, move.blocks))}"
+    return (
+        f"Step {move.step:,}",
+        f"{move.before:.2f} → {after:.2f}",
+        f"planned {move.planned:.2f}, {found}; {move.pairs} pair(s) of experts changed ranks in MoE {blocks}",
+    )
+
+
+def _expert_section(loads: Loads) -> str:
+    """Return a heat map of each block; "" for a dense run."""
+    if not len(loads.step_R):
+        return ""
+    blocks = range(loads.expert_RME.shape[1])
+    marked = " Lines: experts changed ranks." if loads.moves else ""
+    return (
+        "<p>Routed pairs that each expert received, relative to an even share. Across: step; up: expert."
+        f"{marked}</p>\n"
+        '<p class="legend"><span>0, idle</span>'
+        f'<span class="bar" style="background: {load_gradient()}"></span><span>{LOAD_LIMIT:g} × even or more</span>'
+        "<span>(no colour: even)</span></p>\n"
+        + plots(((f"MoE block {block}", experts_svg(loads, block)) for block in blocks), "panels")
+    )
 
 
 def _provenance(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Curves as inline SVG, and the look of all plots, whose colours are the page's CSS variables and follow its theme."""
+"""Curves as inline SVG, and the style of all plots. Colours are CSS variables of the page, and follow its theme."""
 
 import io
 import re
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from moe_jax.errors import UserError
 
-MAX_POINTS = 2000  # of a curve
-SPANS = 100  # whose means are the strong line through a curve of many records
+MAX_POINTS = 2000  # the most points of a curve
+SPANS = 100  # a curve of many records has a strong line through the means of this many spans
 
-# matplotlib draws in these colours; the SVG then names the variable instead.
+# matplotlib draws in these colours, and the CSS variables then replace them in the SVG.
 COLORS = {"ink": "#010203", "muted": "#010204", "grid": "#010205", "series-1": "#010206", "series-2": "#010207"}
 _STYLE = {
     "axes.edgecolor": COLORS["grid"],
@@ -43,11 +43,11 @@ Array = NDArray[np.float64]
 
 
 class PlotError(UserError):
-    """Plots were asked for and matplotlib is not installed."""
+    """A plot cannot be drawn because matplotlib is not installed."""
 
 
 class PlotLine(NamedTuple):
-    """One line of a plot: its steps, its values (NaN: a gap) and what the legend calls it."""
+    """One line of a plot: its steps, its values (NaN: a gap) and its name in the legend."""
 
     steps: Array
     values: Array
@@ -57,7 +57,11 @@ class PlotLine(NamedTuple):
 def curves_svg(
     title: str, curves: Sequence[PlotLine], percent: bool = False, from_zero: bool = False, log_if_wide: bool = False
 ) -> str:
-    """Up to two curves over training steps; `log_if_wide`: on a logarithmic axis if they span two decades."""
+    """Draw up to two curves over training steps, as an SVG.
+
+    `percent` labels values as percentages, and `from_zero` starts the axis at 0. With `log_if_wide`, the axis is
+    logarithmic if positive values span more than two decades.
+    """
     with style():
         from matplotlib.ticker import PercentFormatter
 
@@ -84,14 +88,14 @@ def curves_svg(
 
 
 def thin(values: Array, limit: int) -> Array:
-    """At most `limit` rows: means of as many equal runs of neighbours. A NaN stays visible as NaN."""
+    """Reduce values to at most `limit` rows, the means of equal runs of neighbours. A run with a NaN becomes NaN."""
     if len(values) <= limit:
         return values
     return np.stack([part.mean(axis=0) for part in np.array_split(values, limit)])
 
 
 def style(**changes: object) -> AbstractContextManager[None]:
-    """The look of all plots, while the context lasts. Raises PlotError if matplotlib is not installed."""
+    """Context with the style of all plots. Raises PlotError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -100,7 +104,7 @@ def style(**changes: object) -> AbstractContextManager[None]:
 
 
 def new_figure(width: float, height: float, ticks: int) -> tuple[Any, Any]:
-    """A matplotlib Figure of so many inches and its axes, which count steps."""
+    """Return a matplotlib Figure, with width and height in inches, and its axes, whose x values are steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
@@ -110,7 +114,7 @@ def new_figure(width: float, height: float, ticks: int) -> tuple[Any, Any]:
 
 
 def count_steps(axes: Any, ticks: int) -> None:
-    """Whole numbers across, about as many as `ticks`."""
+    """Label the x axis with integers, at most about `ticks` of them."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -119,12 +123,12 @@ def count_steps(axes: Any, ticks: int) -> None:
 
 
 def svg_of(figure: Any, title: str) -> str:
-    """As text for the page, to be made while its `style` lasts."""
+    """Return a figure as SVG text for the page. Must be called within the figure's `style` context."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # Names that nothing refers to would stand on the page once per plot, and the style would hold for all of it.
+    # Unused ids would occur on the page once per plot, and the style element would apply to the whole page.
     names = r' id="[\w.]+_\d+"'
     for noise in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r' xmlns(:\w+)?="[^"]*"', r"<!--.*?-->", names):
         text = re.sub(noise, "", text, flags=re.DOTALL)

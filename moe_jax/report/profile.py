@@ -1,4 +1,4 @@
-"""A cluster profile for readers: a table of fits, and a picture of times and efficiencies."""
+"""A cluster profile as a table of fits, and as a plot of times and efficiencies."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ _MARKERS = "osv^D<>pPX*h"
 
 
 def table(profile: ClusterProfile) -> str:
-    """Start-up time, rate and r² of every curve."""
+    """Return a table of every curve's start-up time, rate and r²."""
     width = max(len(curve.label) for curve in profile.curves)
     lines = [f"{'':{width}}   alpha µs        1/beta          best     r²"]
     for curve in profile.curves:
         best = max(amount / s for amount, s in zip(curve.amounts, curve.median_s, strict=True))
-        fitted = f"{1 / curve.beta_s / 1e9:9.3g}" if curve.beta_s else "        -"  # sizes too small to tell
+        fitted = f"{1 / curve.beta_s / 1e9:9.3g}" if curve.beta_s else "        -"  # the sizes are too small for a fit
         unit = _PER_SECOND[curve.unit]
         lines.append(
             f"{curve.label:{width}}  {1e6 * curve.alpha_s:9.1f}  {fitted}  {best / 1e9:9.3g} {unit:7}"
@@ -28,9 +28,10 @@ def table(profile: ClusterProfile) -> str:
 
 
 def draw_profile(profile: ClusterProfile, path: Path) -> None:
-    """Seconds with quartiles and fitted lines above, efficiency below; a column each for collectives, compute, copies.
+    """Draw a profile with a column each for collectives, compute and copies, and write it to `path`.
 
-    Raises PlotError if matplotlib is not installed.
+    The upper plots show seconds with quartiles and fitted lines, the lower ones efficiency. Raises PlotError if
+    matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def draw_profile(profile: ClusterProfile, path: Path) -> None:
             _draw(curve, above, below, color=colors[name], marker=markers[setting])
         above.set(xscale="log", yscale="log", ylabel="seconds (bars: quartiles, dashed: alpha-beta)")
         below.set(xscale="log", ylim=(0, 1.05), xlabel=curves[0].unit, ylabel="efficiency: rate over the best")
-        # each operation and each setting once: all pairs of them would hide the curves
+        # entries for operations and for settings: all pairs of them would hide the curves
         entries = [below.plot([], [], color=color, label=name)[0] for name, color in colors.items()]
         entries += [
             below.plot([], [], color="0.4", marker=marker, markersize=3, linestyle="none", label=setting)[0]
@@ -64,7 +65,7 @@ def draw_profile(profile: ClusterProfile, path: Path) -> None:
 
 
 def _columns(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    """Those curves that there are, by what can share an axis."""
+    """Return the curves grouped by column, without empty columns. Curves of a column share an axis."""
     kinds: dict[str, Callable[[Curve], bool]] = {
         "collectives": lambda curve: "ranks" in curve.settings,
         "compute": lambda curve: curve.unit == "flops",
@@ -75,7 +76,7 @@ def _columns(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def _kind(curve: Curve) -> tuple[str, str]:
-    """Its operation, told by a colour, and its settings, told by a marker."""
+    """Return a curve's operation, which has a colour, and its settings, which have a marker."""
     return curve.name, label("", curve.settings).strip()
 
 

@@ -1,4 +1,4 @@
-"""The look of the page, light and dark. The plots draw in these variables too."""
+"""The CSS of the page, with a light and a dark theme. Plots use the same colour variables."""
 
 CSS = """
 :root {

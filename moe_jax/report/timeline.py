@@ -1,4 +1,4 @@
-"""Timelines of a step under each other: predicted, compiled, measured, as a picture and as a Chrome/Perfetto trace."""
+"""Timelines of a step (predicted, compiled, measured), as a picture and as a Chrome/Perfetto trace."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     end_s: float
 
 
-Timelines = Mapping[str, Sequence[Bar]]  # what each is called → its bars; any number, from anywhere
+Timelines = Mapping[str, Sequence[Bar]]  # the bars of each timeline, by its name
 
 _COLORS = {
     "attend": "#4c78a8",
@@ -45,12 +45,12 @@ _WORDS = {"reduce": "sums of gradients", "counts": "sum of routers' counts"}  # 
 
 
 def predicted_bars(timeline: Timeline) -> list[Bar]:
-    """A simulated schedule."""
+    """Return the bars of a simulated schedule."""
     return [Bar(str(task.action), task.stream.value, task.start_s, task.end_s) for task in timeline.tasks]
 
 
 def compiled_bars(replay: Replay) -> list[Bar]:
-    """A replayed program."""
+    """Return the bars of a replayed program."""
     compute = []
     for task in replay.compute:
         action = action_of(task.op_name)
@@ -63,7 +63,7 @@ def compiled_bars(replay: Replay) -> list[Bar]:
 
 
 def measured_bars(operations: Sequence[TracedOperation]) -> list[Bar]:
-    """What one device ran."""
+    """Return the bars of one device's traced operations."""
     start_s = min(operation.start_s for operation in operations)
     invisible_s = (max(operation.end_s for operation in operations) - start_s) / 2000
     bars: dict[bool, list[Bar]] = {False: [], True: []}
@@ -76,7 +76,7 @@ def measured_bars(operations: Sequence[TracedOperation]) -> list[Bar]:
 
 
 def _joined(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
-    """The bars of a stream by start; neighbours of one name with no more than a gap between them are one."""
+    """Return the bars of a stream with neighbours of one name joined if the gap between them is below `gap_s`."""
     result: list[Bar] = []
     for bar in bars:
         if result and bar.name == result[-1].name and bar.start_s - result[-1].end_s < gap_s:
@@ -87,20 +87,20 @@ def _joined(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
 
 
 def _short(op_name: str) -> str:
-    """Forward, backward or neither: all that autodiff tells of an instruction without a task."""
+    """Return the phase of autodiff for an instruction without a task: forward, backward or other."""
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "other"
 
 
 def _exchange(op_name: str) -> str:
-    """What an unscheduled collective moves."""
+    """Return the operation that an unscheduled collective belongs to, or ""."""
     scopes = {"dispatch": "dispatch", "combine": "combine", "grad_reduce": "reduce"}
     return next((name for scope, name in scopes.items() if scope in op_name), "")
 
 
 def write_trace(timelines: Timelines, path: Path) -> None:
-    """As JSON that chrome://tracing and ui.perfetto.dev open: a process per timeline, a thread per stream.
+    """Write JSON for chrome://tracing and ui.perfetto.dev, with a process per timeline and a thread per stream.
 
-    Bars of a stream that overlap get threads of their own: a thread may only hold nested ones.
+    Bars of a stream that overlap are put into separate threads, since bars of a thread may only be nested.
     """
     events: list[dict[str, Any]] = []
     for process, (title, bars) in enumerate(timelines.items()):
@@ -117,7 +117,7 @@ def write_trace(timelines: Timelines, path: Path) -> None:
 
 
 def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Bars in as few rows as need be for none to overlap in its row."""
+    """Return the bars in the smallest number of rows in which no bars overlap."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         free = next((row for row in rows if row[-1].end_s <= bar.start_s + 1e-9), None)
@@ -129,9 +129,10 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mapping[str, float] | None = None) -> None:
-    """As a PNG, all on one time axis but those of `scales`, which divides their times and gives them an axis above.
+    """Draw timelines as a PNG on a common time axis.
 
-    Raises PlotError if matplotlib is not installed.
+    The times of a timeline in `scales` are divided by its factor, and it gets an axis of its own, above. Raises
+    PlotError if matplotlib is not installed.
     """
     scales = scales or {}
     try:
@@ -144,8 +145,8 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
     axes = figure.add_subplot(xlabel="ms")
     axes.set_title(title, fontsize=10)
     length_ms = max(bar.end_s * 1e3 / scales.get(name, 1.0) for name, bars in timelines.items() for bar in bars)
-    narrow_ms = length_ms / 500  # bars that an edge would hide
-    # backward and weight gradients: hatched, so that black and white shows them
+    narrow_ms = length_ms / 500  # an edge would hide narrower bars
+    # backward passes and weight gradients are hatched, to be visible in black and white
     hatches = {"B": "///", "W": "...", "G": "", "F": ""}
     for y, (name, stream) in enumerate(rows):
         bars = [bar for bar in timelines[name] if bar.stream == stream]
@@ -192,7 +193,7 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
 
 
 def _op(name: str) -> str:
-    """The op of an action's name, one for all sums of gradients; a name that is none stands for itself."""
+    """Return the op in an action's name, `reduce` for all sums of gradients. Other names are returned unchanged."""
     direction = _direction(name)
     if not direction:
         return name

@@ -1,4 +1,4 @@
-"""The page of a run that goes on, written again and again."""
+"""Periodic updates of the page while a run is still training."""
 
 import time
 from pathlib import Path
@@ -9,10 +9,10 @@ from moe_jax.telemetry.run_log import read_metrics
 
 
 def watch(run: Path, every_s: int) -> None:
-    """Write the page every so many seconds until the run's last step, or somebody presses Ctrl-C.
+    """Write the page every `every_s` seconds until the run's last step, or until Ctrl-C.
 
-    Browsers load it as often meanwhile. A run without records is waited for. Raises what `write_report` does, and
-    ConfigError if the run's config cannot be read.
+    Browsers reload the page as often. If the run has no records yet, wait for them. Raises the errors of
+    `write_report`, and ConfigError if the run's config cannot be read.
     """
     if not _has_ended(run):
         print(f"renewing {run / 'report.html'} every {every_s} s until the last step; Ctrl-C stops", flush=True)
@@ -28,6 +28,6 @@ def watch(run: Path, every_s: int) -> None:
 
 
 def _has_ended(run: Path) -> bool:
-    """Whether it has validated behind its last step."""
+    """Whether the run has validated after its last step."""
     records, steps = read_metrics(run), load_config(run).train.steps
     return any("validation_loss" in record and record["step"] >= steps for record in records)

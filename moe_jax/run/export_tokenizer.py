@@ -5,9 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.config import Config
+from moe_jax.convert.companion_files import (
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    copy_companion_files,
+    special_tokens,
+)
 from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
-from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
 from moe_jax.data.tokenizer import of_model
 from moe_jax.data.tokens import Meta, read_meta
 from moe_jax.errors import DataError, UserError
@@ -23,7 +29,7 @@ def keep_tokenizer(config: Config, run: Path) -> None:
     origin, given = origin_of(config), set[str]()
     if origin is not None:
         write_atomically(run / ORIGIN, read_text(origin))
-        copy_with_model(origin.parent, run)
+        copy_companion_files(origin.parent, run)
         given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     elif config.train.init_from is not None and (run / ORIGIN).exists():  # kept before; what it came from is gone
         given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}

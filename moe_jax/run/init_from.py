@@ -14,7 +14,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.convert import hf_config
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.read import read_params
-from moe_jax.convert.source import check_same, opened
+from moe_jax.convert.source import check_same, open_model
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.models.parameters import init_params
@@ -28,7 +28,7 @@ def check_source(config: Config) -> None:
         return
     try:
         if _is_hf(Path(folder)):
-            with opened(Path(folder), config.model, config.train.upcycle):
+            with open_model(Path(folder), config.model, config.train.upcycle):
                 return
         _check_run(config, Path(folder))
     except UserError as error:
@@ -45,7 +45,7 @@ def source_params(config: Config, shapes: Any) -> Any:
         return load_params(folder, shapes)
     params, problem = None, ""
     try:
-        with opened(folder, config.model, config.train.upcycle) as (weights, family):
+        with open_model(folder, config.model, config.train.upcycle) as (weights, family):
             params = read_params(weights, family, Stages.of(config), shapes)
     except ConvertError as error:
         problem = str(error)

@@ -11,7 +11,7 @@ from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.paths import for_checkpoints
+from moe_jax.paths import checkpoint_path_problem
 from moe_jax.run.run_lock import FolderLock
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
@@ -66,7 +66,7 @@ def _nothing() -> None:
 
 def check_folder(folder: Path, name: str = "log.dir") -> None:
     """Raise ConfigError if the folder cannot be made, or can have no checkpoints."""
-    if reason := for_checkpoints(str(folder)):
+    if reason := checkpoint_path_problem(str(folder)):
         raise ConfigError(f"{name}={folder} can have no checkpoints ({reason}): use another name")
     existing = folder
     try:

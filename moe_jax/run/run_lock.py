@@ -19,7 +19,7 @@ from typing import IO, Self, final
 
 from moe_jax.distributed.heartbeat import is_supervised
 from moe_jax.errors import ConfigError
-from moe_jax.files.atomic import folders_above
+from moe_jax.files.atomic import parent_folders
 
 FILE_NAME = "lock"
 LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with what a launcher's workers on all hosts have in common
@@ -66,7 +66,7 @@ class FolderLock:
         """Raises ConfigError if another run is there. One that is gone is replaced, which is said."""
         with contextlib.ExitStack() as closing:
             try:
-                closing.enter_context(folders_above([self._path]))
+                closing.enter_context(parent_folders([self._path]))
                 self._take()
             except OSError as error:
                 raise ConfigError(

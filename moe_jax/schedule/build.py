@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from moe_jax.config.plugins import guarded, named
+from moe_jax.config.plugins import guarded, load_part
 from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
@@ -106,7 +106,7 @@ def _orders(name: str, shape: StepShape) -> Orders:
 def _policy(name: str) -> Policy:
     if name not in POLICIES and ":" not in name:
         raise ScheduleError(f"policy={name!r} is unknown: use {', '.join(POLICIES)}")
-    policy = named("schedule.policy", name, POLICIES)
+    policy = load_part("schedule.policy", name, POLICIES)
     if not isinstance(policy, Policy):
         raise ConfigError(
             f"schedule.policy={name} is of type {type(policy).__name__}: "

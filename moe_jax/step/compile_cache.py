@@ -20,7 +20,7 @@ from jax.stages import Compiled, Lowered
 
 from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import ConfigError
-from moe_jax.files.atomic import is_own, write_atomically, write_together
+from moe_jax.files.atomic import is_private_folder, write_atomically, write_together
 from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
@@ -115,7 +115,7 @@ def _path(*key: Any) -> Path:
 def _own_folder() -> Path:
     folder = Path(os.environ[PROGRAMS])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_own(folder.resolve()):
+    if not is_private_folder(folder.resolve()):
         raise ConfigError(
             f"{PROGRAMS}={folder} can be written to by others, and programs stored there are run: "
             "use a folder of your own, with chmod 700"

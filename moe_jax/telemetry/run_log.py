@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Self, final
 
 from moe_jax.errors import UserError
-from moe_jax.files.atomic import Appended, write_atomically
+from moe_jax.files.atomic import AppendOnlyFile, write_atomically
 from moe_jax.files.untrusted import read_text
 from moe_jax.telemetry.record_schema import FormError, TornError, read_record, shapes_of
 from moe_jax.telemetry.tensorboard import Scalars
@@ -54,7 +54,7 @@ class RunLog:
         self._quiet = quiet
         self._recent_step_s: deque[float] = deque(maxlen=10)
         self._closing = ExitStack()
-        self._file: Appended | None = None
+        self._file: AppendOnlyFile | None = None
         self._scalars: Scalars | None = None
         self._wandb = WandbRun(wandb_project, folder, config or {}, self.warn) if wandb_project else None
         self._line_is_open = False
@@ -72,7 +72,7 @@ class RunLog:
             if self._wandb is not None:
                 closing.enter_context(self._wandb)
             _forget_after(self._folder / FILE_NAME, self._start_step)
-            self._file = closing.enter_context(Appended(self._folder / FILE_NAME))
+            self._file = closing.enter_context(AppendOnlyFile(self._folder / FILE_NAME))
             if self._tensorboard:
                 scalars = Scalars(self._folder / "tensorboard", self._start_step)
                 self._scalars = closing.enter_context(scalars)
@@ -82,8 +82,8 @@ class RunLog:
     def __exit__(self, *error: Any) -> None:
         self._closing.__exit__(*error)
         for file in self._files():
-            if file.lacks:
-                self.warn(f"{file.path} lacks its last {file.lacks} bytes, which could not be written")
+            if file.pending_bytes:
+                self.warn(f"{file.path} lacks its last {file.pending_bytes} bytes, which could not be written")
         if self._line_is_open:
             print(flush=True)
 
@@ -131,11 +131,11 @@ class RunLog:
 
     def _tell_news(self, step: int) -> None:
         """Of the files: each trouble once, and recorded."""
-        for text in [text for file in self._files() for text in file.news()]:
+        for text in [text for file in self._files() for text in file.take_messages()]:
             self._append({"step": step, "alarm": text})
             self.warn(text)
 
-    def _files(self) -> list[Appended]:
+    def _files(self) -> list[AppendOnlyFile]:
         return [file for file in (self._file, self._scalars and self._scalars.file) if file is not None]
 
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:

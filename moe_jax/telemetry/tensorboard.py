@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from moe_jax.files.atomic import Appended
+from moe_jax.files.atomic import AppendOnlyFile
 
 _VERSION = "brain.Event:2"  # of the format
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
@@ -25,7 +25,7 @@ class Scalars:
         """Raises OSError if the folder cannot be made."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{_newest_stamp(folder):010}.{socket.gethostname()}.from{start_step}"
-        self.file = Appended(folder / name)
+        self.file = AppendOnlyFile(folder / name)
         first_hidden = start_step + 1 if start_step else 0
         self._write(file_version=_VERSION)
         self._write(step=first_hidden, file_version=_VERSION)

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are incomplete, damaged or hold what is not built, and runs that are not what they name."""
+"""Hugging Face folders that are incomplete, damaged or not supported, and runs that are not what they name."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ REFUSED = [
         IN,
         "hf/config.json holds no JSON object: fetch it again",
     ),
-    ("another family", change(model_type="gpt2"), IN, f"hf/config.json: model_type='gpt2' is not built: {QWEN3}"),
+    ("another family", change(model_type="gpt2"), IN, f"hf/config.json: model_type='gpt2' is not supported: {QWEN3}"),
     (
         "a setting is missing",
         change(hidden_size=None),
@@ -86,19 +86,19 @@ REFUSED = [
         "other activation",
         change(hidden_act="gelu"),
         IN,
-        'hf/config.json: hidden_act="gelu" is not built: it must be "silu"',
+        'hf/config.json: hidden_act="gelu" is not supported: it must be "silu"',
     ),
     (
         "other rotation",
         change(rope_parameters={"rope_type": "dynamic"}),
         IN,
-        'hf/config.json: rope_parameters: rope_type="dynamic" is not built: it must be linear, llama3, yarn',
+        'hf/config.json: rope_parameters: rope_type="dynamic" is not supported: it must be linear, llama3, yarn',
     ),
     (
         "quantised",
         change(quantization_config={"quant_method": "fp8"}),
         IN,
-        'hf/config.json: quantization_config={"quant_method": "fp8"} is not built: it must be null',
+        'hf/config.json: quantization_config={"quant_method": "fp8"} is not supported: it must be null',
     ),
     (
         "heads that do not divide",
@@ -173,7 +173,8 @@ REFUSED = [
             "lm_head.weight", lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].view("i2")})
         ),
         IN,
-        f"train.init_from=hf: hf/{FIRST}: lm_head.weight is of type I16, which is not built: convert it to BF16 first",
+        f"train.init_from=hf: hf/{FIRST}: lm_head.weight is of type I16, which is not supported: "
+        "convert it to BF16 first",
     ),
     (
         "something is there",
@@ -235,7 +236,7 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
         (
             "deepseek_v2",
             {"topk_method": "noaux_tc"},
-            'hf/config.json: topk_method="noaux_tc" is not built: it must be "greedy" or "group_limited_greedy"',
+            'hf/config.json: topk_method="noaux_tc" is not supported: it must be "greedy" or "group_limited_greedy"',
         ),
     ],
 )
@@ -255,7 +256,7 @@ def test_groups_that_are_not_built_are_refused(
             "no files of qwen3_moe hold this model; nearest are those of qwen3_moe, which have no model.qk_norm=False: "
             "change that, and train it so",
         ),
-        ("convert export run --out out --family gpt2", f"--family=gpt2 is not built: {QWEN3}"),
+        ("convert export run --out out --family gpt2", f"--family=gpt2 is not supported: {QWEN3}"),
         ("convert export run --out full", "full exists and is not an empty folder: name another one, or remove it"),
         (
             "convert export run --out out train.steps=3",

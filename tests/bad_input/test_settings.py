@@ -49,7 +49,7 @@ CONFIG = [
     (
         "sums of each part behind all ticks",
         "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",
-        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, behind "
+        "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1",
     ),
     ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
@@ -154,7 +154,7 @@ SCHEDULE = [
         "a batch cut before its tokens are compared",
         "schedule.policy=unified schedule.microbatches=2 model.moe.gate=expert_choice",
         "model.moe.gate=expert_choice compares all tokens of a batch, and schedule.microbatches=2 cuts the batch "
-        "before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate",
+        "before: use schedule.policy=expert_pipeline, which cuts after the gate, or another gate",
     ),
     (
         "tokens in the order of their scores without slots",
@@ -257,7 +257,7 @@ PARTS = [
     (
         "no such module",
         "model.moe.gate=my.gates:choose",
-        "model.moe.gate=my.gates:choose: importing my.gates says \"No module named 'my'\": "
+        "model.moe.gate=my.gates:choose: importing my.gates fails with \"No module named 'my'\": "
         "name a module of the folder that the command runs in, or an installed one",
     ),
     (

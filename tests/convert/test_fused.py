@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from moe_jax.config import MeshConfig
 from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import ConvertError
-from moe_jax.convert.source import opened
+from moe_jax.convert.source import open_model
 from tests.convert.golden import GOLDEN, changed, model_of, read
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v2"]
@@ -46,7 +46,7 @@ def fuse(name: str, folder: Path) -> Path:
 def test_fused_experts_are_the_same_parameters(name, tmp_path):
     """On one device, and each of four reads its part."""
     folder = fuse(name, tmp_path)
-    with opened(folder, model_of(name)):
+    with open_model(folder, model_of(name)):
         pass
     jax.tree.map(np.testing.assert_array_equal, read(folder), read(GOLDEN / name))
     cut = read(folder, MeshConfig(data=1, expert=2, tensor=2))
@@ -61,6 +61,6 @@ def test_a_fused_tensor_of_another_shape_is_refused(tmp_path):
     save_file(tensors | {name: np.ascontiguousarray(tensors[name].swapaxes(1, 2))}, folder / "model.safetensors")
     with (
         pytest.raises(ConvertError, match=rf"{name} is \[8, 32, 24\], and config.json makes it \[8, 24, 32\]"),
-        opened(folder, model_of("qwen3_moe")),
+        open_model(folder, model_of("qwen3_moe")),
     ):
         pass

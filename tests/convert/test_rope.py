@@ -71,7 +71,9 @@ def test_two_settings_that_disagree_are_refused(scaling, parameters, message):
 
 
 def test_a_rotation_of_each_kind_of_block_is_refused():
-    with pytest.raises(ConvertError, match="rope_parameters: full_attention is not built: all blocks must have one"):
+    with pytest.raises(
+        ConvertError, match="rope_parameters: full_attention is not supported: all blocks must have one"
+    ):
         settings(rope_parameters={"full_attention": DEFAULT, "sliding_attention": DEFAULT})
 
 

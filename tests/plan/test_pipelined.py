@@ -238,7 +238,7 @@ SMALL = [
         (
             "mesh.pipeline=2 schedule.grad_reduce=block train.grad_accumulation=2",
             "nothing trains on h100x8 (data=2 expert=2 pipeline=2: schedule.grad_reduce=block is not for the ticks of "
-            "schedule.pipeline=1f1b, behind which gradients are summed: use schedule.grad_reduce=end)",
+            "schedule.pipeline=1f1b, after which gradients are summed: use schedule.grad_reduce=end)",
         ),
         (
             "mesh.pipeline=4 model.num_layers=3 train.grad_accumulation=auto",

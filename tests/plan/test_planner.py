@@ -77,7 +77,7 @@ def test_the_first_plan_is_the_fastest_and_all_plans_fit() -> None:
 @pytest.mark.parametrize("name", ["mesh.expert", "schedule.grad_reduce", "schedule.remat"])
 def test_giving_what_was_chosen_finds_nothing_better(name: str) -> None:
     best = planned(layers=8, batch_size=256).best
-    again = plan(open_draft(best.config, but={name}), H100S).best
+    again = plan(open_draft(best.config, fixed={name}), H100S).best
     assert again.estimate.step_s >= 0.98 * best.estimate.step_s
 
 
@@ -106,7 +106,7 @@ def test_what_fits_nowhere_is_told_with_a_cluster_of_whole_nodes() -> None:
 def test_what_would_fit_with_more_settings_open_is_told() -> None:
     closed = {"train.grad_accumulation", "schedule.remat", "mesh.pipeline", "mesh.tensor", "mesh.context"}
     with pytest.raises(PlanError, match=r": use train\.grad_accumulation=auto schedule\.remat=auto$"):
-        plan(open_draft(config_of(layers=32, batch_size=4096), but=closed), H100S)
+        plan(open_draft(config_of(layers=32, batch_size=4096), fixed=closed), H100S)
 
 
 @pytest.mark.parametrize("settings", ["train.batch_size=-5", "train.batch_size=0", "model.num_layers=0"])
@@ -357,7 +357,7 @@ def test_what_is_given_stays_when_all_else_is_open() -> None:
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=2))
     sizes = {
         found.mesh.tensor
-        for found in on_meshes(open_draft(config, but={"mesh.tensor"}), H100S)
+        for found in on_meshes(open_draft(config, fixed={"mesh.tensor"}), H100S)
         if not isinstance(found, Refused)
     }
     assert sizes == {2}

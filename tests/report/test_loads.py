@@ -13,7 +13,7 @@ from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg
 from moe_jax.report.loads import RankMove, loads_of
 from moe_jax.telemetry.run_log import FILE_NAME
 
-EVERY = 50  # steps between two looks
+EVERY = 50  # steps between two checks
 
 
 def run_in(folder: Path, blocks: int, experts: int, moves: dict[int, list[int]], steps: int = 300) -> Path:
@@ -84,8 +84,8 @@ def test_a_move_is_told_by_the_worst_block_whose_experts_moved(tmp_path: Path) -
     page = write_report(run).read_text()
     assert page.index("Rank load") < page.index("Busiest rank / mean load") < page.index("Expert load")
     for step, told, blocks in (
-        (100, "2.41 → 1.05</td><td>planned 1.01, over the steps up to the next look; 6", "blocks 0, 1"),
-        (300, "2.42 → 1.01</td><td>planned 1.01, no look since; 3", "block 2"),
+        (100, "2.41 → 1.05</td><td>planned 1.01, over the steps up to the next check; 6", "blocks 0, 1"),
+        (300, "2.42 → 1.01</td><td>planned 1.01, no check since; 3", "block 2"),
     ):
         assert f"Step {step}</th><td>{told} pair(s) of experts changed ranks in MoE {blocks}</td>" in page
     panels = page[page.index("<h2>Expert load") :].split("</figure>")

@@ -328,7 +328,7 @@ def test_tensorboard_never_holds_a_run(trouble: str, tmp_path: Path, monkeypatch
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert read_scalars(path) == {("rate", step): 0.5 for step in range(1, 40)}
     told = [record["alarm"] for record in read_metrics(tmp_path) if "alarm" in record]
-    wanted = f"{path} finds no room on the disk, and what it lacks waits in memory: make room"
+    wanted = f"{path} does not fit on the disk, and its last lines wait in memory: free some space"
     assert told == ([wanted] if trouble == "full disk" else [])
 
 
@@ -349,7 +349,7 @@ def test_metrics_deleted_meanwhile_are_put_back_and_that_is_an_alarm(
         log.write({"step": 1, "rate": 0.5})
         (tmp_path / "metrics.jsonl").unlink()
         log.write({"step": 2, "rate": 0.5})
-    text = f"{tmp_path}/metrics.jsonl was deleted while the run writes it: it is put back"
+    text = f"{tmp_path}/metrics.jsonl was deleted while the run writes it: it is created again"
     assert capsys.readouterr().out == f"warning: {text}\n"
     assert [(record["step"], record.get("alarm")) for record in read_metrics(tmp_path)] == [
         (1, None),

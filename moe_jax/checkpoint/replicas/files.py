@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.checkpoint.record import Record
-from moe_jax.files.atomic import is_own, write_atomically
+from moe_jax.files.atomic import is_private_folder, write_atomically
 from moe_jax.files.untrusted import read_json
 
 _WRITERS = 4  # threads
@@ -48,7 +48,7 @@ class ReplicaFile:
 def whole_slots(folder: Path) -> list[ReplicaFile]:
     """List the complete slots of all processes of this node."""
     found = []
-    for path in sorted(folder.glob("*.json")) if folder.exists() and is_own(folder) else ():
+    for path in sorted(folder.glob("*.json")) if folder.exists() and is_private_folder(folder) else ():
         # damaged JSON files are skipped
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = read_json(path)
@@ -138,7 +138,7 @@ class SlotFiles:
 def _make_own(folder: Path) -> None:
     """Make a private folder below one that others can write. Raises OSError if another user has made a folder there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_own(folder):
+    if not is_private_folder(folder):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(folder))
 
 

@@ -1,6 +1,6 @@
-"""Which values the settings of a config may have, alone and together.
+"""Validation of a config: the values of single settings, and combinations of them.
 
-Each refusal gives the setting, its value and the cure.
+Each error message gives the setting, its value and the cure.
 """
 
 from moe_jax.config.attention_kernels import check_attention_kernel
@@ -20,8 +20,7 @@ from moe_jax.config.validate.pipeline import check_pipeline
 from moe_jax.config.validate.plugins import check_parts
 from moe_jax.config.validate.ranges import check_ranges, setting
 from moe_jax.config.validate.schedule import check_exchange, check_node_split, check_schedule
-from moe_jax.config.validate.training import check_training
-from moe_jax.config.validate.tune import check_tune
+from moe_jax.config.validate.training import check_training, check_tune
 
 __all__ = [
     "check_batch_split",
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def check_config(config: Sections) -> None:
-    """Raise ConfigError for a value out of range, and for settings that contradict each other."""
+    """Raise ConfigError for a value out of range or for settings that contradict each other."""
     check_paths(config)
     check_ranges(config)
     check_parts(config)

@@ -1,4 +1,4 @@
-"""Rules of gates and of the settings that only some of them have."""
+"""Rules for gates and for the settings that only some gates read."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ from moe_jax.config.validate.messages import divisors_text
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
 
-_SMALL = {1: "one expert", 2: "two"}  # numbers of experts as words
+_SMALL = {1: "one expert", 2: "two"}  # numbers of experts, in words
 
 
 def check_gate(moe: MoEConfig) -> None:
-    """Raise ConfigError for a gate that its slots do not suit, and for settings that it does not read."""
+    """Raise ConfigError if the gate does not work with the capacity or dispatcher, or does not read a setting."""
     for field in dataclasses.fields(moe):
         name, value, unset = field.name, getattr(moe, field.name), field.default
         gates = tuple(gate for gate, facts in GATE_FACTS.items() if name in facts.settings)

@@ -1,4 +1,4 @@
-"""Rules of a mesh: what its axes cut must divide."""
+"""Rules for the mesh: sizes must divide evenly over the axes that shard them."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from moe_jax.errors import ConfigError
 
 
 def check_mesh(config: Sections) -> None:
-    """Raise ConfigError for an axis that does not exist, or that cuts what it does not divide."""
+    """Raise ConfigError for an axis of invalid size, or for sizes that do not divide over the axes."""
     sizes = config.mesh.sizes
     for name, size in sizes.items():
         if size < 1 and size != -1:
@@ -28,7 +28,7 @@ def check_mesh(config: Sections) -> None:
 
 
 def check_tensor_split(config: Sections, ranks: int) -> None:
-    """Raise ConfigError unless `ranks` tensor ranks divide heads, hidden widths and sequences."""
+    """Raise ConfigError unless heads, hidden widths and sequences divide over `ranks` tensor ranks."""
     if ranks == 1:
         return
     model = config.model
@@ -53,7 +53,7 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
 
 
 def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None:
-    """Raise ConfigError unless sequences divide into two pieces for each context rank, and these over tensor ranks."""
+    """Raise ConfigError unless a sequence divides into two pieces for each context rank, and each over tensor ranks."""
     if ranks == 1:
         return
     length, unit = config.data.seq_len, ranks * math.lcm(2, tensor_ranks)
@@ -67,7 +67,7 @@ def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None
 
 
 def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError unless the ranks that cut experts divide them; -1 ranks are open, and not checked."""
+    """Raise ConfigError unless experts divide over the ranks that shard them; axes of size -1 are not checked."""
     num_experts, shared = config.model.moe.num_experts, config.mesh.experts_over_context
     if shared:
         _check_shared(num_experts, sizes["context"])
@@ -86,7 +86,7 @@ def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
 
 
 def _check_shared(num_experts: int, context: int) -> None:
-    """Raise ConfigError unless there are experts and context ranks."""
+    """Raise ConfigError for `mesh.experts_over_context` without experts or without context ranks."""
     if num_experts == 0:
         raise ConfigError(
             "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
@@ -100,12 +100,12 @@ def _check_shared(num_experts: int, context: int) -> None:
 
 
 def expert_ranks_text(mesh: MeshConfig, sizes: Mapping[str, int]) -> str:
-    """The axes that cut experts."""
+    """Return the axes that shard experts, with their sizes, for a message."""
     return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
 
 
 def check_batch_split(config: Sections, batch_shards: int) -> None:
-    """Raise ConfigError unless `train.batch_size` divides over parts, `batch_shards` devices and microbatches."""
+    """Raise ConfigError unless the batch divides over accumulation parts, `batch_shards` devices and microbatches."""
     size, parts = config.train.batch_size, config.train.grad_accumulation
     microbatches = config.schedule.microbatches if config.schedule.cuts_batch else 1
     unit = parts * batch_shards * microbatches

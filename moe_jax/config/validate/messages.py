@@ -1,16 +1,16 @@
-"""Numbers that a refusal suggests."""
+"""Numbers that error messages suggest."""
 
 import math
 
 
 def nearest_multiples(number: int, unit: int) -> str:
-    """The positive multiples of `unit` next to a number that is none: "6 or 9" for 8 and 3."""
+    """Return the positive multiples of `unit` next to a number that is not one: "6 or 9" for 8 and 3."""
     lower = number - number % unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
 def divisors_text(n: int) -> str:
-    """The divisors of `n`: "1, 2 or 4" for 4."""
+    """Return the divisors of `n`: "1, 2 or 4" for 4."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     divisors = [str(d) for d in sorted({*small, *(n // d for d in small)})]
     if len(divisors) > 6:

@@ -1,4 +1,4 @@
-"""Rules of experts that change ranks."""
+"""Rules for migration: experts that move between ranks."""
 
 from moe_jax.config.registry import DISPATCHER_FACTS
 from moe_jax.config.sections import Sections
@@ -6,7 +6,7 @@ from moe_jax.errors import ConfigError
 
 
 def check_migration(config: Sections) -> None:
-    """Raise ConfigError where there is nothing to migrate, or nothing to gain."""
+    """Raise ConfigError if no experts can be moved, or if moving them cannot save time."""
     moe, settings = config.model.moe, config.migration
     if not settings.enabled:
         return
@@ -23,7 +23,7 @@ def check_migration(config: Sections) -> None:
     if not DISPATCHER_FACTS.of(moe.dispatcher).sorts_rows:
         raise ConfigError(
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
-            "depends on where experts lie: use model.moe.dispatcher=sort, or migration.enabled=false"
+            "depends on where experts are stored: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
     if config.mesh.expert == 1 and not config.mesh.experts_over_context:
         raise ConfigError(
@@ -33,7 +33,7 @@ def check_migration(config: Sections) -> None:
     if moe.capacity_factor is not None and settings.payback_steps is not None:
         raise ConfigError(
             f"migration.enabled=true with model.moe.capacity_factor={moe.capacity_factor}, which pads all experts "
-            "alike, so that no step is faster behind a move: use model.moe.capacity_factor=null, or "
+            "alike, so that no step is faster after a move: use model.moe.capacity_factor=null, or "
             "migration.payback_steps=null to move all the same"
         )
     if settings.replicas and moe.capacity_factor is not None:

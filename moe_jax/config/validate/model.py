@@ -1,4 +1,4 @@
-"""Rules of a model: heads, experts and the blocks that have them."""
+"""Rules for the model: attention heads, rotary embedding, experts and the blocks that have them."""
 
 from moe_jax.config.sections import ModelConfig
 from moe_jax.config.validate.gate import check_gate
@@ -7,7 +7,7 @@ from moe_jax.errors import ConfigError
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for heads that do not divide, and for experts in no block."""
+    """Raise ConfigError for invalid heads, latents, windows, rotary scaling or experts."""
     if model.has_latents:
         _check_latents(model)
     else:

@@ -1,4 +1,4 @@
-"""Settings that name files and folders."""
+"""Rules for settings that name files and folders."""
 
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
@@ -6,7 +6,7 @@ from moe_jax.paths import SETTINGS, plain_path
 
 
 def plain_setting(name: str, path: str) -> str:
-    """A path as settings have it. Raises ConfigError."""
+    """Return a setting's path with `~` and environment variables replaced. Raises ConfigError."""
     try:
         return plain_path(path)
     except ValueError as error:
@@ -14,7 +14,7 @@ def plain_setting(name: str, path: str) -> str:
 
 
 def check_paths(config: Sections) -> None:
-    """Raise ConfigError for a path that is not a plain one, as a config made in Python may have."""
+    """Raise ConfigError for a path with `~` or a variable, which a config made in Python may contain."""
     for name in sorted(SETTINGS):
         section, key = name.split(".")
         path = getattr(getattr(config, section), key)

@@ -1,15 +1,15 @@
-"""Rules of a pipeline: its stages, what they run, and what they do not."""
+"""Rules for pipelines: stages, model chunks, and the settings that stages do not support."""
 
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.errors import ConfigError
 
-_MOST_PASSES = 2**16  # of a table of ticks: 64 stages with 1,024 parts of a batch
+_MOST_PASSES = 2**16  # passes in a table of ticks: 64 stages with 1,024 parts of a batch
 
 
 def check_pipeline(config: Sections) -> None:
-    """Raise ConfigError for a pipeline that cannot run, and for settings that only pipelines have."""
+    """Raise ConfigError for a pipeline that cannot run, and for settings that need a pipeline if there is none."""
     stages, settings = config.mesh.pipeline, config.schedule
     name, chunks, facts = settings.pipeline, settings.virtual_stages, settings.pipeline_facts
     if stages == -1:
@@ -31,7 +31,7 @@ def check_pipeline(config: Sections) -> None:
         )
     if config.step_facts.has_ticks and stages == 1 and config.train.grad_accumulation == 1:
         raise ConfigError(
-            f"schedule.pipeline={name} without stages runs parts of a batch beside each other, and "
+            f"schedule.pipeline={name} without stages runs parts of a batch concurrently, and "
             "train.grad_accumulation=1: use train.grad_accumulation=2 or more, or schedule.pipeline=1f1b"
         )
     if facts.most_chunks is not None and chunks > facts.most_chunks:
@@ -79,7 +79,7 @@ def _check_collectives(config: Sections) -> None:
             f"model.moe.load_balancing_type=pooled needs the loads of all blocks, and schedule.pipeline="
             f"{config.schedule.pipeline} keeps a stage's own: use model.moe.load_balancing_type=batch or sequence"
         )
-    ticks = f"the ticks of schedule.pipeline={config.schedule.pipeline}, behind which gradients are summed"
+    ticks = f"the ticks of schedule.pipeline={config.schedule.pipeline}, after which gradients are summed"
     if exchange.reduction != "all_reduce":
         raise ConfigError(
             f"exchange.reduction={exchange.reduction} is not for {ticks}: use exchange.reduction=all_reduce"

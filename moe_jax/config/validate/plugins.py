@@ -1,4 +1,4 @@
-"""Parts that settings name: the project's own, and those of other modules."""
+"""Rules for settings that name parts: built-in ones, and those of other modules."""
 
 import difflib
 import re
@@ -16,7 +16,7 @@ from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
 
-# Parts with a name of their own; others are named package.module:name.
+# The names of built-in parts, by setting. Other parts are named package.module:name.
 OWN_PARTS = {
     "model.moe.gate": tuple(GATE_FACTS),
     "model.moe.dispatcher": tuple(DISPATCHER_FACTS),
@@ -24,13 +24,13 @@ OWN_PARTS = {
     "schedule.policy": tuple(POLICY_FACTS),
     "exchange.algorithm": (OPEN_EXCHANGE, *EXCHANGE_FACTS),
 }
-_OPEN = ("schedule.policy",)  # of these, what may say auto until it is planned
+_OPEN = ("schedule.policy",)  # settings that may be auto until they are planned
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _MOST_COMPARED = 200  # characters
 
 
 def check_parts(config: Sections) -> None:
-    """Raise ConfigError for a part that is neither the project's own nor elsewhere."""
+    """Raise ConfigError for a part that is neither built in nor of the form `package.module:name`."""
     for name, own in OWN_PARTS.items():
         value = str(setting(config, name))
         if value not in own and not _ELSEWHERE.fullmatch(value):

@@ -1,4 +1,4 @@
-"""Whether every number of a config is in its range, which its field declares."""
+"""The check that every number of a config is in the range that its field declares."""
 
 import dataclasses
 import operator
@@ -21,7 +21,7 @@ RANGES: dict[str, Range] = dict(_ranges(Sections))  # by the dotted names of set
 
 
 def setting(config: Sections, name: str) -> object:
-    """The value behind a dotted name, e.g. `setting(config, "model.moe.top_k")`."""
+    """Return the value of a setting by its dotted name, e.g. `setting(config, "model.moe.top_k")`."""
     value: object = operator.attrgetter(name)(config)
     return value
 

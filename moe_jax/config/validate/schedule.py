@@ -1,4 +1,4 @@
-"""Rules of schedules and exchanges, and of what they cut."""
+"""Rules for schedules and exchanges, and for what they split."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ _MOST_TASKS = 2**14  # 128 layers with 128 microbatches
 
 
 def check_schedule(config: Sections) -> None:
-    """Raise ConfigError for parts that a policy does not make, or that something must not be cut into."""
+    """Raise ConfigError for microbatches or chunks that the policy does not make, or that the gate rules out."""
     settings = config.schedule
     parts, backward = settings.microbatches, settings.backward_microbatches
     if settings.policy_facts.cuts is None and (parts, backward or 1) != (1, 1):
@@ -42,7 +42,7 @@ def check_schedule(config: Sections) -> None:
 
 
 def _check_tasks(config: Sections) -> None:
-    """Each task of a step is an object that is put in order, timed and emitted by itself."""
+    """Raise ConfigError for too many tasks: each one is an object that is ordered, timed and emitted separately."""
     layers, settings = config.model.num_layers, config.schedule
     tasks = layers * settings.microbatches * settings.expert_chunks
     if tasks > layers and tasks > _MOST_TASKS:
@@ -54,18 +54,21 @@ def _check_tasks(config: Sections) -> None:
 
 
 def _check_whole_batch(config: Sections) -> None:
-    """Capacity passing serves microbatches one after another: nothing that compares all tokens can be cut before."""
+    """Raise ConfigError if microbatches split the batch before a gate that compares all of its tokens.
+
+    Capacity is passed from one microbatch to the next, so each is routed without the tokens of later ones.
+    """
     moe, settings = config.model.moe, config.schedule
     if moe.gate_facts.splits or not settings.cuts_batch or settings.microbatches == 1:
         return
     raise ConfigError(
         f"model.moe.gate={moe.gate} compares all tokens of a batch, and schedule.microbatches={settings.microbatches} "
-        "cuts the batch before: use schedule.policy=expert_pipeline, which cuts behind the gate, or another gate"
+        "cuts the batch before: use schedule.policy=expert_pipeline, which cuts after the gate, or another gate"
     )
 
 
 def check_node_split(ranks_per_node: int, mesh: MeshConfig, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError unless the ranks that cut experts divide into nodes."""
+    """Raise ConfigError unless the ranks that shard experts divide into nodes."""
     ranks = mesh.expert_ranks(sizes)
     if ranks % ranks_per_node:
         raise ConfigError(
@@ -75,7 +78,7 @@ def check_node_split(ranks_per_node: int, mesh: MeshConfig, sizes: Mapping[str, 
 
 
 def check_exchange(config: Sections) -> None:
-    """Raise ConfigError for an exchange that does not carry what is sent."""
+    """Raise ConfigError for an exchange that does not support the schedule, the gate or the hooks."""
     mesh, per_node = config.mesh, config.exchange.ranks_per_node
     if per_node is not None and min(mesh.sizes[axis] for axis in mesh.expert_axes) > 0:
         check_node_split(per_node, mesh, mesh.sizes)

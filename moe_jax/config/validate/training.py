@@ -1,9 +1,10 @@
-"""Rules of data, optimiser and log."""
+"""Rules for data, training, the log and tuning."""
 
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
 
+# settings that must not be empty, and what they name
 _NAMES = {
     "schedule.task_times": "file",
     "tune.cache": "file",
@@ -14,7 +15,7 @@ _NAMES = {
 
 
 def check_training(config: Sections) -> None:
-    """Raise ConfigError for fractions and names out of range, and for a step that is never reached."""
+    """Raise ConfigError for empty names, settings that contradict each other, and a step that is never reached."""
     if not config.data.path:
         raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:
@@ -26,8 +27,8 @@ def check_training(config: Sections) -> None:
         raise ConfigError("checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm")
     if config.checkpoint.safety_copies_every and not config.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to go on from, which "
-            "checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
+            f"checkpoint.safety_copies_every={config.checkpoint.safety_copies_every} makes copies to resume from, "
+            "which checkpoint.resume=false refuses: use checkpoint.resume=true, or checkpoint.safety_copies_every=0"
         )
     if config.train.upcycle and config.train.init_from is None:
         raise ConfigError(
@@ -49,10 +50,37 @@ def _check_trace(config: Sections) -> None:
     traced, steps = config.log.trace_step, config.train.steps
     if traced is None:
         return
-    told = f"log.trace_step={traced[0] if len(traced) == 1 else list(traced)}"
+    value = f"log.trace_step={traced[0] if len(traced) == 1 else list(traced)}"
     if len(traced) not in (1, 2) or traced[0] > traced[-1]:
-        raise ConfigError(f"{told} must be a step, or the first and the last of several, e.g. [10, 13] (or null)")
+        raise ConfigError(f"{value} must be a step, or the first and the last of several, e.g. [10, 13] (or null)")
     if traced[0] < 2:  # the first step includes the process's start-up
-        raise ConfigError(f"{told} must be at least 2 (or null)")
+        raise ConfigError(f"{value} must be at least 2 (or null)")
     if traced[-1] > steps:
-        raise ConfigError(f"{told} is never reached with train.steps={steps}: use {traced[-1]} steps or more, or null")
+        raise ConfigError(f"{value} is never reached with train.steps={steps}: use {traced[-1]} steps or more, or null")
+
+
+def check_tune(config: Sections) -> None:
+    """Raise ConfigError if tuning varies a setting that has no effect, or lists one twice."""
+    over, schedule = config.tune.over, config.schedule
+    if len(set(over)) < len(over):
+        raise ConfigError(f"tune.over=[{', '.join(over)}] names a setting twice: use each once")
+    if over and config.model.moe.capacity_schedule:
+        raise ConfigError(
+            f"tune.over=[{', '.join(over)}] compares steps, which model.moe.capacity_schedule makes longer or shorter: "
+            "use tune.over=[], or model.moe.capacity_schedule=[]"
+        )
+    if "bucket_cap_mb" in over and schedule.grad_reduce != "bucketed":
+        raise ConfigError(
+            f"tune.over has bucket_cap_mb, which cuts nothing with schedule.grad_reduce={schedule.grad_reduce}: "
+            "set schedule.grad_reduce=bucketed, or leave it out"
+        )
+    if "microbatches" in over and schedule.policy_facts.cuts is None:
+        raise ConfigError(
+            f"tune.over has microbatches, of which schedule.policy={schedule.policy} has one: "
+            "use schedule.policy=unified or expert_pipeline, or leave it out"
+        )
+    if "algorithm" in over and config.model.moe.num_experts == 0:
+        raise ConfigError(
+            "tune.over has algorithm, and with model.moe.num_experts=0 nothing is exchanged: "
+            "set model.moe.num_experts, or leave it out"
+        )

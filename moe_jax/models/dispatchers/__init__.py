@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from moe_jax.config import MoEConfig, registry
-from moe_jax.config.plugins import guarded, named
+from moe_jax.config.plugins import guarded, load_part
 from moe_jax.errors import ConfigError
 from moe_jax.models.dispatchers import capacity, dropless, expert_choice, one_hot, ragged, soft
 from moe_jax.models.dispatchers.protocol import DispatchMetadata, ExpertRows, TokenDispatcher
@@ -54,7 +54,7 @@ def dispatcher_of(moe: MoEConfig, ragged: bool = False) -> TokenDispatcher:
         return DISPATCHERS["ragged"]
     if moe.sends_sized_rows:
         return DISPATCHERS["dropless"]
-    dispatcher = named("model.moe.dispatcher", moe.dispatcher, OWN)
+    dispatcher = load_part("model.moe.dispatcher", moe.dispatcher, OWN)
     if not isinstance(dispatcher, TokenDispatcher):
         raise ConfigError(
             f"model.moe.dispatcher={moe.dispatcher} is of type {type(dispatcher).__name__}: "

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoEConfig, registry
-from moe_jax.config.plugins import first_line_of, guarded, named
+from moe_jax.config.plugins import first_line_of, guarded, load_part
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.choice import TopKRouting
@@ -25,7 +25,7 @@ def gate_of(moe: MoEConfig) -> Gate:
 
     Raises ConfigError for an unknown name, or for a function that is not a gate.
     """
-    gate = named("model.moe.gate", moe.gate, GATES)
+    gate = load_part("model.moe.gate", moe.gate, GATES)
     if moe.gate in GATES:
         return gate
     _check(gate, moe)

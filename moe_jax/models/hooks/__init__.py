@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import MoEConfig, registry
-from moe_jax.config.plugins import first_line_of, guarded, named
+from moe_jax.config.plugins import first_line_of, guarded, load_part
 from moe_jax.config.registry import NO_HOOKS
 from moe_jax.errors import ConfigError
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
@@ -20,7 +20,7 @@ HOOKS: dict[str, Hooks] = {
 
 def hooks_of(moe: MoEConfig) -> Hooks:
     """Return the hooks that a config names. Raises ConfigError for an unknown name, or for invalid hooks."""
-    hooks = named("model.moe.hooks", moe.hooks, HOOKS)
+    hooks = load_part("model.moe.hooks", moe.hooks, HOOKS)
     if not isinstance(hooks, Hooks):
         raise ConfigError(
             f"model.moe.hooks={moe.hooks} is of type {type(hooks).__name__}: name a moe_jax.models.hooks.protocol.Hooks"

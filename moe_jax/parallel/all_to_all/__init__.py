@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.config import registry
-from moe_jax.config.plugins import named
+from moe_jax.config.plugins import load_part
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.ranks import Ranks
 
@@ -70,7 +70,7 @@ def exchange_named(algorithm: str) -> Exchange:
 
     Raises ConfigError for an unknown name, for `auto` and for `ragged`.
     """
-    exchange = named("exchange.algorithm", algorithm, EXCHANGES)
+    exchange = load_part("exchange.algorithm", algorithm, EXCHANGES)
     if not isinstance(exchange, Exchange):
         raise ConfigError(
             f"exchange.algorithm={algorithm} is of type {type(exchange).__name__}: "

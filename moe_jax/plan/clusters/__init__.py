@@ -3,7 +3,7 @@
 import difflib
 import re
 
-from moe_jax.errors import UserError, given_path
+from moe_jax.errors import UserError, parse_path
 from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.gpu import GPUS
 from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
@@ -35,7 +35,7 @@ def find_cluster(name: str) -> Cluster:
     `4xv5e-256` is four slices. A number of devices beyond the largest slice is split into as few slices as possible.
     """
     if name.endswith(".json"):
-        return measured_cluster(given_path("the cluster", name))
+        return measured_cluster(parse_path("the cluster", name))
     parts = None if name in PRESETS else re.fullmatch(r"(?:(\d+)x)?(.+?)(?:[x-](\d+))?", name, re.ASCII)
     slices, kind, size = parts.groups() if parts else (None, name, None)
     if kind not in PRESETS:

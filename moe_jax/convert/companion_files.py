@@ -1,6 +1,7 @@
-"""What goes with a model's weights and is not converted: tokenizer, chat templates, and the numbers of special tokens.
+"""Companion files of a model's weights, which are not converted: tokenizer, chat templates, ids of special tokens.
 
-An import copies these files into the run, a run that begins with a model into its own folder, and an export from there.
+An import copies these files into the run, a run that starts from a model copies them into its own folder, and an
+export copies them from there.
 """
 
 from pathlib import Path
@@ -18,8 +19,8 @@ _FILES = (
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def copy_with_model(source: Path, target: Path) -> None:
-    """Copy what there is of these files, all of them or none. Raises OSError."""
+def copy_companion_files(source: Path, target: Path) -> None:
+    """Copy the companion files that exist, all of them or none. Raises OSError."""
     if source.resolve() == target.resolve():
         return
     found = [file for pattern in _FILES for file in source.glob(pattern) if file.is_file()]
@@ -27,5 +28,8 @@ def copy_with_model(source: Path, target: Path) -> None:
 
 
 def special_tokens(hf: HfConfig) -> dict[str, Any]:
-    """Those that a config.json gives, null included; for the others transformers has its own. Raises ConvertError."""
+    """Return the ids of special tokens in a config.json, null included. Raises ConvertError.
+
+    transformers has defaults for missing ones.
+    """
     return hf.token_ids(*SPECIAL_TOKENS)
