@@ -8,7 +8,7 @@ from moe_jax.config import Config
 from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.convert.with_model import SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, copy_with_model, special_tokens
-from moe_jax.data.tokenizer import of_model
+from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import Meta, read_meta
 from moe_jax.errors import DataError, UserError
 from moe_jax.files.atomic import write_atomically, write_together
@@ -50,7 +50,7 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     if meta := _meta(config):
         end = meta.end_of_text
     elif (run / TOKENIZER).is_file():
-        end = of_model(run)[1].end_of_text
+        end = load_model_tokenizer(run)[1].end_of_text
     return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
 
 

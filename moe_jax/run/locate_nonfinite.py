@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Segment, Stages, segments
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.data.loader import sample_numbers
+from moe_jax.data.loader import sample_indices
 from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
@@ -60,7 +60,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     found = {
         **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
         "batch": step - 1,
-        "samples": sample_numbers(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
+        "samples": sample_indices(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
         "first_output": None if first is None else places[first],
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),

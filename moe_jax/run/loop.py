@@ -10,7 +10,7 @@ from jax.profiler import StepTraceAnnotation
 
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
-from moe_jax.data.loader import check_next
+from moe_jax.data.loader import check_next_batch
 from moe_jax.distributed.failures import ends_with_its_peers
 from moe_jax.distributed.heartbeat import end_of_progress, tell_progress
 from moe_jax.distributed.interrupt import StopRequest, stop_on_signals
@@ -65,7 +65,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     run, restored = restore_newest(config, run)
     if restored:
         run.batches.set_state(restored.record.data)
-    check_next(run.batches)
+    check_next_batch(run.batches)
     _say(table(describe(run)))
     # of what all others would measure at the same time
     dtype = config.train.compute_dtype

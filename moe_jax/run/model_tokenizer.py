@@ -5,7 +5,7 @@ from pathlib import Path
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, same_tokens
 from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
@@ -63,7 +63,7 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
             )
         return tokenizer
     if not path.is_dir() or not (file := _file_of(path)):
-        return of_model(run)[1]
+        return load_model_tokenizer(run)[1]
     if not same_tokens(file, own):
         raise DataError(
             f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "

@@ -13,7 +13,7 @@ from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.source import ORIGIN
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokenizer import of_model
+from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import read_meta
 from moe_jax.run.export_tokenizer import keep_tokenizer, special_tokens_of
 from tests.convert.golden import changed
@@ -100,7 +100,7 @@ def test_a_run_from_scratch_has_the_tokenizer_of_its_data(prepared, tmp_path):
     assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     expected = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     assert special_tokens_of(config, run) == expected
-    assert of_model(run)[1].end_of_text == end
+    assert load_model_tokenizer(run)[1].end_of_text == end
     shutil.rmtree(prepared)
     assert special_tokens_of(config, run) == expected
 
@@ -119,9 +119,9 @@ def test_a_run_begins_texts_as_its_data_does(kind, adds, begin, tmp_path):
     run.mkdir()
     config = Config(data=DataConfig(path=str(tmp_path / "tokens")))
     keep_tokenizer(config, run)
-    meta, number = read_meta(tmp_path / "tokens"), of_model(model)[1].number_of
+    meta, number = read_meta(tmp_path / "tokens"), load_model_tokenizer(model)[1].number_of
     shutil.rmtree(tmp_path / "tokens")
-    own = of_model(run)[1]
+    own = load_model_tokenizer(run)[1]
     assert own.begin_of_text == list(meta.begin_of_text) == [number(name) for name in begin]
     assert own.end_of_text == meta.end_of_text == number("</s>")
     assert special_tokens_of(config, run)["eos_token_id"] == meta.end_of_text
