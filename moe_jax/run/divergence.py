@@ -8,7 +8,7 @@ from moe_jax.errors import DivergedError
 from moe_jax.run.locate_nonfinite import FILE_NAME, write_first_bad
 from moe_jax.run.setup import Run
 from moe_jax.step.context import State
-from moe_jax.telemetry.nonfinite_steps import BadSteps, slower
+from moe_jax.telemetry.nonfinite_steps import BadSteps, divergence_advice
 from moe_jax.telemetry.run_log import RunLog
 
 
@@ -38,7 +38,9 @@ def handle_divergence(
             "delete it to go on from the one before"
         )
     again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
-    return DivergedError(f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {slower(run.config)}")
+    return DivergedError(
+        f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {divergence_advice(run.config)}"
+    )
 
 
 def _where(found: dict[str, Any]) -> str:

@@ -92,7 +92,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         tuning, migration = Tuning(run, program, meter, log, under_way), Rebalancer(run, meter, log)
         capacities = Capacities(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
-        bad_steps.remember(restored.record.recent_losses if restored else ())
+        bad_steps.restore_losses(restored.record.recent_losses if restored else ())
         behind = StepCallbacks(run, programs, meter, tuning, checkpoints, safety, log)
         behind.keep_safe(step, state)
         if restored and restored.run_id:  # copies are made before
@@ -100,7 +100,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         while step < last and not stop.reached() and not bad_steps.too_many:
             check_lock()
             state = faults.struck_as_asked(state)
-            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
+            inputs = run.on_mesh(next(run.batches)), *bad_steps.loss_bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):
                 with meter.paused():

@@ -98,7 +98,7 @@ class Rebalancer:
     def _said(self, step: int, moved: dict[int, RebalancePlan], cost: Moved, took_s: float) -> dict[str, Any]:
         for m, found in moved.items():
             which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"
-            self._log.tell(
+            self._log.info(
                 f"step {step}: {which} of MoE block {m} changed ranks, the busiest "
                 f"of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
                 + (f" with {self._num_copies(found)} replica(s)" if self._run.config.replicas else "")
@@ -107,7 +107,7 @@ class Rebalancer:
         copies = {"migration_copies": [*map(self._num_copies, moved.values())]} if self._run.config.replicas else {}
         saved = {} if self._costs is None else {"migration_saved_s": sum(found.saved_s for found in moved.values())}
         sent = f"{cost.num_bytes / _MB:,.1f} MB left each device" if cost.num_bytes else "nothing was sent"
-        self._log.tell(
+        self._log.info(
             f"step {step}: {sent} in {human_seconds(took_s)}"
             + (f", predicted {human_seconds(predicted['migration_predicted_s'])}" if predicted else "")
             + (f"; each step is to save {human_seconds(saved['migration_saved_s'])}" if saved else "")
@@ -128,7 +128,7 @@ class Rebalancer:
         if not refused or prices is None:
             return {}
         for m, found in refused.items():
-            self._log.tell(
+            self._log.info(
                 f"step {step}: no experts of MoE block {m} changed ranks, whose busiest has "
                 f"{found.ratio_before:.2f} of the mean load: {human_seconds(found.cost_s)} to move them, and "
                 f"{human_seconds(found.saved_s)} saved in each of {prices.steps} steps"

@@ -110,7 +110,7 @@ class Safety:
         self._files.turn()
         took_s, self._failed = time.perf_counter() - began, False
         if step == self._run.first_step:
-            self._log.tell(f"safety copies of step {step} took {human_seconds(took_s)}")
+            self._log.info(f"safety copies of step {step} took {human_seconds(took_s)}")
         elif is_recorded:
             self._log.write({"step": step, "safety_s": took_s})
 

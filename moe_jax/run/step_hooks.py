@@ -42,14 +42,14 @@ class StepCallbacks:
         if self._safety.due(step):
             with self._meter.paused(recorded=False):
                 if self._meter.bad_steps.may_save(step):
-                    self._safety.keep(step, state, is_recorded=self._meter.records(step), **self._on_host())
+                    self._safety.keep(step, state, is_recorded=self._meter.is_recorded(step), **self._on_host())
 
     def validate_and_save(self, step: int, state: State, is_validated: bool = False) -> None:
         """Raises DivergedError for a validation loss that is not finite, before the state is saved."""
         config = self._run.config
         if self._is_due(step, config.train.eval_every) and not is_validated:
             with self._meter.paused():
-                self._meter.validated(step, _validate(self.evaluate.result(), state, self._run))
+                self._meter.record_validation(step, _validate(self.evaluate.result(), state, self._run))
         if self._is_due(step, config.checkpoint.every):
             with self._meter.paused():
                 if self._meter.bad_steps.may_save(step):

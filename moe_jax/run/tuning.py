@@ -98,7 +98,7 @@ class Tuning:
         if choice in self._programs:
             self.step = self._programs[choice]
             return
-        self._log.tell(f"step {step}: compiling {self._choices.told(choice)} while training goes on")
+        self._log.info(f"step {step}: compiling {self._choices.told(choice)} while training goes on")
         # here and not beside training, as it may talk with other processes
         try:
             trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
@@ -146,7 +146,7 @@ class _Decider:
     def go_on(self, under_way: Mapping[str, Any]) -> int:
         """What to use where a search was interrupted."""
         self._tuner.go_on(under_way)
-        self._log.tell(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
+        self._log.info(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
         return self._tuner.in_use
 
     def measured(self, step: int, seconds: float) -> int:
@@ -157,9 +157,9 @@ class _Decider:
             return wanted
         took = human_seconds(seconds)
         if best_s is not None:
-            self._log.tell(f"step {step}: {took} per step, which was {human_seconds(best_s)}: tuning again")
+            self._log.info(f"step {step}: {took} per step, which was {human_seconds(best_s)}: tuning again")
         self._log.write({"step": step} | _named("tried", choices, used) | {"tried_step_s": seconds})
-        self._log.tell(f"step {step}: {choices.told(used)}, {took} per step (sample {tuner.sample} of {self._samples})")
+        self._log.info(f"step {step}: {choices.told(used)}, {took} per step (sample {tuner.sample} of {self._samples})")
         self._keep(step)
         return wanted
 
@@ -173,7 +173,7 @@ class _Decider:
     def unfinished(self) -> None:
         """A search is under way as the run ends."""
         taken = f"{self._tuner.sample} of {self._samples} samples"
-        self._log.tell(
+        self._log.info(
             f"search not finished: {taken}, so nothing is chosen; it needs more steps, and goes on with the run"
         )
 
@@ -183,7 +183,7 @@ class _Decider:
         if best_s is None:
             return
         self._log.write({"step": step} | _named("chosen", choices, found) | {"chosen_step_s": best_s})
-        self._log.tell(f"step {step}: going on with {choices.told(found)}, {human_seconds(best_s)} per step")
+        self._log.info(f"step {step}: going on with {choices.told(found)}, {human_seconds(best_s)} per step")
         config = self._folder / "config.yaml"
         self._write(choices.file, lambda: choices.write(found, best_s))
         self._write(config, lambda: write_atomically(config, to_yaml(choices.config_of(found))))
