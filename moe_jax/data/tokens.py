@@ -93,8 +93,8 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
         needed = BYTES_VOCAB_SIZE
         text = _map(path, "uint8")
         check_utf8(path, text[:ENCODING_BYTES].tobytes())
-        cut = len(text) - int(len(text) * data.validation_fraction)
-        train, validation = text[:cut], text[cut:]
+        num_train = len(text) - int(len(text) * data.validation_fraction)
+        train, validation = text[:num_train], text[num_train:]
     if needed > vocab_size:
         raise DataError(
             f"data.path={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "

@@ -248,8 +248,8 @@ def _delete_after(path: Path, step: int) -> None:
     """Delete the records after `step` from a file; all of them if `step` is 0, the start of a new run."""
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
-    write_atomically(path, "".join(_to_json(record) + "\n" for record in kept))
+    remaining = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
+    write_atomically(path, "".join(_to_json(record) + "\n" for record in remaining))
 
 
 def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
