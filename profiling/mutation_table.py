@@ -516,8 +516,8 @@ MUTATIONS = (
     Mutation(
         "loops_without_sums",
         "schedule/scanned.py",
-        "sums=tuple(of(sums, 0)) if at_end else (),",
-        "sums=(),",
+        "reduction_body=tuple(of(sums, 0)) if at_end else (),",
+        "reduction_body=(),",
         "gradients of blocks in loops are never summed over devices",
         ["tests/schedule/test_scanned.py"],
     ),
@@ -533,8 +533,8 @@ MUTATIONS = (
     Mutation(
         "backward_before_forward",
         "schedule/pipelines/one_f_one_b.py",
-        "slots += [StageTick(forward=ahead), StageTick(backward=behind)]",
-        "slots += [StageTick(backward=behind), StageTick(forward=ahead)]",
+        "slots += [StageTick(forward=ahead), StageTick(backward=back)]",
+        "slots += [StageTick(backward=back), StageTick(forward=ahead)]",
         "stages wait for each other for ever",
         ["tests/schedule/test_pipelines.py"],
     ),
@@ -549,8 +549,8 @@ MUTATIONS = (
     Mutation(
         "buffer_free_too_early",
         "schedule/pipelines/memory.py",
-        "free_from[free : free + 1] = [life.last + 1]",
-        "free_from[free : free + 1] = [life.last]",
+        "free_from[free : free + 1] = [lifetime.last + 1]",
+        "free_from[free : free + 1] = [lifetime.last]",
         "a buffer too few: activations are overwritten in the tick that reads them",
         ["tests/schedule/test_pipelines.py"],
     ),
@@ -1102,8 +1102,8 @@ MUTATIONS = (
     Mutation(
         "failure_is_success",
         "launch/supervisor.py",
-        "return _Ended(code if code > 0 else 128 - code, told",
-        "return _Ended(0, told",
+        "return _Ended(code if code > 0 else 128 - code, message",
+        "return _Ended(0, message",
         "a job that has failed is told as done",
         ["tests/launch/test_launch.py", "-k", "failure"],
     ),
@@ -1126,7 +1126,7 @@ MUTATIONS = (
     Mutation(
         "any_token",
         "launch/channel.py",
-        'if _is(answer.get("proof"), _proof(token, "join", own, asked, card)):',
+        'if _matches(answer.get("proof"), _proof(token, "join", own, challenge, card)):',
         'if answer.get("proof"):',
         "a stranger can join a run, and end it",
         ["tests/launch/test_rendezvous.py", "-k", "refused"],

@@ -8,7 +8,7 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.clusters import Cluster, Device, Level
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.launch_overhead import Handling
+from moe_jax.plan.launch_overhead import LaunchOverhead
 from moe_jax.plan.measured import Seconds, write_times
 from moe_jax.plan.task_times import Linear
 
@@ -80,7 +80,7 @@ class LinkTimes:
             devices=2,
             levels=(Level(name="link", devices=2, alpha_s=self.alpha_s, bytes_per_s=self.bytes_per_s),),
             compute_slowdown=max(self.slowdown, 1.0),
-            handling=Handling(start=Linear(*self.start), finish=Linear(*self.finish)),
+            launch_overhead=LaunchOverhead(start=Linear(*self.start), finish=Linear(*self.finish)),
         )
 
 

@@ -63,7 +63,7 @@ def planned(case: Case) -> dict[str, Any]:
         "exposed": rounded(best.estimate.busy.exposed / best.estimate.step_s),
         "idle": rounded(best.estimate.busy.idle / best.estimate.step_s),
         "memory_gb": rounded(best.memory.total / 1e9),
-        "binds": best.binds,
+        "binds": best.bottleneck,
         "meshes": len(found.ranked) + len(found.refused),
     }
 

@@ -173,7 +173,7 @@ GATE = (
 ENCODE = "encode must take rows [P, …, D] and return an array that keeps P"
 LAYER = "it must take rows [T, D] and return rows of the same shape and type"
 PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
-TASKS = "it must take a moe_jax.schedule.shape.Shape and return a list of tasks for each stream"
+TASKS = "it must take a moe_jax.schedule.shape.StepShape and return a list of tasks for each stream"
 GATES = {
     "few": (
         lambda logit_TE: logit_TE,

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: saving, finding the latest intact one, and what must fit for a run to resume from it."""
+"""Checkpoints on disk: saving them, finding the newest intact one, and checking that a run can resume from it."""

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, read and held against the digests that were saved with them."""
+"""Reading the arrays of a checkpoint, and checking them against the digests that were saved with them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,17 +10,17 @@ import tensorstore
 from numpy.typing import NDArray
 
 from moe_jax.checkpoint.checksums import digest_program, names_of
-from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, first_line, home
+from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, checkpoints_dir, first_line
 from moe_jax.checkpoint.record import ArrayRecord, Record
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError
 from moe_jax.step.compile_cache import compiled
 
-_READERS = 8  # arrays that are read at once
+_READERS = 8  # threads; each reads one array at a time
 
 
-def leaves_of(state: Any, digests: Any) -> dict[str, ArrayRecord]:
-    """What a record says of a state's arrays, with their `digests`."""
+def array_records(state: Any, digests: Any) -> dict[str, ArrayRecord]:
+    """Describe the arrays of a state for a checkpoint's record; `digests` has shape [L, 2] for L arrays."""
     return {
         name: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), (int(first), int(second)))
         for name, leaf, (first, second) in zip(
@@ -30,12 +30,12 @@ def leaves_of(state: Any, digests: Any) -> dict[str, ArrayRecord]:
 
 
 def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
-    """A part of a checkpoint's state, placed as the shapes' shardings say; all processes call it.
+    """Read a part of a checkpoint's state onto the devices, with the shardings of `shapes`; all processes call it.
 
-    Raises CheckpointError for arrays of another model, and DamagedError for such that are not what was saved.
+    Raises CheckpointError if the arrays belong to another model, and DamagedError if they differ from what was saved.
     """
     _check_shapes(run, record, shapes)
-    path = home(run) / str(record.step) / STATE
+    path = checkpoints_dir(run) / str(record.step) / STATE
     found, problem = None, ""
     try:
         found = _read(path, shapes)
@@ -44,7 +44,7 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
     if any(allgather(found is None)):
         raise DamagedError(problem or "another process cannot read it")
     digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
-    leaves = leaves_of(found, digests)
+    leaves = array_records(found, digests)
     wrong = next((name for name, leaf in leaves.items() if leaf.digest != record.leaves[name].digest), None)
     if any(allgather(wrong is not None)):
         own = f"{wrong} is not what was saved: its digest differs"
@@ -53,7 +53,7 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
 
 
 def _check_shapes(run: Path, record: Record, shapes: Any) -> None:
-    """Raise CheckpointError unless these parts of the state have the same arrays in it; orbax would cast silently."""
+    """Raise CheckpointError unless the checkpoint has arrays of these names, types and shapes. None is ever cast."""
     here = {
         name: f"{x.dtype}{list(x.shape)}" for name, x in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True)
     }
@@ -67,7 +67,10 @@ def _check_shapes(run: Path, record: Record, shapes: Any) -> None:
 
 
 def _read(path: Path, shapes: Any) -> Any:
-    """Without orbax, which casts types silently and whose threads print the stacks of errors that it also raises."""
+    """Read arrays with tensorstore directly.
+
+    orbax would cast types silently, and its threads print the stack traces of errors that it also raises.
+    """
     context, base = tensorstore.Context(), {"driver": "file", "path": f"{path}/"}
 
     def read(name: str, wanted: Any) -> jax.Array:
@@ -78,15 +81,15 @@ def _read(path: Path, shapes: Any) -> Any:
         ).result()
         if (store.shape, store.dtype.numpy_dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(f"{name} is {store.dtype.name}{list(store.shape)} in its file")
-        parts: dict[str, NDArray[Any]] = {}
+        shards: dict[str, NDArray[Any]] = {}
 
-        def part(index: tuple[slice, ...] | None) -> NDArray[Any]:
-            """Read once for all devices that hold it."""
-            if str(index) not in parts:
-                parts[str(index)] = store[index].read().result()
-            return parts[str(index)]
+        def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
+            """Read a shard once for all devices that store it."""
+            if str(index) not in shards:
+                shards[str(index)] = store[index].read().result()
+            return shards[str(index)]
 
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
 
     with ThreadPoolExecutor(_READERS) as pool:
         return jax.tree.unflatten(jax.tree.structure(shapes), pool.map(read, names_of(shapes), jax.tree.leaves(shapes)))

@@ -1,6 +1,6 @@
-"""Digests of arrays: two numbers for each, made where the arrays lie, and the same however they are cut over devices.
+"""Digests of arrays: two numbers for each, computed on the devices, and independent of how the arrays are sharded.
 
-L arrays, P processes.
+Shape suffixes: L arrays, P processes.
 """
 
 import zlib
@@ -25,32 +25,33 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by the b
 
 
 class ReplicasError(UserError):
-    """Devices that should hold the same numbers, and do not. The newest checkpoint is of a step at which they did."""
+    """Replicas of an array differ between devices. They were equal at the step of the newest checkpoint."""
 
     exit_code = EXIT_TRY_AGAIN
 
 
 def digests(tree: Any) -> UInt32[Array, "L 2"]:
-    """Of each array, in the order of the tree's leaves, with sums modulo 2³², which no order of adding changes.
+    """Compute two digests of each array, in the order of the tree's leaves.
 
-    The first is Σ word · (2·index + 1) over the array's words and their global indices: as the weights are odd, any one
-    bit changes it. But two flipped sign bits leave it as it is (2³¹ times the sum of two odd numbers), so the second is
-    Σ mix(word ⊕ mix(index)), in which every bit of a word decides all bits of what is added.
+    Both are sums modulo 2³², which do not depend on the order of addition. The first is Σ word · (2·index + 1) over the
+    array's 32-bit words and their global indices: as the weights are odd, flipping any one bit changes it. Two flipped
+    sign bits do not change it (they add 2³¹ times the sum of two odd numbers), so the second digest is
+    Σ mix(word ⊕ mix(index)), in which every bit of a word affects all bits of its term.
     """
     return jnp.stack([_digest(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def digest_program(like: Any) -> Wrapped:
-    """`digests` as one program for trees whose arrays are placed like these; every device gets all numbers."""
-    placed = jax.tree.leaves(like)[0].sharding
-    whole = NamedSharding(placed.mesh, REPLICATED) if isinstance(placed, NamedSharding) else None
-    return jax.jit(digests, out_shardings=whole)
+    """Make a program of `digests` for trees with the shardings of `like`; every device gets all digests."""
+    sharding = jax.tree.leaves(like)[0].sharding
+    replicated = NamedSharding(sharding.mesh, REPLICATED) if isinstance(sharding, NamedSharding) else None
+    return jax.jit(digests, out_shardings=replicated)
 
 
-def agreed(found: Any, step: int, state: Any) -> UInt32[np.ndarray, "L 2"]:
-    """Digests of a state, which `digest_program` has made of the replicas of each device.
+def agreed_digests(found: Any, step: int, state: Any) -> UInt32[np.ndarray, "L 2"]:
+    """Return the digests of a state if all devices agree on them; `found` is the output of `digest_program`.
 
-    All processes call it. Raises ReplicasError on all of them if two replicas of an array differ, anywhere.
+    All processes call it. Raises ReplicasError on all of them if any two replicas of an array differ.
     """
     shards = getattr(found, "addressable_shards", None)
     rows = np.stack([np.asarray(shard.data) for shard in shards]) if shards else np.asarray(found)[None]
@@ -68,10 +69,10 @@ def agreed(found: Any, step: int, state: Any) -> UInt32[np.ndarray, "L 2"]:
 
 
 def _where(ends_P22: UInt32[np.ndarray, "P 2 2"]) -> str:
-    """Which replicas of one array differ, by its least and largest digests on each process."""
-    apart = [process for process, (least, largest) in enumerate(ends_P22) if (least != largest).any()]
-    if apart:
-        return f"devices of process {', '.join(map(str, apart))} differ"
+    """Name the processes on which replicas of an array differ, from its least and largest digests on each process."""
+    differing = [process for process, (least, largest) in enumerate(ends_P22) if (least != largest).any()]
+    if differing:
+        return f"devices of process {', '.join(map(str, differing))} differ"
     of_process = [ends.tobytes() for ends in ends_P22]
     most, count = Counter(of_process).most_common(1)[0]
     others = [process for process, each in enumerate(of_process) if each != most]
@@ -81,7 +82,7 @@ def _where(ends_P22: UInt32[np.ndarray, "P 2 2"]) -> str:
 
 
 def names_of(tree: Any) -> list[str]:
-    """Of the leaves: the way to each, e.g. `params.head`."""
+    """Return the path of each leaf of a tree, e.g. `params.head`."""
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
@@ -90,7 +91,7 @@ def _digest(x: jax.Array) -> UInt32[Array, " 2"]:
     word = bits.astype(jnp.uint32)
     index, zero = _index(word.shape), jnp.uint32(0)
     terms = word * (2 * index + 1), _mix(word ^ _mix(index))
-    # one reduction of both, for which nothing is stored on the way; two would share terms as large as the array
+    # one reduction of both sums needs no temporary array; two would share terms as large as the array
     return jnp.stack(jax.lax.reduce(terms, (zero, zero), _add, tuple(range(word.ndim))))
 
 
@@ -99,7 +100,7 @@ def _add(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Arr
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Of each element in the whole array, in row-major order, modulo 2³²."""
+    """Return each element's index in the whole array, in row-major order, modulo 2³²."""
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
@@ -108,7 +109,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(word: jax.Array) -> jax.Array:
-    """The last steps of MurmurHash3 (Appleby): one to one, and every bit depends on all."""
+    """Apply the final mixing of MurmurHash3 (Appleby): it is one-to-one, and every bit depends on all bits."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

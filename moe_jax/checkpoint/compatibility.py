@@ -1,4 +1,4 @@
-"""Whether a run goes on with what its checkpoints hold: the same model and the same order of data."""
+"""Checks that a run can resume from its checkpoints: they need the same model and the same order of the data."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +10,9 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import config_from, load_config
 from moe_jax.errors import CheckpointError, ConfigError
 
-# What a run cannot change while it goes on: what its parameters mean, and which tokens come next.
+# Settings that cannot change when a run resumes: they define the meaning of its parameters, and the next tokens.
 _MODEL = ("model.",)
-# That the tokens are the same, too, is seen by their checksums (run/identity.py), not by their name.
+# That the tokens are the same is checked by their checksums (run/identity.py), not by their path.
 _FIXED = (*_MODEL, "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
@@ -23,25 +23,29 @@ _FREE = {
     "model.moe.aux_loss_coeff",
     "model.moe.load_balancing_type",
     "model.moe.z_loss_coeff",
-    "model.moe.bias_update_rate",  # if both have a bias, or none
+    "model.moe.bias_update_rate",  # if both configs have a router bias, or neither has
 }
 
 
-def check_same_run(config: Config, run: Path, but_data: bool = False) -> None:
-    """Raise CheckpointError unless the run's saved config has this config's model and, but for who only reads it, its
-    order of data."""
+def check_same_run(config: Config, run: Path, ignore_data_order: bool = False) -> None:
+    """Raise CheckpointError unless the run's saved config has the same model and order of the data as this config.
+
+    `ignore_data_order` is for readers of parameters, which need only the same model.
+    """
     try:
         saved = load_config(run)
     except ConfigError as error:
         raise CheckpointError(
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
-    _check_same(config, saved, run, _MODEL if but_data else _FIXED)
+    _check_same(config, saved, run, _MODEL if ignore_data_order else _FIXED)
 
 
 def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: int) -> None:
-    """Raise CheckpointError unless the config that a checkpoint itself was made with has this config's model and order
-    of data."""
+    """Raise CheckpointError unless a checkpoint's own config has the same model and order of the data as this config.
+
+    `saved` is the config in the checkpoint's record.
+    """
     try:
         made_with = config_from(saved)
     except ConfigError as error:

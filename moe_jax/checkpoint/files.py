@@ -1,4 +1,4 @@
-"""The files of a run's checkpoints: which there are, and whether they are whole. Nothing is changed here."""
+"""The files of a run's checkpoints: listing them, and checking that they are complete. Nothing is changed here."""
 
 import re
 from collections.abc import MutableMapping
@@ -11,25 +11,25 @@ from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_json
 
 FOLDER = "checkpoints"
-PROVENANCE = "provenance.json"  # in a run's folder, with the number of the run
+PROVENANCE = "provenance.json"  # in a run's folder; it has the run's ID
 STATE = "state"  # the item's folder in a checkpoint
-_COMMITTED = "_CHECKPOINT_METADATA"  # orbax's, with the time of the commit
+_COMMITTED = "_CHECKPOINT_METADATA"  # orbax's file with the time of the commit
 
 
-def home(run: Path) -> Path:
-    """Where a run's checkpoints are, as tensorstore and orbax take it: absolute, without `..`."""
+def checkpoints_dir(run: Path) -> Path:
+    """Return the folder of a run's checkpoints in the form that tensorstore and orbax need: absolute, without `..`."""
     return (run / FOLDER).resolve()
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was saved. The message is the reason, to stand in brackets."""
+    """A checkpoint differs from what was saved. The message is the reason; callers print it in brackets."""
 
 
 def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None) -> int | None:
-    """The step of the newest checkpoint below a run's folder that is whole, as far as its files tell.
+    """Return the step of the newest intact checkpoint below a run's folder, or None if there are no checkpoints.
 
-    `damaged` are steps that are passed over, with the reason; those found here are added. Raises CheckpointError if
-    there are checkpoints and none is whole.
+    Only the presence and sizes of files are checked. `damaged` maps steps to skip to the reasons; steps that are found
+    damaged here are added. Raises CheckpointError if there are checkpoints and none is intact.
     """
     damaged = {} if damaged is None else damaged
     steps = _steps(run)
@@ -41,16 +41,16 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
             except DamagedError as error:
                 damaged[step] = str(error)
     if steps:
-        told = "; ".join(f"{step}: {damaged[step]}" for step in steps)
+        found = "; ".join(f"{step}: {damaged[step]}" for step in steps)
         raise CheckpointError(
-            f"no checkpoint in {run / FOLDER} is whole ({told}): use another log.dir, or move them away to start again"
+            f"no checkpoint in {run / FOLDER} is whole ({found}): use another log.dir, or move them away to start again"
         )
     return None
 
 
 def check_files(run: Path, step: int) -> Record:
-    """The record of a step whose files are all there in full length. Raises DamagedError."""
-    checkpoint = home(run) / str(step)
+    """Return the record of a step's checkpoint. Raises DamagedError unless all its files exist in full length."""
+    checkpoint = checkpoints_dir(run) / str(step)
     try:
         _check_commit(checkpoint)
         record = read_record(checkpoint)
@@ -66,7 +66,7 @@ def check_files(run: Path, step: int) -> Record:
 
 
 def saved_run_id(folder: Path) -> str:
-    """That of the run in a folder, "" if nobody has noted it."""
+    """Read the ID of the run in a folder; "" if the folder has none."""
     try:
         found = read_json(folder / PROVENANCE)["run"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -75,15 +75,15 @@ def saved_run_id(folder: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of orbax or tensorstore says first, without the description of the store behind it."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200]
-    if "TensorStore" in said:  # where in which array, and the names of C++ functions
+    """Return the first line of an error of orbax or tensorstore, without the description of the store that follows."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200]
+    if "TensorStore" in line:  # it has only a position in an array and names of C++ functions
         return "some of its numbers cannot be read"
-    return said
+    return line
 
 
 def _steps(run: Path) -> list[int]:
-    """Newest first. Raises CheckpointError if there cannot be any."""
+    """List the steps of a run's checkpoints, newest first. Raises CheckpointError if their folder cannot be read."""
     folder = run / FOLDER
     try:
         if folder.exists() and not folder.is_dir():
@@ -95,15 +95,15 @@ def _steps(run: Path) -> list[int]:
 
 
 def _check_commit(checkpoint: Path) -> None:
-    """Raise ValueError unless orbax has finished it."""
+    """Raise ValueError unless orbax has committed the checkpoint."""
     if not isinstance(_json(checkpoint, _COMMITTED).get("commit_timestamp_nsecs"), int):
         raise ValueError("it was not committed")
 
 
 def _check_arrays(checkpoint: Path) -> None:
-    """Raise ValueError unless every file that the arrays' indices name is there in its full length.
+    """Raise ValueError unless every file that the arrays' indices name exists in its full length.
 
-    Which step to go on from is chosen by this, before any array is read.
+    This check decides from which step a run resumes, before any array is read.
     """
     _json(checkpoint, f"{STATE}/_METADATA")
     _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)
@@ -135,7 +135,7 @@ def _json(checkpoint: Path, name: str) -> dict[str, object]:
 
 
 def _extent(location: str) -> tuple[str, int]:
-    """The file of a `kind:folder:name:offset:length`, and the bytes that it must have for it."""
+    """Return the file of a location `kind:folder:name:offset:length`, and its least possible size in bytes."""
     _, folder, name, offset, length = location.split(":")
     return f"{STATE}/{folder}{name}", int(offset) + int(length)
 

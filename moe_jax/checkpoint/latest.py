@@ -1,4 +1,4 @@
-"""Which checkpoint of a run its processes read: the same on all of them. What one finds damaged is damaged for all."""
+"""Agreement of all processes on the checkpoint that they read. If one finds it damaged, all treat it as damaged."""
 
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -9,13 +9,16 @@ from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError
 
 _ELSEWHERE = "another process cannot read it"
-# what a process has: no checkpoint, none that is whole, or this plus a step
+# what a process has found: no checkpoint, no intact one, or (encoded as _STEP_0 + step) the newest intact one
 _NOTHING, _NOTHING_WHOLE, _STEP_0 = range(3)
 _WITHOUT = {_NOTHING: "none", _NOTHING_WHOLE: "damaged ones"}
 
 
 def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
-    """As `newest_checkpoint`; all processes call it. Raises CheckpointError on all, too, if they see other folders."""
+    """Do what `newest_checkpoint` does, with the same result on all processes, which all call it.
+
+    Raises CheckpointError on all of them also if they see different folders.
+    """
     while True:
         newest, problem = None, None
         try:
@@ -39,7 +42,7 @@ def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
 
 
 def agreed_record(run: Path, step: int) -> Record:
-    """The record of a step whose files are whole; all processes call it. Raises DamagedError on all if one fails."""
+    """Check a step's files and return its record; all processes call it. If one fails, all raise DamagedError."""
     record, problem = None, _ELSEWHERE
     try:
         record = check_files(run, step)

@@ -1,4 +1,4 @@
-"""Parameters of a run's newest checkpoint that is whole, for whoever reads them; nothing is changed."""
+"""Loading parameters from a run's newest intact checkpoint, e.g. to generate text. Nothing on disk is changed."""
 
 import sys
 from collections.abc import Callable
@@ -21,23 +21,25 @@ T = TypeVar("T")
 
 
 def load_params(run: Path, params_shapes: Any) -> Any:
-    """The parameters of a run's newest whole checkpoint, placed as the shapes' shardings say, experts in their order.
+    """Load the parameters of a run's newest intact checkpoint, with the shardings of `params_shapes`.
 
-    Damaged ones are told and stay where they are. Raises CheckpointError.
+    Experts are in their original order, even if they had migrated. Damaged checkpoints are reported on stderr, and not
+    moved. Raises CheckpointError if there is no intact checkpoint.
     """
     damaged: dict[int, str] = {}
     found = read_newest(run, lambda record: (record.step, _params(run, record, params_shapes)), damaged)
     if found is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     for step, reason in damaged.items():
-        print(f"warning: {told(run, step, reason)}; using step {found[0]}", file=sys.stderr)
+        print(f"warning: {damage_message(run, step, reason)}; using step {found[0]}", file=sys.stderr)
     return found[1]
 
 
 def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str]) -> T | None:
-    """What `read` makes of the newest checkpoint that is whole, or None without any; others are noted in `damaged`.
+    """Return `read` of the newest intact checkpoint's record, or None if there are no checkpoints.
 
-    All processes call it. Raises CheckpointError if there are checkpoints and none is whole.
+    `read` may raise DamagedError; then the next older one is tried. Damaged ones are added to `damaged`, with reasons.
+    All processes call it. Raises CheckpointError if there are checkpoints and none is intact.
     """
     while (step := agreed_newest(run, damaged)) is not None:
         try:
@@ -57,6 +59,6 @@ def _params(run: Path, record: Record, params_shapes: Any) -> Any:
     return ordered(read_arrays(run, record, wanted), wanted, stages)["params"]
 
 
-def told(run: Path, step: int, reason: str) -> str:
-    """That a checkpoint is damaged."""
+def damage_message(run: Path, step: int, reason: str) -> str:
+    """Say which checkpoint is damaged, and why."""
     return f"checkpoint {run / FOLDER / str(step)} is damaged ({reason})"

@@ -1,4 +1,4 @@
-"""Where damaged checkpoints go: aside, and never away."""
+"""Quarantine of damaged checkpoints: they are moved to another folder, and never deleted."""
 
 import itertools
 from contextlib import suppress
@@ -12,13 +12,16 @@ REASON = "reason.txt"
 
 
 def quarantine(run: Path, step: int, reason: str) -> Path:
-    """Move a checkpoint out of the way, with the reason beside its files; returns where to. Raises CheckpointError."""
+    """Move a checkpoint to the quarantine folder, add the reason to its files, and return its new path.
+
+    Raises CheckpointError if it cannot be moved.
+    """
     checkpoint, home = run / FOLDER / str(step), run / FOLDER / QUARANTINE
     names = itertools.chain([str(step)], (f"{step}.{number}" for number in itertools.count(2)))
     target = next(home / name for name in names if not (home / name).exists())
     try:
         home.mkdir(exist_ok=True)
-        with suppress(OSError):  # a full disk: that it is moved matters more
+        with suppress(OSError):  # on a full disk, moving it matters more than the reason
             (checkpoint / REASON).write_text(reason + "\n")
         checkpoint.rename(target)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its step, the digest of each array, and all of a run that is no array."""
+"""The record in a checkpoint: its step, the digest of each array, and all state of a run that is not an array."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ RECORD = "record"  # the item's folder in a checkpoint
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """One array of the training state."""
+    """Shape, type and digest of one array of the training state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,33 +28,37 @@ class ArrayRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Plain values only."""
+    """The record of one checkpoint; it has plain values only, so that it can be saved as JSON."""
 
     step: int
     leaves: Mapping[str, ArrayRecord]  # by name
-    data: Mapping[str, Any]  # where the batches go on
-    config: Mapping[str, Any]  # of the run, all settings
-    mesh: Mapping[str, int]  # for readers, as are the versions
+    data: Mapping[str, Any]  # the position in the data from which batches continue
+    config: Mapping[str, Any]  # all settings of the run
+    mesh: Mapping[str, int]  # sizes of its axes; this and the versions are for information only
     versions: Mapping[str, str | None]
-    tuner: Mapping[str, Any] | None = None  # the search of settings under way
-    run: str | None = None  # see run/identity.py; None, as the next: of an older version, or of an imported model
+    tuner: Mapping[str, Any] | None = None  # the state of a search for settings that has not ended
+    run: str | None = (
+        None  # see run/identity.py. This and `text` are None in records of older versions and of imported models
+    )
     text: Mapping[str, Any] | None = None
-    recent_losses: Sequence[tuple[int, float]] = ()  # of steps, by which the next ones are told to jump
+    recent_losses: Sequence[
+        tuple[int, float]
+    ] = ()  # (step, loss), with which later losses are compared to detect jumps
 
     @property
     def slots(self) -> int | None:
-        """In how many slots of a block the experts lie as the state's own placement says; None: in their order."""
+        """Slots per block, if the state has a placement of experts of its own; None: experts are in their order."""
         found = (self.leaves.get(f"placement.{name}") for name in ("slot_ME", "expert_MS"))
         return next((leaf.shape[1] for leaf in found if leaf), None)
 
     def to_json(self) -> dict[str, Any]:
-        """With a checksum of its own."""
-        content = json.loads(json.dumps(dataclasses.asdict(self)))  # as it is read again: lists for tuples
+        """Return the record for JSON, with its own checksum."""
+        content = json.loads(json.dumps(dataclasses.asdict(self)))  # as it will be read: with lists instead of tuples
         return {"crc32": _crc32(content), "content": content}
 
     @classmethod
     def from_json(cls, found: Any) -> "Record":
-        """Raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
+        """Make a record from JSON. Raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
         content = found["content"]
         if found["crc32"] != _crc32(content):
             raise ValueError("its checksum is another")
@@ -66,7 +70,7 @@ class Record:
 
 
 def read_record(checkpoint: Path) -> Record:
-    """Of a checkpoint's folder. Raises ValueError if it is missing or damaged."""
+    """Read the record in a checkpoint's folder. Raises ValueError if it is missing or damaged."""
     name = f"{RECORD}/metadata"
     try:
         return Record.from_json(read_json(checkpoint / name))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.load import load_params
-from moe_jax.checkpoint.save import LEFT_FREE, Checkpoints
+from moe_jax.checkpoint.save import RESERVED_BYTES, Checkpoints
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
@@ -103,7 +103,7 @@ def _import(arguments: argparse.Namespace) -> None:
 def _check_room(run: Path, num_bytes: int) -> None:
     """Raise ConfigError in all processes if one sees too small a disk, before a large model is read."""
     free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
-    needed = num_bytes + LEFT_FREE
+    needed = num_bytes + RESERVED_BYTES
     if any(processes.allgather(free < needed)):
         raise ConfigError(
             f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: make room, or name "

@@ -30,7 +30,7 @@ def main() -> None:
     check_number("--seed", arguments.seed, SEEDS)
     check_number("--temperature", arguments.temperature, Range(0, 1e6))
     config = load_config(arguments.run, arguments.overrides)
-    check_same_run(config, arguments.run, but_data=True)
+    check_same_run(config, arguments.run, ignore_data_order=True)
     tokenizer = tokenizer_of_run(config, arguments.run)
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(

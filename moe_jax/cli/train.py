@@ -14,8 +14,8 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_draft
 from moe_jax.distributed import processes
-from moe_jax.distributed.failures import fail_fast, run_and_leave
-from moe_jax.distributed.heartbeat import tell_no_mesh, tell_start
+from moe_jax.distributed.failures import fail_fast, run_and_exit
+from moe_jax.distributed.heartbeat import report_no_mesh, report_start
 from moe_jax.errors import CommandParser, MeshError
 from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
@@ -45,7 +45,7 @@ def main() -> None:
     if not draft.open:
         draft.choose()  # refused now if it is wrong
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn of what is meant
-    tell_start()
+    report_start()
     processes.initialize(
         processes.options_from(arguments),
         draft.mesh.cpu_devices,
@@ -56,7 +56,7 @@ def main() -> None:
         try:
             config, chosen = resolve_auto(draft)
         except (MeshError, PlanError):
-            tell_no_mesh()
+            report_no_mesh()
             raise
         if arguments.dry_run:
             _say(table(chosen | dry_run(config)))
@@ -87,4 +87,4 @@ def _write_results(config: Config, state: State) -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

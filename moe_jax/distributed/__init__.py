@@ -1,1 +1,1 @@
-"""The processes of one run: how they join, how they notice that one failed, and signals."""
+"""The processes of one run: joining them, exiting when one fails, progress reports, and signals."""

@@ -1,4 +1,4 @@
-"""Addresses as command lines give them. Imports no jax."""
+"""Network addresses on command lines. Imports no jax."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ _NUMBERS = re.compile(r"[0-9.]+")
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """Host and port of HOST:PORT, an IPv6 host in brackets; None if it is something else."""
+    """Split HOST:PORT, with an IPv6 host in brackets, into host and port; None if it is something else."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         return None
@@ -21,7 +21,7 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 
 def join_address(host: str, port: int) -> str:
-    """What `split_address` reads."""
+    """Join host and port to a text that `split_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

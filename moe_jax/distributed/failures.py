@@ -1,4 +1,4 @@
-"""How a process of many ends when it fails, or when another one did."""
+"""How one of several processes exits when it fails, or when another one has failed."""
 
 import atexit
 import os
@@ -15,10 +15,10 @@ import jax
 from moe_jax.distributed.heartbeat import is_supervised, steps_done
 from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError, run_command
 
-FAILURE_GRACE_S = 2  # that a failing process waits for the others to fail in the same way
-CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did ends after it
-# What errors say that come of another process's end: those of gloo, NCCL, TCP, and jax's coordination service.
-_OF_PEERS = (
+FAILURE_GRACE_S = 2  # for which a failing process waits for others that fail in the same way
+CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did exits later than that one
+# words in errors caused by the end of another process: those of gloo, NCCL, TCP, and jax's coordination service
+_PEER_WORDS = (
     *("gloo", "nccl", "connection", "broken pipe", "heartbeat", "coordination", "barrier"),
     *("deadline_exceeded", "unavailable:", "aborted:", "timed out"),
 )
@@ -26,54 +26,54 @@ _OF_PEERS = (
 
 @contextmanager
 def fail_fast() -> Iterator[None]:
-    """End this process soon after a failure of the body, with the failure's exit code, and before those it drags along.
+    """Exit soon after the body has failed, with the failure's exit code, and before processes that fail in consequence.
 
-    jax would close its connections, so that all others fail too, and then hold every process at its exit until the last
-    has come: nobody could tell who was first, and a process that never comes would hold them for SHUTDOWN_TIMEOUT_S.
+    jax would close its connections, so that all others fail too, and then block every process at its exit until the
+    last one exits: nobody could see which failed first, and one that hangs would block all for SHUTDOWN_TIMEOUT_S.
     """
-    with ends_with_its_peers():
+    with exit_with_peers():
         try:
             yield
         except BaseException as error:
-            if jax.distributed.is_initialized() and not is_of_a_peer(error):
+            if jax.distributed.is_initialized() and not is_peer_error(error):
                 code = _exit_code(error)
                 timer = threading.Timer(FAILURE_GRACE_S, _exit_now, [code])
                 timer.daemon = True
                 timer.start()
-                atexit.register(_leave, code)  # runs before jax's own handler, which was registered earlier
+                atexit.register(_shut_down, code)  # runs before jax's own handler, which was registered earlier
             raise
 
 
 @contextmanager
-def ends_with_its_peers() -> Iterator[None]:
-    """End this process with one line and EXIT_TRY_AGAIN when the body fails because another process has ended.
+def exit_with_peers() -> Iterator[None]:
+    """Exit with one line on stderr and EXIT_TRY_AGAIN if the body fails because another process has ended.
 
-    Nothing around the body is left: saves under way would wait for the others.
+    Context managers around the body are not exited: saves in progress would wait for the other processes.
     """
     try:
         yield
     except Exception as error:
-        if jax.distributed.is_initialized() and is_of_a_peer(error):
+        if jax.distributed.is_initialized() and is_peer_error(error):
             with suppress(OSError):
                 print(_peer_failure(error), file=sys.stderr, flush=True)
-            if is_supervised():  # by one who blames the first that ends
+            if is_supervised():  # the supervisor blames the first process that exits
                 time.sleep(CONSEQUENCE_DELAY_S)
             _exit_now(EXIT_TRY_AGAIN)
         raise
 
 
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, as far as errors of jax and of sockets tell."""
+def is_peer_error(error: BaseException) -> bool:
+    """Whether an error means that another process is gone, judged by its type and message."""
     if isinstance(error, ConnectionError):
-        return not isinstance(error, BrokenPipeError)  # the reader of our output went away
-    said = str(error).lower()
-    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and any(word in said for word in _OF_PEERS)
+        return not isinstance(error, BrokenPipeError)  # the reader of this process's output is gone
+    message = str(error).lower()
+    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and any(word in message for word in _PEER_WORDS)
 
 
-def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a command as `run_command` does, and end this process, whatever threads of libraries would keep it.
+def run_and_exit(main: Callable[[], None]) -> NoReturn:
+    """Run a command with `run_command` and exit, even if threads of libraries are still running.
 
-    Those of orbax do, after some errors. A process of many that fails ends by `fail_fast`.
+    Those of orbax do, after some errors. If one of several processes fails, `fail_fast` lets it exit.
     """
     try:
         run_command(main)
@@ -83,15 +83,15 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         _exit_now(_exit_code(error))
-    leave()
+    _exit_with_all()
 
 
-def leave() -> NoReturn:
-    """End this process, whose work is done, once all others have come here.
+def _exit_with_all() -> NoReturn:
+    """Exit with code 0, once all other processes have reached this point.
 
-    Taking apart what Python and XLA hold would take seconds on a busy machine.
+    It skips the shutdown of Python and XLA, which would take seconds on a busy machine.
     """
-    with suppress(jax.errors.JaxRuntimeError):  # of another process that has failed since
+    with suppress(jax.errors.JaxRuntimeError):  # raised if another process has failed since
         jax.distributed.shutdown()
     _exit_now(0)
 
@@ -101,15 +101,15 @@ def _peer_failure(error: BaseException) -> str:
     return f"PEER-FAILURE rank={jax.process_index()} step={steps_done()} cause={first_line}"
 
 
-def _leave(code: int) -> None:
-    jax.distributed.shutdown()  # returns when every process has come here; the timer does not wait as long
+def _shut_down(code: int) -> None:
+    jax.distributed.shutdown()  # returns when all processes have called it, or the timer of `fail_fast` ends this one
     time.sleep(CONSEQUENCE_DELAY_S)
     _exit_now(code)
 
 
 def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # nobody reads it any more, or it was closed from the start
+        with suppress(OSError, AttributeError):  # its reader is gone, or it was closed from the start
             stream.flush()
     os._exit(code)
 

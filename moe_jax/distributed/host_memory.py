@@ -1,19 +1,19 @@
-"""What a process does with memory of the host that was freed."""
+"""The treatment of freed host memory by the C library's allocator."""
 
 import ctypes
 from contextlib import suppress
 
-# of glibc's mallopt
+# parameters of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _NEVER = -1
 
 
 def keep_freed_memory() -> None:
-    """Keep it for whoever allocates next, instead of giving it back to the kernel; call it before threads are started.
+    """Reuse freed memory for later allocations instead of returning it to the kernel. Call it before starting threads.
 
-    XLA:CPU allocates a step's temporary memory anew for each step, and the kernel would clear all its pages, one fault
-    each. Arenas of other threads hold no block of more than 64 MiB, so there is one for all. With another C library
-    nothing changes.
+    XLA:CPU allocates a step's temporary memory again for each step, and the kernel would clear all its pages, with one
+    page fault each. As the arenas of other threads cannot have blocks of more than 64 MiB, all threads share one arena.
+    With another C library nothing changes.
     """
     with suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Joining the processes of one run: on a cluster that jax knows, or at an address given on the command line."""
+"""Joining the processes of one run: on a cluster that jax detects, or at an address from the command line."""
 
 import argparse
 import importlib.util
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import clusters  # no public interface tells what jax finds out about a cluster
+from jax._src import clusters  # what jax detects of a cluster has no public interface
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
@@ -21,46 +21,50 @@ from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
-from moe_jax.distributed.startup_barrier import Meeting, ProcessError, assemble
+from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
 
 T = TypeVar("T")
 
-JOIN_TIMEOUT_S = 300  # until every process has come
+JOIN_TIMEOUT_S = 300  # for all processes to join
 _LONGEST_JOIN_S = 7 * 24 * 3600
-HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead
-SHUTDOWN_TIMEOUT_S = 120  # that the first process to finish waits for the last
-THREADS_PER_DEVICE = 2  # of simulated ones
-BACKGROUND_THREADS_PER_DEVICE = 8  # more than pieces of exchanges in the background that a step waits for at once
-# XLA's flags for simulated devices, unless the environment sets them
-COLLECTIVE_TIMEOUT = {"--xla_cpu_collective_timeout_seconds": "600"}  # of a wait for the others, instead of for ever
-NO_UNROLLING = {"--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"}  # as fast, and sooner compiled
+HEARTBEAT_TIMEOUT_S = 30  # without a heartbeat, after which a process counts as dead
+SHUTDOWN_TIMEOUT_S = 120  # for which the first process to finish waits for the last
+THREADS_PER_DEVICE = 2  # XLA's threads per simulated device
+BACKGROUND_THREADS_PER_DEVICE = 8  # more than the pieces of background exchanges that a step waits for concurrently
+# XLA flags for simulated devices, unless the environment sets them
+COLLECTIVE_TIMEOUT = {
+    "--xla_cpu_collective_timeout_seconds": "600"
+}  # for which a collective waits for other devices; by default, for ever
+NO_UNROLLING = {
+    "--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"
+}  # programs are as fast, and compile faster
 OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """How this process finds the others of its run. Making it checks it: raises ProcessError."""
+    """Options for finding the other processes of the run. Raises ProcessError for invalid ones."""
 
-    mode: Literal["auto", "on", "off"] = "auto"  # auto: on where jax finds a cluster of more than one process
-    coordinator: str | None = None  # host:port of process 0, which serves it
+    mode: Literal["auto", "on", "off"] = "auto"  # auto: on if jax detects a cluster of more than one process
+    coordinator: str | None = None  # host:port at which process 0 serves
     num_processes: int | None = None
     process_id: int | None = None
-    join_timeout_s: float = JOIN_TIMEOUT_S  # until all processes have come
+    join_timeout_s: float = JOIN_TIMEOUT_S  # for all processes to join
 
     def __post_init__(self) -> None:
         if not 0 < self.join_timeout_s <= _LONGEST_JOIN_S:
             raise ProcessError(
                 f"--join-timeout={self.join_timeout_s:g} must be above 0 and at most {_LONGEST_JOIN_S} seconds"
             )
-        given = [self.coordinator, self.num_processes, self.process_id]
-        if all(value is None for value in given):
+        explicit = [self.coordinator, self.num_processes, self.process_id]
+        if all(value is None for value in explicit):
             return
-        if None in given:
+        if None in explicit:
             names = ("--coordinator", "--num-processes", "--process-id")
-            values = [f"{name}={value}" for name, value in zip(names, given, strict=True) if value is not None]
-            missing = [name for name, value in zip(names, given, strict=True) if value is None]
+            values = [f"{name}={value}" for name, value in zip(names, explicit, strict=True) if value is not None]
+            missing = [name for name, value in zip(names, explicit, strict=True) if value is None]
             raise ProcessError(f"{' '.join(values)} also needs {' and '.join(missing)}: give all three or none")
         if self.mode == "off":
             raise ProcessError(f"--coordinator={self.coordinator} contradicts --distributed=off: drop one of them")
@@ -75,10 +79,10 @@ class Processes:
 
 
 class ClusterManager(NamedTuple):
-    """A cluster that jax knows how to join."""
+    """A kind of cluster that jax can join."""
 
     name: str
-    num_processes: int | None  # None: only jax can ask for it
+    num_processes: int | None  # None: unknown until jax asks the cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> Processes:
-    """The options behind parsed flags. Raises ProcessError."""
+    """Make the options from parsed flags. Raises ProcessError."""
     return Processes(
         mode=arguments.distributed,
         coordinator=arguments.coordinator,
@@ -119,18 +123,18 @@ def initialize(
     in_background: bool = True,
     quick_compile: bool = False,
 ) -> None:
-    """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, if given.
+    """Join the run, before jax computes anything; each process simulates its share of `cpu_devices`, unless None.
 
-    `in_background` says whether steps may wait for exchanges in the background, of `exchange.algorithm` or
-    `.reduction`; `quick_compile` is that of the config.
+    `in_background` is whether steps may wait for background exchanges (of `exchange.algorithm` or `.reduction`);
+    `quick_compile` is the setting of that name.
 
-    Raises ProcessError for devices that do not divide over the processes, or other processes that do not come in time.
+    Raises ProcessError if devices do not divide over the processes, or if other processes do not join in time.
     """
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
     cluster = None
     if options.mode != "off" and options.coordinator is None:
-        cluster = find_cluster(os.environ, tpu="tpu" in (jax.config.jax_platforms or ""))  # type: ignore[attr-defined]
+        cluster = detect_cluster(os.environ, tpu="tpu" in (jax.config.jax_platforms or ""))  # type: ignore[attr-defined]
     if options.mode == "on" and options.coordinator is None and cluster is None:
         raise ProcessError(
             "--distributed=on finds no SLURM, Open MPI, TPU pod or Kubernetes job here: "
@@ -140,21 +144,20 @@ def initialize(
     if cpu_devices is not None:
         _simulate(cpu_devices, num_processes, cluster, in_background, quick_compile)
     if options.coordinator is not None:
-        bind = os.environ.get(
-            "JAX_COORDINATOR_BIND_ADDRESS", options.coordinator
-        )  # jax would listen on every interface
+        # by default, jax would listen on every interface
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", options.coordinator)
         _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
         _join_cluster(options.join_timeout_s)
-    if not jax.distributed.is_initialized():  # else settings are compared first
+    if not jax.distributed.is_initialized():  # with several processes, settings are compared first
         found_devices()
 
 
-def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:
-    """The cluster that jax would join, looked for in jax's order, but without asking the network.
+def detect_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:
+    """Detect the cluster that jax would join, in jax's order, but without network requests.
 
-    `tpu` says that jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even where a
-    process is alone.
+    `tpu` is whether jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even if there is
+    only one process.
     """
     if "OMPI_MCA_orte_hnp_uri" in environ:
         return ClusterManager("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
@@ -164,7 +167,7 @@ def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
     if tpu and hosts is not None:
         return ClusterManager("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
-    if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it where no TPU chip is plugged in
+    if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it if there is no TPU chip
         return ClusterManager("TPU", None)
     # Every pod has the first variable; only those of an indexed job have peers.
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
@@ -173,47 +176,47 @@ def find_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None
 
 
 def is_main_process() -> bool:
-    """Whether this process writes what a run writes once. Ask after `initialize`: it starts jax's devices."""
+    """Whether this is process 0, which writes the run's files. Call it after `initialize`: it starts jax's devices."""
     return jax.process_index() == 0
 
 
 def allgather(number: int) -> list[int]:
-    """What each process gives, a number in 0..2³²-1; all of them call it, and wait for each other."""
+    """Gather a number in 0..2³²-1 from each process; all of them call it, and wait for each other."""
     if jax.process_count() == 1:
         return [number]
     return multihost_utils.process_allgather(np.array(number, np.uint32)).tolist()
 
 
 def allgather_rows(numbers: NDArray[Any]) -> NDArray[Any]:
-    """The same of arrays of one shape: a row from each process."""
+    """Gather an array from each process, all of one shape, as the rows of an array; all of them call it."""
     if jax.process_count() == 1:
         return numbers[None]
     return np.asarray(multihost_utils.process_allgather(numbers))
 
 
-def from_process(giver: int, value: Any) -> Any:
-    """What one process gives, plain values as JSON has them; all of them call it."""
+def from_process(source: int, value: Any) -> Any:
+    """Broadcast the value of process `source`, which must fit in JSON; all processes call it."""
     text = json.dumps(value).encode()
-    length = allgather(len(text))[giver]
-    return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[giver].tobytes())
+    length = allgather(len(text))[source]
+    return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[source].tobytes())
 
 
 def nodes() -> list[int]:
-    """For each process a number of what is lost with it: its host or, where all are on one, the process itself."""
+    """Number the nodes of processes, which fail together: a node is a host or, if all are on one host, a process."""
     hosts = allgather(zlib.crc32(socket.gethostname().encode()))
     return hosts if len(set(hosts)) > 1 else list(range(len(hosts)))
 
 
 def read_alike(read: Callable[[], T], name: str) -> T:
-    """What a file called `name` holds, which has to be the same on all processes; all of them call it.
+    """Return `read()`, which must be the same on all processes; all of them call it. `name` is for messages.
 
-    Raises ConfigError if it differs, and what `read` raises.
+    Raises ConfigError if it differs, and the ConfigError of `read`.
     """
     error = found = None
     try:
         found = read()
     except ConfigError as problem:
-        error = problem  # told only once the others know that this process has none
+        error = problem  # raised only once the others know that this process has no value
     content = allgather(0 if error else zlib.crc32(repr(found).encode()) | 1)
     if error:
         raise error
@@ -223,7 +226,7 @@ def read_alike(read: Callable[[], T], name: str) -> T:
 
 
 def _join_cluster(timeout_s: float) -> None:
-    """With what jax finds out about its cluster."""
+    """Join the run with the parameters that jax detects on its cluster."""
     own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"),
@@ -241,7 +244,9 @@ def _join_cluster(timeout_s: float) -> None:
 
 
 def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str | None, timeout_s: float) -> None:
-    assemble(Meeting(address=coordinator, bind=bind, num_processes=count, process_id=rank, timeout_s=timeout_s))
+    wait_for_all(
+        StartupBarrier(address=coordinator, bind=bind, num_processes=count, process_id=rank, timeout_s=timeout_s)
+    )
     jax.distributed.initialize(
         coordinator,
         count,
@@ -272,15 +277,15 @@ def _simulate(
             f"mesh.cpu_devices={cpu_devices} is not divisible by {num_processes} processes "
             f"(each simulates an equal share): set mesh.cpu_devices={nearest_multiples(cpu_devices, num_processes)}"
         )
-    in_all = NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {})
-    _set_xla_flags(in_all | (COLLECTIVE_TIMEOUT if num_processes > 1 else {}))
+    flags = NO_UNROLLING | (OLDER_EMITTERS if quick_compile else {})
+    _set_xla_flags(flags | (COLLECTIVE_TIMEOUT if num_processes > 1 else {}))
     share = cpu_devices // num_processes
-    if share > 1:  # devices share XLA's pool, where waits keep threads, and more threads than that take time
+    if share > 1:  # devices share XLA's thread pool, in which waits block threads; more than needed cost time
         threads = BACKGROUND_THREADS_PER_DEVICE if in_background else THREADS_PER_DEVICE
         os.environ.setdefault("PJRT_NPROC", str(threads * share))
     keep_freed_memory()
     try:
-        jax.config.update("jax_num_cpu_devices", share)  # wins over XLA's --xla_force_host_platform_device_count
+        jax.config.update("jax_num_cpu_devices", share)  # overrides XLA's --xla_force_host_platform_device_count
     except RuntimeError:  # jax has its devices already, as in a notebook that trains twice
         devices = jax.local_devices()
         if (len(devices), devices[0].platform) != (share, "cpu"):
@@ -291,7 +296,7 @@ def _simulate(
 
 
 def _set_xla_flags(flags: Mapping[str, str]) -> None:
-    """But those that the environment sets already."""
-    given = os.environ.get("XLA_FLAGS", "")
-    own = [f"{name}={value}" for name, value in flags.items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *own])
+    """Add flags to XLA_FLAGS, except those that it already has."""
+    present = os.environ.get("XLA_FLAGS", "")
+    own = [f"{name}={value}" for name, value in flags.items() if name not in present]
+    os.environ["XLA_FLAGS"] = " ".join([*present.split(), *own])

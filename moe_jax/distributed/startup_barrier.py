@@ -1,8 +1,8 @@
-"""The processes of one run assemble before jax joins them, and say for whom they wait.
+"""A barrier for the processes of one run before jax joins them, which reports the processes that are missing.
 
-jax itself waits in silence, and ends with a stack of C++ when its time is over. Process 0 listens where jax's
-coordination service listens later, takes one line of JSON from each of the others, and answers when all are here.
-Anybody can connect to this port: a connection that says anything else is closed, and nothing comes of it.
+jax itself waits without a message, and exits with a C++ stack trace after its timeout. Process 0 listens on the port on
+which jax's coordination service listens later, receives one line of JSON from each other process, and answers when all
+have arrived. Anybody can connect to this port: a connection that sends anything else is closed, without effect.
 """
 
 import json
@@ -20,22 +20,22 @@ from moe_jax.distributed.heartbeat import PIPE, is_supervised
 from moe_jax.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, UserError
 from moe_jax.parallel.reception import Reception
 
-QUIET_S = 1  # of a wait about which nothing is said: processes that are started together come within it
-QUIET_SUPERVISED_S = 30  # the same under the launcher, which watches all of them
-_CALL_S = 3  # that a call of process 0 may take, which may not answer at all
-_LONGEST = 4096  # bytes of a line
-_AGAIN_S = 0.1  # between calls of process 0
-_LOOK_S = 0.25
-_SERVICE_S = 60  # until jax's service listens, once all are here
-_MOST_LISTED = 8
+QUIET_S = 1  # of waiting before a message: processes that are started together arrive within it
+QUIET_SUPERVISED_S = 30  # the same under the launcher, which watches all processes
+_CONNECT_S = 3  # timeout of a connection to process 0, which may not answer at all
+_MAX_LINE = 4096  # bytes
+_RETRY_S = 0.1  # between connections to process 0
+_POLL_S = 0.25
+_SERVICE_S = 60  # until jax's service listens, once all processes have arrived
+_MAX_LISTED = 8
 
 
 class ProcessError(UserError):
-    """Processes that cannot form one run."""
+    """The processes cannot form one run."""
 
 
 class AbsentError(ProcessError):
-    """Others have not come in time. A launcher starts all again."""
+    """Other processes have not arrived in time. A launcher starts all again."""
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
@@ -43,68 +43,70 @@ class AbsentError(ProcessError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Where the processes of a run meet."""
+class StartupBarrier:
+    """The address at which the processes of a run wait for each other, and their number."""
 
     address: str  # host:port of process 0
-    bind: str | None  # where process 0 listens; None: on all interfaces, at the address's port
+    bind: str | None  # host:port on which process 0 listens; None: all interfaces, with the port of `address`
     num_processes: int
-    process_id: int  # this one's
+    process_id: int  # of this process
     timeout_s: float
 
 
-def assemble(meeting: Meeting) -> None:
-    """Return once all processes are here; jax's service can then listen there, or does. Raises ProcessError."""
-    if meeting.process_id == 0:
-        with _listen(meeting) as server:
-            if meeting.num_processes > 1:
-                _wait_for_others(server, meeting)
+def wait_for_all(barrier: StartupBarrier) -> None:
+    """Wait until all processes have arrived; jax's service can then listen there, or does. Raises ProcessError."""
+    if barrier.process_id == 0:
+        with _listen(barrier) as server:
+            if barrier.num_processes > 1:
+                _wait_for_others(server, barrier)
     else:
-        _call(meeting)
-        _await_service(meeting)
+        _call(barrier)
+        _await_service(barrier)
 
 
-class _Patience:
-    """With others, for so many seconds. What is waited for is said once, unless it comes soon."""
+class _Timeout:
+    """A timeout in seconds, with one message about what is waited for, unless that arrives soon."""
 
     def __init__(self, seconds: float) -> None:
-        self._began, self._seconds, self._has_spoken = time.monotonic(), seconds, False
+        self._began, self._seconds, self._has_reported = time.monotonic(), seconds, False
 
     def is_over(self, after_s: float = 0) -> bool:
+        """Whether the time is over, since `after_s` seconds."""
         return time.monotonic() - self._began > self._seconds + after_s
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
+        """Print what is waited for, on stderr, if that was not done and has taken longer than the quiet time."""
         quiet_s = QUIET_SUPERVISED_S if _has_launcher() else QUIET_S
-        if not self._has_spoken and time.monotonic() - self._began > quiet_s:
-            self._has_spoken = True
+        if not self._has_reported and time.monotonic() - self._began > quiet_s:
+            self._has_reported = True
             sys.stderr.write(f"{text}, at most {self._seconds:g} s\n")
             sys.stderr.flush()
 
 
-def _wait_for_others(server: socket.socket, meeting: Meeting) -> None:
-    patience, count, attendance = _Patience(meeting.timeout_s), meeting.num_processes, _Attendance(meeting)
-    with Reception(server, _LONGEST, lambda said: said.endswith(b"\n")) as reception:
-        while missing := attendance.missing():
+def _wait_for_others(server: socket.socket, barrier: StartupBarrier) -> None:
+    timeout, count, arrivals = _Timeout(barrier.timeout_s), barrier.num_processes, _Arrivals(barrier)
+    with Reception(server, _MAX_LINE, lambda received: received.endswith(b"\n")) as reception:
+        while missing := arrivals.missing():
             here = f"{count - len(missing)} of {count} processes are here"
-            if patience.is_over():
+            if timeout.is_over():
                 problem = (
-                    f"--coordinator={meeting.address}: {_listed(missing)} did not come within {meeting.timeout_s:g} s "
+                    f"--coordinator={barrier.address}: {_listed(missing)} did not come within {barrier.timeout_s:g} s "
                     f"({here}): start it with the same --coordinator and --num-processes, or set --join-timeout higher"
                 )
-                attendance.dismiss(refused=problem, late=True)
+                arrivals.answer_all(refused=problem, late=True)
                 raise AbsentError(problem)
-            patience.say(f"waiting for {_listed(missing)} at {meeting.address} ({here})")
-            for connection, said in reception.hear(_LOOK_S):
-                attendance.admit(connection, said)
-    attendance.dismiss(all_here=True)  # jax's service can listen here now
+            timeout.report(f"waiting for {_listed(missing)} at {barrier.address} ({here})")
+            for connection, line in reception.hear(_POLL_S):
+                arrivals.add(connection, line)
+    arrivals.answer_all(all_here=True)  # jax's service can listen here now
 
 
-def _call(meeting: Meeting) -> None:
-    """Say to process 0 that this one is here, and wait until all are. Raises ProcessError."""
-    patience, name = _Patience(meeting.timeout_s), f"--coordinator={meeting.address}"
+def _call(barrier: StartupBarrier) -> None:
+    """Report to process 0 that this process has arrived, and wait until all have. Raises ProcessError."""
+    timeout, name = _Timeout(barrier.timeout_s), f"--coordinator={barrier.address}"
     while True:
         try:
-            answer = _answer(meeting, patience)
+            answer = _answer(barrier, timeout)
         except OSError as error:
             reason = error.strerror or str(error)
         else:
@@ -113,63 +115,64 @@ def _call(meeting: Meeting) -> None:
             if "refused" in answer:
                 raise (AbsentError if answer.get("late") else ProcessError)(str(answer["refused"])[:1000])
             reason = "something else than process 0 answers"
-        if patience.is_over():
+        if timeout.is_over():
             raise AbsentError(
-                f"{name} does not answer for {meeting.timeout_s:g} s ({reason}): "
+                f"{name} does not answer for {barrier.timeout_s:g} s ({reason}): "
                 "start process 0 there, or correct the address"
             )
-        patience.say(f"process {meeting.process_id} waits for process 0 at {meeting.address} ({reason})")
-        time.sleep(_AGAIN_S)
+        timeout.report(f"process {barrier.process_id} waits for process 0 at {barrier.address} ({reason})")
+        time.sleep(_RETRY_S)
 
 
-def _answer(meeting: Meeting, patience: _Patience) -> dict[str, Any]:
-    """Of process 0, or whoever listens there. Raises OSError."""
-    card = {"process": meeting.process_id, "of": meeting.num_processes}
+def _answer(barrier: StartupBarrier, timeout: _Timeout) -> dict[str, Any]:
+    """Connect to process 0, or whatever listens there, and return its answer. Raises OSError."""
+    hello = {"process": barrier.process_id, "of": barrier.num_processes}
     line = b""
-    with socket.create_connection(_split(meeting.address), timeout=_CALL_S) as connection:
-        connection.sendall(json.dumps(card).encode() + b"\n")
-        connection.settimeout(_LOOK_S)
+    with socket.create_connection(_split(barrier.address), timeout=_CONNECT_S) as connection:
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        connection.settimeout(_POLL_S)
         while not line.endswith(b"\n"):
-            patience.say(f"process {meeting.process_id} waits for the others at {meeting.address}")
+            timeout.report(f"process {barrier.process_id} waits for the others at {barrier.address}")
             try:
-                part = connection.recv(_LONGEST - len(line))
+                part = connection.recv(_MAX_LINE - len(line))
             except TimeoutError:
-                if patience.is_over(after_s=1):  # process 0, whose time is over as well, knows who is missing
+                if timeout.is_over(after_s=1):  # later than process 0, which knows the missing processes
                     raise
                 continue
             if not part:
                 raise ConnectionError("it closes the connection")
             line += part
-    return _message(line)
+    return _parse_message(line)
 
 
-def _await_service(meeting: Meeting) -> None:
-    """Until jax's service listens: its client would call again only after a second. Raises AbsentError."""
-    patience = _Patience(_SERVICE_S)
+def _await_service(barrier: StartupBarrier) -> None:
+    """Wait until jax's service listens: its client would retry only after a second. Raises AbsentError."""
+    timeout = _Timeout(_SERVICE_S)
     while True:
         with suppress(OSError):
-            socket.create_connection(_split(meeting.address), timeout=_CALL_S).close()
+            socket.create_connection(_split(barrier.address), timeout=_CONNECT_S).close()
             return
-        if patience.is_over():
-            raise AbsentError(f"--coordinator={meeting.address}: process 0 is gone: start all processes again")
-        time.sleep(_AGAIN_S / 5)
+        if timeout.is_over():
+            raise AbsentError(f"--coordinator={barrier.address}: process 0 is gone: start all processes again")
+        time.sleep(_RETRY_S / 5)
 
 
-class _Attendance:
-    """Which processes are here, as process 0 hears them."""
+class _Arrivals:
+    """The processes that have arrived, with their connections to process 0."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._here: dict[int, socket.socket] = {}
+    def __init__(self, barrier: StartupBarrier) -> None:
+        self._barrier = barrier
+        self._connections: dict[int, socket.socket] = {}
 
     def missing(self) -> set[int]:
-        """Processes that have not come, or have left again."""
-        self._here = {process: connection for process, connection in self._here.items() if _is_there(connection)}
-        return set(range(1, self._meeting.num_processes)) - self._here.keys()
+        """Return the processes that have not arrived, or have disconnected again."""
+        present = self._connections.items()
+        self._connections = {process: connection for process, connection in present if _is_waiting(connection)}
+        return set(range(1, self._barrier.num_processes)) - self._connections.keys()
 
-    def admit(self, connection: socket.socket, said: bytes) -> None:
-        """Let a process in that says who it is; a stranger is dropped."""
-        message, own = _message(said), self._meeting.num_processes
+    def add(self, connection: socket.socket, line: bytes) -> None:
+        """Add a process that has sent this line; close the connection if it is not from a process of the run."""
+        message, own = _parse_message(line), self._barrier.num_processes
         process, count = message.get("process"), message.get("of")
         if not isinstance(process, int) or not isinstance(count, int):
             connection.close()
@@ -178,50 +181,50 @@ class _Attendance:
         elif process not in self.missing():
             self._refuse(connection, f"there is a process with --process-id={process} already")
         else:
-            self._here[process] = connection
+            self._connections[process] = connection
 
-    def dismiss(self, **answer: Any) -> None:
-        """Answer all who are here, for the last time."""
-        for connection in self._here.values():
-            _say(connection, answer)
+    def answer_all(self, **answer: Any) -> None:
+        """Send an answer to all processes that have arrived, and close their connections."""
+        for connection in self._connections.values():
+            _send(connection, answer)
             connection.close()
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         cure = "give all the same --num-processes, and each a --process-id of its own"
-        _say(connection, {"refused": f"--coordinator={self._meeting.address}: {why}: {cure}"})
+        _send(connection, {"refused": f"--coordinator={self._barrier.address}: {why}: {cure}"})
         connection.close()
 
 
-def _listen(meeting: Meeting) -> socket.socket:
-    """Raises ProcessError where jax would crash without a word."""
-    host, port = _split(meeting.bind or meeting.address)
+def _listen(barrier: StartupBarrier) -> socket.socket:
+    """Listen on the address of process 0. Raises ProcessError if it cannot be opened; jax would crash silently."""
+    host, port = _split(barrier.bind or barrier.address)
     try:
-        if meeting.bind is None or host == "::":  # as jax does
-            return _everywhere(port)
+        if barrier.bind is None or host == "::":  # as jax does
+            return _listen_on_all_interfaces(port)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]  # Python adds what it tried
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds what it tried to do
         raise ProcessError(
-            f"--coordinator={meeting.bind or meeting.address} cannot be opened by process 0 ({reason}): "
+            f"--coordinator={barrier.bind or barrier.address} cannot be opened by process 0 ({reason}): "
             "name an address of its own host and a free port"
         ) from None
 
 
-def _everywhere(port: int) -> socket.socket:
+def _listen_on_all_interfaces(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("0.0.0.0", port))
 
 
-def _say(connection: socket.socket, content: dict[str, Any]) -> None:
-    with suppress(OSError):  # it is gone
+def _send(connection: socket.socket, content: dict[str, Any]) -> None:
+    with suppress(OSError):  # the other side is gone
         connection.settimeout(1)
         connection.sendall(json.dumps(content).encode() + b"\n")
 
 
-def _is_there(connection: socket.socket) -> bool:
-    """Whether the other side waits; it says nothing meanwhile."""
+def _is_waiting(connection: socket.socket) -> bool:
+    """Whether the other side is still connected; it sends nothing while it waits. Closes the connection if not."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -232,8 +235,8 @@ def _is_there(connection: socket.socket) -> bool:
     return False
 
 
-def _message(line: bytes) -> dict[str, Any]:
-    """Empty if it is none."""
+def _parse_message(line: bytes) -> dict[str, Any]:
+    """Parse a JSON object; return an empty one if the line is something else."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -243,7 +246,7 @@ def _message(line: bytes) -> dict[str, Any]:
 
 def _listed(processes: Iterable[int]) -> str:
     numbers = [str(number) for number in sorted(processes)]
-    some = numbers if len(numbers) <= _MOST_LISTED else [*numbers[:_MOST_LISTED], f"… ({len(numbers)} in all)"]
+    some = numbers if len(numbers) <= _MAX_LISTED else [*numbers[:_MAX_LISTED], f"… ({len(numbers)} in all)"]
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(some)}"
 
 

@@ -1,36 +1,43 @@
-"""What a supervisor waits for, and its signals."""
+"""The events that a supervisor waits for, its signals, and its log lines."""
 
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-# (rank of a worker, its exit code), or one of these with …
+# (rank of a worker, its exit code), or one of these kinds with a value:
 Events = queue.SimpleQueue[tuple[int, Any]]
-SIGNALLED = -1  # the signal that this supervisor got
-FORWARDED = -4  # the signal that one of another host got
-JOINED = -2  # the number of another host
-TOLD = -3  # what host 0 tells this one; None: it is lost
+SIGNALLED = -1  # the signal that this supervisor has received
+FORWARDED = -4  # the signal that the supervisor of another host has received
+JOINED = -2  # the number of a host that has joined
+MESSAGE = -3  # a message from host 0; None: host 0 is lost
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_S = 0.25  # between looks: a signal that comes just before a wait does not end it
+POLL_S = 0.25  # between polls: a signal that arrives just before a wait does not end the wait
 
 
 def put_stop_signals(events: Events) -> None:
-    """From now on this process's stop signals are events."""
+    """Turn the stop signals of this process into events, from now on."""
     for number in STOP_SIGNALS:
         signal.signal(number, lambda received, _: events.put((SIGNALLED, received)))
 
 
 def signal_within(seconds: float, events: Events, enough: Callable[[], bool] = lambda: False) -> int:
-    """The signal that comes in that time, or until it is `enough`; 0: none. Other events go by."""
+    """Wait so many seconds, or until `enough()`, for a stop signal; return it, or 0. Other events are dropped."""
     deadline = time.monotonic() + seconds
     while (left_s := deadline - time.monotonic()) > 0 and not enough():
         try:
-            kind, value = events.get(timeout=min(LOOK_S, left_s))
+            kind, value = events.get(timeout=min(POLL_S, left_s))
         except queue.Empty:
             continue
         if kind in (SIGNALLED, FORWARDED):
             return int(value)
     return 0
+
+
+def log(text: str) -> None:
+    """Print one line on stderr, unless it is empty."""
+    if text:
+        print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which hosts a run has, by the command line, the environment, and SLURM."""
+"""The hosts of a run, from the command line, the environment, and SLURM."""
 
 import argparse
 import os
@@ -10,9 +10,9 @@ from moe_jax.distributed.address import split_address
 from moe_jax.launch.start import TOKEN, LaunchError
 from moe_jax.launch.supervisor import PORTS
 
-_SHORTEST_TOKEN = 16
-LONGEST_S = 10**7  # of a wait: four months
-_SLURM = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")  # of a task, not of sbatch's own shell
+_MIN_TOKEN = 16  # characters
+LONGEST_S = 10**7  # the longest timeout: four months
+_SLURM = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")  # set in tasks, but not in sbatch's shell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The settings of a Launch behind parsed flags. Raises LaunchError."""
+    """Return the settings of a Launch about hosts, from parsed flags. Raises LaunchError."""
     hosts, host = arguments.hosts, arguments.host
     if hosts is None and all(name in environ for name in _SLURM):
         hosts, tasks, node = (int(environ[name]) for name in _SLURM)
@@ -49,7 +49,7 @@ def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
     if not 1 <= least <= hosts:
         raise LaunchError(f"--min-hosts={least} must be 1..{hosts} (--hosts)")
     check_number("--host-timeout", arguments.host_timeout, Range(0, LONGEST_S, above=True))
-    address, token = _meeting(hosts, arguments, environ) if hosts > 1 else (("127.0.0.1", 0), b"")
+    address, token = _address_and_token(hosts, arguments, environ) if hosts > 1 else (("127.0.0.1", 0), b"")
     return {
         "hosts": hosts,
         "host": host,
@@ -60,8 +60,10 @@ def hosts_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
     }
 
 
-def _meeting(hosts: int, arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, int], bytes]:
-    """Where they meet, and the secret by which they know each other."""
+def _address_and_token(
+    hosts: int, arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[tuple[str, int], bytes]:
+    """Return the rendezvous address, and the secret with which hosts authenticate. Raises LaunchError."""
     if arguments.rendezvous is None:
         raise LaunchError(
             f"--hosts={hosts} also needs --rendezvous, an address of host 0 and a port, e.g. 10.0.0.1:8475"
@@ -75,12 +77,12 @@ def _meeting(hosts: int, arguments: argparse.Namespace, environ: Mapping[str, st
     if arguments.port is not None:
         raise LaunchError(
             f"--port={arguments.port} is for one host: with --hosts={hosts}, processes meet on the {PORTS} ports "
-            "behind that of --rendezvous"
+            "after that of --rendezvous"
         )
     token = environ.get(TOKEN, "")
-    if len(token) < _SHORTEST_TOKEN:
+    if len(token) < _MIN_TOKEN:
         raise LaunchError(
-            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN}: set it to the same secret on all "
+            f"{TOKEN} has {len(token)} characters and needs {_MIN_TOKEN}: set it to the same secret on all "
             "hosts, made once by python -c 'import secrets; print(secrets.token_hex())'"
         )
     return address, token.encode()

@@ -1,4 +1,4 @@
-"""What is started, and how one worker of it is: the same on every host of a run."""
+"""The settings of a launch, and the start of one worker: the same on every host of a run."""
 
 import hmac
 import os
@@ -21,61 +21,61 @@ TOKEN = "MOE_JAX_TOKEN"  # environment variable with the secret that the hosts o
 
 
 class LaunchError(UserError):
-    """Processes that cannot be started."""
+    """The processes cannot be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is started, and how patiently."""
+    """The settings of a launch: the command, its processes and hosts, and timeouts."""
 
     module: str
     command: Sequence[str]  # arguments of the module
-    processes: int  # of each host
-    min_processes: int  # of all hosts together, that may go on without the others
-    port: int | None  # of one host; None: a free one
+    processes: int  # per host
+    min_processes: int  # on all hosts together, below which the run does not continue
+    port: int | None  # of the coordinator on a single host; None: a free one
     grace_s: float
     retries: int
     progress_timeout_s: float
     start_timeout_s: float
     hosts: int
-    host: int  # this one
-    min_hosts: int  # that may go on without the others
-    rendezvous: tuple[str, int]  # address of host 0 and first port; without a meaning for one host
-    host_timeout_s: float  # that missing hosts are waited for
-    token: bytes  # the secret of several hosts
+    host: int  # number of this host
+    min_hosts: int  # below which the run does not continue
+    rendezvous: tuple[str, int]  # address of host 0 and first port; unused with one host
+    host_timeout_s: float  # for which missing hosts are waited for
+    token: bytes  # the secret that hosts share; empty with one host
 
 
 class WorkerShare(NamedTuple):
     """One worker's part in a generation."""
 
     rank: int
-    place: int
+    place: int  # see places.py
     processes: int  # of the generation
     coordinator: str  # host:port of rank 0
-    again: bool  # behind another generation, from whose checkpoints it goes on
+    again: bool  # after another generation, from the checkpoints of which it resumes
 
 
 @contextmanager
 def worker_environ(launch: Launch) -> Iterator[dict[str, str]]:
-    """The environment of workers, with a folder that keeps compiled programs from generation to generation.
+    """Make the environment of workers, with a folder that caches compiled programs for later generations.
 
-    It names the launch, the same on all hosts and after any of them has started again, and not its secret.
+    It has an ID of the launch, which is the same on all hosts and after restarts of launchers, but not the secret.
     """
     with tempfile.TemporaryDirectory(prefix="moe_jax_programs_") as programs:
         environ = {PROGRAMS: programs, **os.environ}
-        environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # of another address than ours
+        environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # it is for another address
         environ.pop(TOKEN, None)
         if launch.hosts > 1:
-            meeting = f"{launch.rendezvous[0]} {launch.rendezvous[1]}".encode()
-            environ[LAUNCH] = hmac.digest(launch.token, meeting, "sha256").hex()[:16]
+            address = f"{launch.rendezvous[0]} {launch.rendezvous[1]}".encode()
+            environ[LAUNCH] = hmac.digest(launch.token, address, "sha256").hex()[:16]
         yield environ
 
 
-def start(launch: Launch, part: WorkerShare, environ: Mapping[str, str], events: Events) -> Worker:
+def start(launch: Launch, share: WorkerShare, environ: Mapping[str, str], events: Events) -> Worker:
     """Start a worker on this host."""
-    fewer = settings_of_fewer(launch.command, part.processes, launch.hosts * launch.processes)
-    meeting = ["--coordinator", part.coordinator, "--num-processes", str(part.processes)]
-    resume = ["checkpoint.resume=true"] if part.again and launch.module == TRAINING else []
-    command = [*launch.command, *fewer, *resume, *meeting, "--process-id", str(part.rank)]
-    on_gpus = {"JAX_LOCAL_DEVICE_IDS": str(part.place % launch.processes), **environ}  # one for each process
-    return Worker(part.rank, [sys.executable, "-m", launch.module, *command], on_gpus, events)
+    fewer = settings_of_fewer(launch.command, share.processes, launch.hosts * launch.processes)
+    joining = ["--coordinator", share.coordinator, "--num-processes", str(share.processes)]
+    resume = ["checkpoint.resume=true"] if share.again and launch.module == TRAINING else []
+    command = [*launch.command, *fewer, *resume, *joining, "--process-id", str(share.rank)]
+    on_gpus = {"JAX_LOCAL_DEVICE_IDS": str(share.place % launch.processes), **environ}  # one GPU per process
+    return Worker(share.rank, [sys.executable, "-m", launch.module, *command], on_gpus, events)

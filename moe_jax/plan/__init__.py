@@ -1,1 +1,1 @@
-"""WHICH mapping and schedule: pure functions of numbers; never imports jax."""
+"""Planning: which mesh, schedule and settings to train with. Pure functions of numbers; never imports jax."""

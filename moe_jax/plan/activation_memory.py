@@ -1,13 +1,13 @@
-"""What the blocks of a model keep for their backward pass, in bytes of one device, and what one of them works on.
+"""Activation memory: bytes per device that blocks store for their backward pass, and sizes that these depend on.
 
-The values are those that jax stacks up for the backward loop, read off the traced step:
+The stored values are those that jax stacks for the backward loop, read off the traced step:
 - *all*: every value that a derivative reads. Plain steps, and scheduled ones on CPUs and GPUs.
 - *least*: a minimum cut of them (`step/scheduled/min_cut_remat.py`). Scheduled steps on TPUs.
-- *dots*, *full*: what `schedule.remat` leaves. A plain step keeps the input of a period of blocks, a scheduled one that
-  of every task: rows are not sent again.
+- *dots*, *full*: the values that `schedule.remat` leaves. A plain step stores the input of a period of blocks, a
+  scheduled one the input of every task: rows are not sent again.
 
-T tokens of a context rank, n of them its tensor rank's own; D model width, H·K and G·K widths of its query and key
-heads, F hidden widths, all as its tensor rank has them.
+T is the number of tokens of a context rank, of which n belong to its tensor rank; D is the model width, H·K and G·K the
+widths of its query and key heads, F hidden widths, all as sharded on its tensor rank.
 """
 
 import math
@@ -23,8 +23,8 @@ from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.work import ITEM_BYTES, ring_tile
 
 Mode = Literal["all", "least", "dots", "full"]
-# Rows of the least and the largest tile of grouped products, see models/grouped_products.py. Where auto times them, the
-# first has the largest tiles, so no other keeps more.
+# Rows of the smallest and the largest tile of grouped products, see models/grouped_products.py. If auto times the
+# implementations, the first one listed has the largest tiles, so no other stores more.
 TILES = {
     "cpu": {"blocks": (8, 64)},
     "gpu": {"blocks": (64, 512), "ragged": (64, 512), "pallas": (64, 128)},
@@ -35,26 +35,26 @@ _LANE_TILE = 8  # rows, see models/dispatchers/ragged.py
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """Rows of a block with experts, of all microbatches."""
+    """Rows of a block with experts, over all microbatches."""
 
-    sent: float  # to the experts, and back
-    computed: float  # that this rank's experts see, padding included
-    rare: float = 0.0  # room for those beyond the lanes of a ragged exchange
+    sent: float  # rows sent to the experts, and back
+    computed: float  # rows that this rank's experts compute, padding included
+    overflow: float = 0.0  # buffer rows for those beyond the lanes of a ragged exchange
     ragged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSizes:
-    """Of what one device computes."""
+    """The sizes that one device computes with."""
 
-    item: int  # bytes of a number in the compute type
+    item: int  # bytes of a number in the compute dtype
     sequences: float
     tokens: float
     own_tokens: float
-    length: int  # of this context rank's share of a sequence
-    keys: int  # that its queries are computed with at once
-    ring: bool  # of context ranks
-    kernel: Kernel  # of attention
+    length: int  # tokens of a sequence on this context rank
+    keys: int  # keys that a query is multiplied with at once
+    ring: bool  # whether keys and values travel around a ring of context ranks
+    kernel: Kernel  # the attention kernel
     microbatches: int
     heads: float
     kv_heads: float
@@ -63,14 +63,14 @@ class DeviceSizes:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key that are in memory at once, masked ones included."""
+        """The number of (query, key) pairs that are in memory at once, masked ones included."""
         if self.kernel == "cudnn":
             return 0.0
         return self.sequences * self.heads * (self.keys**2 if self.ring else self.length * self.keys)
 
 
 def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSizes:
-    """For devices along each axis of `mesh`, none of them -1."""
+    """The sizes of a config on one device; `mesh` has the number of devices along each axis, none of them -1."""
     model, schedule = config.model, config.schedule
     tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
     ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
@@ -94,31 +94,31 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSi
 
 
 def mode_of(config: Config, platform: str) -> Mode:
-    """Of a config's blocks."""
+    """The values that a config's blocks store."""
     if config.schedule.remat != "none":
         return config.schedule.remat
     return "least" if platform == "tpu" and config.step_facts.orders_tasks else "all"
 
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> RowCounts:
-    """Of a device with so many tokens of its own."""
+    """Rows of a device that has `tokens` tokens of its own."""
     moe, ranks, tensor = config.model.moe, config.mesh.expert_ranks(mesh), mesh["tensor"]
     if not moe.num_experts:
         return RowCounts(sent=0, computed=0)
-    held, part = moe.num_experts // ranks, tokens // parts
+    local_experts, part = moe.num_experts // ranks, tokens // parts
     if moe.gate_facts.mixes:
         sent = moe.num_experts * moe.slots_per_expert
         return RowCounts(sent=sent, computed=tensor * sent)
     if moe.capacity_factor is None:
         own = config.data.seq_len // (tensor * mesh["context"])
-        width = own * min(moe.top_k, held)
+        width = own * min(moe.top_k, local_experts)
         if config.exchange.rank_capacity_factor is not None:
             width = min(width, math.ceil(Fraction(str(config.exchange.rank_capacity_factor)) * own * moe.top_k / ranks))
         received = tensor * ranks * width * (part // own)
         tiles = TILES[platform]
         least, most = tiles.get(config.train.grouped_product, next(iter(tiles.values())))
-        tile = min(max(1 << (max(received // held, 1).bit_length() - 1), least), most)
-        padded = -(-(received + held * (tile - 1)) // tile) * tile
+        tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
+        padded = -(-(received + local_experts * (tile - 1)) // tile) * tile
         return RowCounts(sent=parts * received / tensor, computed=parts * padded)
     slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.facts.ragged or (
@@ -134,11 +134,16 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         return RowCounts(sent=sent, computed=tensor * sent)
     most = ranks * min(slots, part)
     lane = min(-(-slots * ranks // (parts * _LANE_TILE)) * _LANE_TILE, most)
-    return RowCounts(sent=moe.top_k * tokens, computed=parts * held * lane, rare=held * (most - lane), ragged=True)
+    return RowCounts(
+        sent=moe.top_k * tokens,
+        computed=parts * local_experts * lane,
+        overflow=local_experts * (most - lane),
+        ragged=True,
+    )
 
 
 def _mlps(model: ModelConfig, kind: str) -> list[int]:
-    """Hidden widths of a block's MLPs that every token meets."""
+    """Hidden widths of a block's MLPs that every token passes through."""
     moe = model.moe
     widths = {
         "dense": [model.intermediate_size],
@@ -147,30 +152,31 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
     return [width for width in widths[kind] if width]
 
 
-def kept_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
-    """By a block of this kind, `dense` or `moe`."""
+def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
+    """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
-    keys = key * (1 if sizes.ring else sizes.keys / sizes.length)  # of other context ranks, too, if they are gathered
+    # if keys are gathered, including those of other context ranks
+    keys = key * (1 if sizes.ring else sizes.keys / sizes.length)
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
-    squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are computed again
-    filled_up = 0.0
-    if sizes.kernel == "cudnn":  # one sum for each query; values, and what queries see of them, as wide as keys
+    squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are recomputed
+    padded = 0.0
+    if sizes.kernel == "cudnn":  # one sum per query; values and attention outputs padded to the width of keys
         statistics /= 2
         extra = model.qk_width - model.v_width
-        filled_up = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
+        padded = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
-    matrices = 2 if model.is_gated else 1  # in front of the activation
-    of_activation = 9 if model.activation == "clipped_swiglu" else 6  # values, where all are kept
+    matrices = 2 if model.is_gated else 1  # before the activation function
+    activation_values = 9 if model.activation == "clipped_swiglu" else 6  # stored per hidden value in mode "all"
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
-        total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the product behind
+        total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the next product
         total += 6 * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
-        total += of_activation * hidden_values + (stream if mlps else 0)
+        total += activation_values * hidden_values + (stream if mlps else 0)
         total += item * model.hidden_size * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
     elif mode == "least":
         total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
@@ -178,37 +184,36 @@ def kept_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, re
         total += matrices * hidden_values
         total += item * model.hidden_size * (1 + len(mlps)) * whole
     else:
-        total = stream  # a block's input, or what its MLP adds to that: a product
+        total = stream  # a block's input, or the output of its MLP, which is a product
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
     if mode in ("all", "least"):
-        total += filled_up
+        total += padded
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
-    total += (
-        item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
-    )  # received and returned rows, places
-    of_hidden = {"all": of_activation, "least": matrices}.get(mode, 0)
+    # received and returned rows, and their destinations
+    total += item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
+    of_hidden = {"all": activation_values, "least": matrices}.get(mode, 0)
     total += of_hidden * rows.computed * moe.intermediate_size / sizes.tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
     if moe.shared_gate and mode == "all":
-        total += item * model.hidden_size * sizes.tokens  # what is gated
+        total += item * model.hidden_size * sizes.tokens  # the output of shared experts, before its gate
     if rows.ragged:
-        total += stream + (rows.computed * model.hidden_size if mode == "all" else 0)  # to send again; a mask
+        total += stream + (rows.computed * model.hidden_size if mode == "all" else 0)  # rows to send again; a mask
     return total
 
 
 def _latent_bytes(sizes: DeviceSizes, model: ModelConfig, mode: Mode) -> float:
-    """What latents of queries, keys and values add to what attention keeps: norms' values, and what heads are made of.
+    """Bytes that latent queries, keys and values add: values of their norms, and the inputs of the heads.
 
-    Latents are gathered instead of what they are made of, and travel around a ring instead of keys and values.
+    Latents are gathered instead of the block's input, and they travel around a ring instead of keys and values.
     """
     latent, item, own = model.latent, sizes.item, sizes.own_tokens
     if latent.kv_lora_rank is None or mode == "full":
         return 0.0
-    of_queries, gathers = latent.q_lora_rank or model.hidden_size, sizes.tokens > own
+    query_width, gathers = latent.q_lora_rank or model.hidden_size, sizes.tokens > own
     normed = own * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
     rotated = latent.qk_rope_head_dim  # the same key in all heads
     if mode == "dots":
@@ -216,43 +221,44 @@ def _latent_bytes(sizes: DeviceSizes, model: ModelConfig, mode: Mode) -> float:
     total = normed * ((12 if mode == "all" else 0) + item)
     if gathers:
         whole = sizes.tokens - (own if mode == "all" else 0)
-        total += item * (sizes.tokens * (of_queries + latent.kv_lora_rank + rotated) - whole * model.hidden_size)
+        total += item * (sizes.tokens * (query_width + latent.kv_lora_rank + rotated) - whole * model.hidden_size)
     else:
-        total += item * own * of_queries
+        total += item * own * query_width
     if sizes.ring:
         total -= item * sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width)
     return total
 
 
-class _Waiting(NamedTuple):
-    """What weight gradients of a block wait for, beside what the forward pass keeps for them anyway."""
+class _DeferredCounts(NamedTuple):
+    """Counts of values that a block stores for deferred weight gradients, in addition to forward activations."""
 
-    float32: int  # of the width of the residual stream: norms' results
+    float32: int  # values as wide as the residual stream: results of norms
     queries: int
-    hidden: int  # of the widths of MLPs and experts
-    rows: int  # that MLPs and experts return
+    hidden: int  # values as wide as the hidden layers of MLPs and experts
+    rows: int  # outputs of MLPs and experts
     pairs: int
 
 
-_WAITING: dict[Mode, _Waiting] = {
-    "all": _Waiting(float32=0, queries=0, hidden=0, rows=0, pairs=0),  # all of it in the place of what is kept
-    "least": _Waiting(float32=2, queries=1, hidden=2, rows=1, pairs=0),  # so are queries, keys and the first row
-    "dots": _Waiting(float32=2, queries=5, hidden=4, rows=2, pairs=1),
-    "full": _Waiting(float32=1, queries=6, hidden=4, rows=2, pairs=0),
+_DEFERRED: dict[Mode, _DeferredCounts] = {
+    "all": _DeferredCounts(float32=0, queries=0, hidden=0, rows=0, pairs=0),  # all re-use the buffers of activations
+    "least": _DeferredCounts(float32=2, queries=1, hidden=2, rows=1, pairs=0),  # so do queries, keys and the first row
+    "dots": _DeferredCounts(float32=2, queries=5, hidden=4, rows=2, pairs=1),
+    "full": _DeferredCounts(float32=1, queries=6, hidden=4, rows=2, pairs=0),
 }
 
 
-def held_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode) -> float:
-    """What activation gradients of a block leave to weight gradients that come later, as read off traced steps.
+def deferred_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode) -> float:
+    """Bytes that a block's activation gradients leave to weight gradients that run later, as read off traced steps.
 
-    Beside what finds room in kept values that nobody reads any more: the softmax, or all that a `remat` keeps.
+    Values that fit into buffers of activations that are no longer read do not count: those of the softmax, or all that
+    a `remat` stores.
     """
-    moe, counts, computed = model.moe, _WAITING[mode], sizes.rows.computed if kind == "moe" else 0
+    moe, counts, computed = model.moe, _DEFERRED[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
     hidden = (sizes.tokens * sum(mlps) + computed * moe.intermediate_size) / sizes.tensor
     rows = model.hidden_size * (sizes.own_tokens * len(mlps) + computed)
     pairs = 0 if sizes.ring else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
-    waiting = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
-    room = 4 * pairs if mode == "least" else kept_bytes(sizes, model, kind, mode, "task")
-    return max(0.0, waiting - room)
+    deferred = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
+    reused = 4 * pairs if mode == "least" else stored_bytes(sizes, model, kind, mode, "task")
+    return max(0.0, deferred - reused)

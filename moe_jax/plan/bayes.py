@@ -1,8 +1,8 @@
-"""Bayesian optimisation of a few settings, e.g. the size of a reduction's chunks (FlowMoE, section 4.3).
+"""Bayesian optimisation of a few settings, e.g. the size of gradient buckets (FlowMoE, section 4.3).
 
-A Gaussian process with a Matérn kernel says where the time of a step is expected and how sure that is; the next sample
-is where the expected improvement is largest. Numbers are as near as their logarithms, names are the same or not; how
-far a setting reaches is fitted for each of them.
+A Gaussian process with a Matérn kernel predicts the mean and the uncertainty of the step time; the next sample has the
+largest expected improvement. The distance of two numbers is that of their logarithms, and names are either equal or
+not. The length scale of each setting is fitted.
 
 S settings, n choices, m samples, F fits.
 """
@@ -17,10 +17,10 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import ndtr
 
-_XI = 0.1  # standard deviations by which an improvement has to be better: the more, the more is explored
-_LENGTHS = np.geomspace(0.1, 1.0, 8)  # of the kernel, as shares of a setting's range
-_NOISES = np.array([1e-4, 1e-3, 1e-2, 1e-1])  # variances, as shares of that of all samples
-_FIRST = (0.5, 0.15, 0.85)  # samples before the process says anything, as shares of the range
+_XI = 0.1  # standard deviations that an improvement must exceed; larger values explore more
+_LENGTHS = np.geomspace(0.1, 1.0, 8)  # length scales of the kernel, as shares of a setting's range
+_NOISES = np.array([1e-4, 1e-3, 1e-2, 1e-1])  # variances of the noise, as shares of the variance of all samples
+_FIRST = (0.5, 0.15, 0.85)  # the first samples, before the process is fitted, as shares of the range
 
 Choice = tuple[float | str, ...]  # a value of each setting
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -28,7 +28,10 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass
 class BayesSearch:
-    """The fastest of `choices`, which are told by their numbers; samples are few and noisy. Raises ValueError."""
+    """A search for the fastest of `choices`, from few and noisy samples. A choice is identified by its index.
+
+    Raises ValueError for duplicate choices, no choices, or numbers that are not above 0.
+    """
 
     choices: Sequence[Choice]
     tried: list[int] = field(default_factory=list)  # the choice of each sample
@@ -46,16 +49,16 @@ class BayesSearch:
         self._possible = [True] * len(self.choices)
 
     def observe(self, choice: int, seconds: float) -> None:
-        """Note what a choice took."""
+        """Record the seconds of a step with a choice."""
         self.tried.append(choice)
         self.seconds.append(seconds)
 
     def drop(self, choice: int) -> None:
-        """A choice that does not work and is not to be suggested."""
+        """Exclude a choice that does not work."""
         self._possible[choice] = False
 
     def suggest(self) -> int:
-        """What to try next."""
+        """The choice to try next."""
         if len(self.tried) < min(len(_FIRST), sum(self._possible)):
             return self._apart()
         mean, deviation = self._expected()
@@ -67,14 +70,14 @@ class BayesSearch:
 
     @property
     def best(self) -> int:
-        """The choice that is expected to take least, of those tried."""
+        """The choice with the lowest expected time among those tried."""
         if len(self.tried) < len(_FIRST):
             return self.tried[int(np.argmin(self.seconds))]
         tried = sorted(set(self.tried))
         return tried[int(np.argmin(self._expected()[0][tried]))]
 
     def _apart(self) -> int:
-        """Of a few choices inside the ranges, each at another place of every range, the farthest from those tried."""
+        """One of the first samples: spread over the ranges, the farthest from all choices tried."""
         free = [i for i, possible in enumerate(self._possible) if possible and i not in self.tried]
         settings = range(len(self._place_Sn))
         wanted = [np.array([_FIRST[(i + s) % len(_FIRST)] for s in settings]) for i in range(len(_FIRST))]
@@ -82,7 +85,7 @@ class BayesSearch:
         return max(nearest, key=lambda i: float(self._distance_Snn[:, i, self.tried].sum(0).min(initial=math.inf)))
 
     def _expected(self) -> tuple[Array, Array]:
-        """Mean and standard deviation at every choice, of times of mean 0 and variance 1."""
+        """Mean and standard deviation of each choice's time, with times scaled to mean 0 and variance 1."""
         y_m = np.asarray(self.seconds, dtype=np.float64)
         y_m = (y_m - y_m.mean()) / max(float(y_m.std()), 1e-12)
         across_Snm = self._distance_Snn[:, :, self.tried]
@@ -95,7 +98,7 @@ class BayesSearch:
 
 
 def _places(column: Sequence[float | str]) -> Array:
-    """Of a setting's values, as shares of its range."""
+    """The values of a setting as shares of its range."""
     names = sorted(set(map(str, column)))
     raw = np.array([names.index(value) if isinstance(value, str) else math.log(value) for value in column], np.float64)
     result: Array = (raw - raw.min()) / max(float(np.ptp(raw)), 1e-12)
@@ -103,7 +106,7 @@ def _places(column: Sequence[float | str]) -> Array:
 
 
 def _matern(distance: Array, length_S: Array) -> Array:
-    """With smoothness 5/2, twice differentiable; `distance` [S, …]."""
+    """The Matérn kernel with smoothness 5/2, which is twice differentiable; `distance` [S, …]."""
     lengths = length_S.reshape(-1, *[1] * (distance.ndim - 1))
     scaled = math.sqrt(5) * np.sqrt(((distance / lengths) ** 2).sum(axis=0))
     result: Array = (1 + scaled + scaled**2 / 3) * np.exp(-scaled)
@@ -111,7 +114,7 @@ def _matern(distance: Array, length_S: Array) -> Array:
 
 
 def _fit(distance_Smm: Array, y_m: Array) -> tuple[Array, float]:
-    """The lengths of the kernel and the noise under which the samples are likeliest."""
+    """The length scales [S] and the noise that maximise the likelihood of the samples."""
     length_FS = np.array(list(itertools.product(_LENGTHS, repeat=len(distance_Smm))))
     kernel = np.stack([_matern(distance_Smm, length_S) for length_S in length_FS])
     covariance = kernel[:, None] + _NOISES[:, None, None] * np.eye(len(y_m))

@@ -1,4 +1,4 @@
-"""The cluster profile: what `python -m moe_jax.measure` found out about a machine, as a JSON file of plain numbers.
+"""The cluster profile: measurements of a machine by `python -m moe_jax.measure`, as a JSON file of plain numbers.
 
 {"platform": "gpu", "devices": 8, "processes": 1, "node_devices": 8, "curves": [...], "provenance": {...},
  "memory_bytes": 63719178240}
@@ -19,20 +19,20 @@ from moe_jax.plan.json_file import read_json
 
 
 class ProfileError(UserError):
-    """A cluster profile that is missing or damaged, or that lacks what is asked of it."""
+    """A cluster profile that is missing or damaged, or that lacks a required curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """Curves of one machine."""
+    """The measured curves of one machine."""
 
     platform: str  # tpu, gpu or cpu
     devices: int
     processes: int
-    node_devices: int  # neighbours that fast links join
+    node_devices: int  # neighbouring devices that fast links connect
     curves: tuple[Curve, ...]
     provenance: dict[str, Any]
-    memory_bytes: int | None = None  # of a device, for jax to use; None: not known
+    memory_bytes: int | None = None  # memory of a device that jax can use; None: unknown
 
     def find(self, name: str, **settings: int) -> Curve:
         """The curve of an operation. Raises ProfileError."""
@@ -47,16 +47,16 @@ class ClusterProfile:
 
 
 def write_profile(path: Path, profile: ClusterProfile) -> None:
-    """Write a profile, whole or not at all."""
+    """Write a profile atomically."""
     write_atomically(path, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
 
 
 def read_profile(path: Path) -> ClusterProfile:
-    """Read what `write_profile` wrote. Raises ProfileError."""
+    """Read a profile that `write_profile` wrote. Raises ProfileError."""
     name = f"cluster profile {path}"
     found = read_json(path, name, "make one with python -m moe_jax.measure", ProfileError)
     if isinstance(found, dict):
-        found = {"memory_bytes": None, **found}  # which earlier files do not have
+        found = {"memory_bytes": None, **found}  # earlier versions of the file lack it
     problem = _problem(found, _PROFILE)
     for i, each in enumerate([] if problem else found["curves"]):
         problem = problem or _in_curve(f"curves[{i}]", each)
@@ -86,7 +86,7 @@ def _are_amounts(values: object) -> bool:
     return isinstance(values, list) and _are_times(values) and len(values) >= 2 and values == sorted(set(values))
 
 
-# What each field must be, and in words.
+# The check of each field, and its description in error messages.
 Rules = dict[str, tuple[Callable[[object], bool], str]]
 _TEXT = (lambda value: isinstance(value, str), "text")
 _COUNT = (_is_count, "a whole number above 0")
@@ -123,7 +123,7 @@ _LISTS = ("median_s", "first_quartile_s", "third_quartile_s", "efficiency")
 
 
 def _problem(found: object, rules: Rules) -> str | None:
-    """What is wrong with an object, or None."""
+    """Describe what is wrong with an object, or return None."""
     if not isinstance(found, dict):
         return "it is no JSON object"
     if found.keys() != rules.keys():

@@ -1,6 +1,6 @@
-"""How long collectives take on a cluster: over groups of its devices, by the links that these groups have to use.
+"""How long collectives take on a cluster, over groups of its devices and by the links that these groups have to use.
 
-A group has `ranks` members, every `stride`-th device of a row of neighbours, or of several rows apart from each other.
+A group has `ranks` members: every `stride`-th device of a row of neighbours, or of several separate rows.
 """
 
 import functools
@@ -16,29 +16,33 @@ from moe_jax.plan.measured_links import MeasuredLinks, Members
 from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
-_MESSAGE_S = 1e-6  # to send one more message in the same collective: an estimate
+_MESSAGE_S = 1e-6  # estimated time to send one more message in the same collective
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 
 
 class DeviceGroup(NamedTuple):
-    """Devices that work on one collective."""
+    """Devices that take part in one collective."""
 
     ranks: int
     stride: int
-    rows: int = 1  # with as many of the ranks each
+    rows: int = 1  # each with the same number of ranks
     row_stride: int = 0
 
     @property
     def span(self) -> int:
-        """Neighbours among which they are."""
+        """The number of neighbouring devices that the group spans."""
         return self.ranks * self.stride if self.rows == 1 else self.rows * self.row_stride
 
 
-_OF_STAGE = ("context", "expert", "tensor")  # axes inside a pipeline stage, as parallel/mesh.py has them: nearest last
+# Axes inside a pipeline stage, as in parallel/mesh.py: ranks of the last one are the nearest neighbours.
+_OF_STAGE = ("context", "expert", "tensor")
 
 
 def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> DeviceGroup:
-    """Devices that differ in data and in these axes of their pipeline stage; stages lie between the ranks of data."""
+    """The devices that differ in `data` and in these axes of their pipeline stage.
+
+    Pipeline stages lie between the ranks of `data` in the device order.
+    """
     return _group_over(tuple(axes), **mesh)
 
 
@@ -54,21 +58,21 @@ def _group_over(axes: tuple[str, ...], **mesh: int) -> DeviceGroup:
 
 
 class ExchangeChoice(NamedTuple):
-    """An all-to-all algorithm, and how long it takes."""
+    """An all-to-all algorithm and its duration."""
 
     algorithm: str
     seconds: float
 
 
-class Fabric:
-    """The links of a cluster."""
+class CollectiveCosts:
+    """Durations of collectives on the links of a cluster."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
         self._measured = MeasuredLinks(cluster.curves, cluster.node_devices)
 
     def ranks_per_node(self, group: DeviceGroup) -> int:
-        """Members that share the fastest links."""
+        """The number of members that share the fastest links."""
         node, in_row = self._cluster.node_devices, group.ranks // group.rows
         near = max(min(in_row, node // group.stride), 1)
         if near == in_row and group.rows > 1:
@@ -80,14 +84,15 @@ class Fabric:
         return self.ranks_per_node(group) < group.ranks
 
     def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
-        """Whether transfers within both groups want the same links. Axes of a torus are taken to have their own."""
+        """Whether transfers within both groups use the same links. Axes of a torus are assumed to have their own."""
         levels = [self._cluster.level(group.span) for group in (one, other)]
         return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
 
     def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
-        """An all-to-all of `num_bytes` that each rank holds for all ranks, its own included.
+        """The all-to-all of `num_bytes` that each rank has for all ranks, its own block included.
 
-        By the fastest algorithm, unless `algorithm` names one; those that go by way of nodes are flat without nodes.
+        It uses the fastest algorithm, unless `algorithm` names one. Hierarchical algorithms become flat without
+        nodes.
         """
         if group.ranks == 1:
             return ExchangeChoice("flat", 0.0)
@@ -100,7 +105,7 @@ class Fabric:
         measured = {name: self._exchange_measured(name, num_bytes, group) for name in names}
         seconds = {name: time_s for name, time_s in measured.items() if time_s is not None}
         seconds = seconds or {name: self._exchange_modelled(name, num_bytes, group) for name in names}
-        best = min(seconds, key=lambda name: seconds[name])  # of equals the first, which has fewest phases
+        best = min(seconds, key=lambda name: seconds[name])  # among equals the first, which has the fewest phases
         return ExchangeChoice(best, seconds[best])
 
     def _exchange_measured(self, algorithm: str, num_bytes: float, group: DeviceGroup) -> float | None:
@@ -108,7 +113,7 @@ class Fabric:
         return self._measured.seconds(f"all_to_all.{form}", num_bytes, self._members(group))
 
     def _exchange_modelled(self, algorithm: str, num_bytes: float, group: DeviceGroup) -> float:
-        """By closed forms."""
+        """The duration by closed forms."""
         form = EXCHANGE_FACTS[algorithm].counted_as
         per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
@@ -153,7 +158,7 @@ class Fabric:
         return between.alpha_s + num_bytes * slowest
 
     def send(self, num_bytes: float, group: DeviceGroup) -> float:
-        """Seconds in which each rank sends so much to the next one, all at once; the slowest of them counts."""
+        """Seconds in which each rank sends `num_bytes` to the next one, all concurrently; the slowest one counts."""
         if group.ranks == 1:
             return 0.0
         measured_s = self._measured.seconds("permute", num_bytes, self._members(group))

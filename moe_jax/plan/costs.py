@@ -1,4 +1,4 @@
-"""How long a model's tasks take: floating-point operations and bytes of each, at the rates of a device and its link."""
+"""How long a model's tasks take: operations and bytes of each, at the rates of a device and its link."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from moe_jax.plan.work import OpWork, exchange_bytes, work_of
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches in matrix products, and what leaves it in exchanges, gathers and sums over devices."""
+    """A device's rate in matrix products, and its link in exchanges, gathers and sums over devices."""
 
     flops_per_s: float
     exchange: Linear
@@ -20,16 +20,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class Typical:
-    """A platform: its devices, their links, and the network between nodes of so many devices (None: no nodes)."""
+    """Typical rates of a platform: its devices, their links, and the network between nodes."""
 
     flops_per_s: float
     link: Linear
     network: Linear
-    node_devices: int | None
+    node_devices: int | None  # None: no nodes
 
 
 # Half of the peak rates of TPU v5p and H100, one link of each, and an adapter of 400 Gbit/s for each H100; a CPU core
-# behind a local network.
+# on a local network.
 TYPICAL = {
     "tpu": Typical(230e12, Linear(5e-6, 1 / 300e9), Linear(5e-6, 1 / 300e9), None),
     "gpu": Typical(500e12, Linear(10e-6, 1 / 200e9), Linear(10e-6, 1 / 50e9), 8),
@@ -38,15 +38,15 @@ TYPICAL = {
 
 
 def rates_of(config: Config, platform: str, expert_ranks: int, tensor_ranks: int, num_devices: int) -> Rates:
-    """The platform's rates, or those that a config gives. Tensor ranks are neighbours, and so are expert groups."""
+    """The platform's rates, or those that a config sets. Tensor ranks are neighbours, and so are expert groups."""
     typical, settings = TYPICAL[platform], config.schedule
 
     def link(devices: int) -> Linear:
-        """Between so many neighbours."""
+        """The link that connects this many neighbours."""
         beyond = typical.node_devices is not None and devices > typical.node_devices
         known = typical.network if beyond else typical.link
-        given = settings.network_gb_per_s if beyond else settings.link_gb_per_s
-        return known if given is None else Linear(known.alpha_s, 1e-9 / given)
+        rate = settings.network_gb_per_s if beyond else settings.link_gb_per_s
+        return known if rate is None else Linear(known.alpha_s, 1e-9 / rate)
 
     return Rates(
         typical.flops_per_s if settings.device_tflops is None else settings.device_tflops * 1e12,
@@ -63,7 +63,7 @@ def order_times(
     reduction_bytes: Sequence[Sequence[float]],
     measured: Mapping[str, TaskStage],
 ) -> TaskTimes:
-    """What the order of a step's tasks is made by, on a mesh of these sizes; otherwise like `task_times`."""
+    """The task times that training orders a step's tasks by, on a mesh of these sizes. See `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
     expert, tensor, context = config.mesh.expert_ranks(mesh), mesh["tensor"], mesh["context"]
     rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * mesh["expert"] * tensor)
@@ -81,10 +81,11 @@ def task_times(
     rates: Rates,
     measured: Mapping[str, TaskStage],
 ) -> TaskTimes:
-    """Of a step in which each device has `tokens` tokens; `reduction_bytes` leave it for each chunk of each owner.
+    """Task times of a step in which each device has `tokens` tokens.
 
-    Ops that were `measured` are not estimated. Tensor ranks gather what was exchanged; what they gather and sum in
-    attention and MLPs is not counted, nor what context ranks pass on.
+    `reduction_bytes` leave a device for each bucket of each owner of gradients. `measured` ops replace estimates.
+    Tensor ranks gather exchanged rows. Communication of tensor ranks in attention and MLPs, and of context ranks, is
+    not counted.
     """
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}

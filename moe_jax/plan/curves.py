@@ -1,4 +1,4 @@
-"""Measured times against growing amounts: what lies between, what lies beyond, and the line through them."""
+"""Measured times of growing amounts: interpolation, extrapolation, and an alpha-beta fit."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from moe_jax.plan.task_times import Linear
 
 @dataclass(frozen=True)
 class Fit:
-    """An alpha-beta model of measured times, and how much of their variation it explains."""
+    """An alpha-beta model of measured times, and the share of their variation that it explains."""
 
     line: Linear
     r_squared: float  # 1: all of it
 
 
 def fit_linear(amounts: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Alpha and beta, both at least 0, with the least sum of squared *relative* errors.
+    """Alpha and beta, both at least 0, that minimise the sum of squared *relative* errors.
 
-    With weights 1/t² a kilobyte counts as much as a megabyte; without, the largest amounts alone would decide. The
-    same weights stand in r² = 1 − Σw(t − t̂)² / Σw(t − t̄)², t̄ being the weighted mean. Raises ValueError for fewer than
-    two amounts, or times that are not above 0.
+    With weights 1/t² a kilobyte counts as much as a megabyte; without them, the largest amounts alone would decide. The
+    same weights are in r² = 1 − Σw(t − t̂)² / Σw(t − t̄)², where t̂ is the fitted time and t̄ the weighted mean. Raises
+    ValueError for fewer than two amounts, or times that are not above 0.
     """
     if len(set(amounts)) < 2 or min(seconds) <= 0:
         raise ValueError("a line needs times above 0 of two different amounts")
@@ -42,25 +42,25 @@ def fit_linear(amounts: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def label(name: str, settings: Mapping[str, int]) -> str:
-    """An operation in one line."""
+    """Name and settings of an operation in one line."""
     return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """How long one operation takes at growing amounts; medians and quartiles of repeated runs."""
+    """Seconds of one operation at growing amounts: medians and quartiles of repeated runs."""
 
     name: str  # all_to_all.flat, all_gather, matmul, …
     settings: dict[str, int]  # ranks and stride of a group; widths; head_dim
     unit: Literal["bytes", "flops"]
-    amounts: tuple[float, ...]  # growing
+    amounts: tuple[float, ...]  # in ascending order
     median_s: tuple[float, ...]
     first_quartile_s: tuple[float, ...]
     third_quartile_s: tuple[float, ...]
     alpha_s: float
     beta_s: float  # per byte or flop
     r_squared: float
-    efficiency: tuple[float, ...]  # bytes or flops per second, over the best of them
+    efficiency: tuple[float, ...]  # bytes or flops per second, relative to the best of the curve
 
     @property
     def label(self) -> str:
@@ -73,7 +73,11 @@ class Curve:
         return Linear(self.alpha_s, self.beta_s)
 
     def seconds(self, amount: float) -> float:
-        """Between two measured amounts on the line that joins them; beyond, as the model grows from the last one."""
+        """Seconds of an amount.
+
+        Between two measured amounts they are interpolated linearly; beyond, they grow with the model from the last
+        amount.
+        """
         edge = 0 if amount <= self.amounts[0] else -1 if amount >= self.amounts[-1] else None
         if edge is not None:
             modelled_s = self.line.seconds(self.amounts[edge])
@@ -91,7 +95,10 @@ def curve(
     amounts: Sequence[float],
     quartiles_s: Sequence[tuple[float, float, float]],
 ) -> Curve:
-    """Fitted to the first quartile, median and third quartile of the times at each amount. Raises ValueError."""
+    """A curve fitted to the quartiles of the times at each amount. Raises ValueError.
+
+    `quartiles_s` has the first quartile, median and third quartile in seconds.
+    """
     first, median, third = zip(*quartiles_s, strict=True)
     fit = fit_linear(amounts, median)
     rates = [amount / t for amount, t in zip(amounts, median, strict=True)]

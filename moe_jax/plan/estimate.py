@@ -1,7 +1,7 @@
-"""How long a step of a config takes on a cluster, and what it costs.
+"""Estimate the duration and the cost of a config's step on a cluster.
 
-Models deeper than a few periods of blocks are simulated with few of
-them, more until the last one takes what the one before took: so does each further one.
+Models deeper than a few periods of blocks are simulated with few periods, and with more until the last one takes as
+long as the one before; each further period is assumed to take as long, too.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.collective_costs import Fabric
+from moe_jax.plan.collective_costs import CollectiveCosts
 from moe_jax.plan.gradients import parts_of
 from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
@@ -20,39 +20,39 @@ from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
 
-_PERIODS = 4  # that are simulated, and up to twice as many where they differ
-_ALIKE = 0.02
+_PERIODS = 4  # simulated periods; up to twice as many if they differ
+_TOLERANCE = 0.02
 _UPDATE_BYTES = 28  # per parameter: gradient, parameter and both moments are read, three of them written
 _PARAMETER_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """Seconds of a step, by what it is made of. Communication that is hidden counts, too."""
+    """Seconds of a step by kind of work. Hidden communication counts, too."""
 
     compute: float
-    exchange: float  # all-to-alls, with what tensor ranks gather behind them; sends between pipeline stages
-    sums: float  # of gradients
-    update: float  # of the optimiser
-    exposed: float  # communication with nothing computed beside it
-    idle: float = 0.0  # of the pipeline stage that has most to do
+    exchange: float  # all-to-alls and the gathers over tensor ranks after them; sends between pipeline stages
+    sums: float  # of gradients over devices
+    update: float  # by the optimiser
+    exposed: float  # communication without concurrent computation
+    idle: float = 0.0  # of the pipeline stage with most work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One step of a config on a cluster."""
+    """The estimate of one step of a config on a cluster."""
 
     config: Config
     cluster: Cluster
     step_s: float
     busy: Busy
-    timeline: Timeline  # of a model with few periods; in a pipeline, of a stage and one part of the batch
+    timeline: Timeline  # of the model with few periods; in a pipeline, of a stage and one part of the batch
     leaves_node: bool  # whether exchanges go between nodes
-    algorithm: str  # of the exchanges
+    algorithm: str  # of the all-to-alls
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """Tokens of a step."""
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
@@ -61,13 +61,13 @@ class Estimate:
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOP utilisation: nothing recomputed or padded counts, against the devices' peak."""
+        """Model FLOP utilisation: FLOPs of the model, without recomputation and padding, over the devices' peak."""
         flops = self.tokens * train_flops_per_token(self.config.model, self.config.data.seq_len)
         return flops / (self.step_s * self.cluster.devices * self.cluster.device.matrix_flops_per_s)
 
     @property
     def joules_per_token(self) -> float | None:
-        """At full load all the time."""
+        """Energy per token with all devices at full load; None if their power is unknown."""
         return None if self.cluster.watts is None else self.cluster.watts / self.tokens_per_s
 
     @property
@@ -77,7 +77,7 @@ class Estimate:
 
 
 def estimate(config: Config, cluster: Cluster) -> Estimate:
-    """Simulate a step; the mesh of `config` has the cluster's devices, none of its axes -1.
+    """Simulate a step. The mesh of `config` has the cluster's devices, and none of its axes is -1.
 
     Raises ScheduleError, and ConfigError if stages have too few blocks.
     """
@@ -103,7 +103,7 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     if periods > count:
         apart = 1 if _last_ones_alike(steps) else len(steps) - 1
         slope = {name: (whole[name] - value) / apart for name, value in steps[-1 - apart].seconds.items()}
-        # one that hid more than the one before is not followed by others that hide ever more
+        # if the last period hid more than the one before, further ones are not assumed to hide ever more
         slope |= {"exposed": max(slope["exposed"], 0.0), "step": max(slope["step"], slope["compute"])}
         whole = {name: value + (periods - count) * slope[name] for name, value in whole.items()}
     return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
@@ -111,8 +111,8 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
 
 def _last_ones_alike(steps: Sequence[Step]) -> bool:
     """Whether the last period took as long as the one before."""
-    before_s, last_s = (behind.seconds["step"] - step.seconds["step"] for step, behind in pairwise(steps[-3:]))
-    return abs(last_s - before_s) <= _ALIKE * last_s
+    before_s, last_s = (deeper.seconds["step"] - step.seconds["step"] for step, deeper in pairwise(steps[-3:]))
+    return abs(last_s - before_s) <= _TOLERANCE * last_s
 
 
 def _pipelined(config: Config, cluster: Cluster) -> Estimate:
@@ -121,10 +121,10 @@ def _pipelined(config: Config, cluster: Cluster) -> Estimate:
 
 
 def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole: dict[str, float]) -> Estimate:
-    """With the optimiser's update behind the seconds of the whole step."""
+    """Add the optimiser's update to the seconds of the whole step."""
     update_s = step.measured.rest_s
     if update_s is None:
-        update_s = _update_seconds(config, cluster, step.fabric)
+        update_s = _update_seconds(config, cluster, step.collectives)
     parts = {name: seconds for name, seconds in whole.items() if name != "step"}
     return Estimate(
         config=config,
@@ -132,7 +132,7 @@ def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole:
         step_s=whole["step"] + update_s,
         busy=Busy(update=update_s, **parts),
         timeline=timeline,
-        leaves_node=step.fabric.leaves_node(step.experts),
+        leaves_node=step.collectives.leaves_node(step.experts),
         algorithm=step.algorithm(timeline.schedule.shape),
     )
 
@@ -142,10 +142,10 @@ def _measured(config: Config) -> MeasuredTimes:
     return read_times(path, config.model.block_kinds) if path else MeasuredTimes({})
 
 
-def _update_seconds(config: Config, cluster: Cluster, fabric: Fabric) -> float:
-    """Of the optimiser; with ZeRO each device updates its own part of parameters, and the parts are gathered."""
+def _update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
+    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered."""
     parts, updated, gathered_s = parts_of(config, config.mesh.sizes), 0.0, 0.0
     for group, count in parameters_by_group(config):
         updated += count / parts[group]
-        gathered_s += fabric.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
+        gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
     return _UPDATE_BYTES * updated / cluster.device.memory_bytes_per_s + gathered_s

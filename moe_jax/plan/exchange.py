@@ -1,7 +1,7 @@
-"""What each all-to-all algorithm sends inside nodes and between them, and how long that takes: closed forms.
+"""Messages and durations of the all-to-all algorithms, inside nodes and between them, by closed forms.
 
-Every rank holds one block of so many bytes for each rank, its own included. A node's first rank is its leader, the
-others are members.
+Every rank has one block of equal size for each rank, its own included. A node's first rank is its leader, the others
+are members.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,28 +13,28 @@ from moe_jax.plan.task_times import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Messages of one kind, all sent at the same time."""
+    """Messages of one kind that are all sent at the same time."""
 
-    name: str  # the scope of its collectives; empty: they have none of their own
+    name: str  # the named scope of its collectives; empty: no scope of their own
     link: Literal["inside", "between"]
     senders: Literal["all", "leaders", "members"] = "all"
-    messages: int  # of a sender
+    messages: int  # per sender
     message_bytes: float
-    received: int  # messages at a receiver
+    received: int  # messages per receiver
 
 
-Steps = tuple[tuple[Phase, ...], ...]  # steps follow each other; a step's phases run side by side
+Steps = tuple[tuple[Phase, ...], ...]  # steps run sequentially, phases of a step concurrently
 
 
 class SentBytes(NamedTuple):
-    """By one rank."""
+    """Messages and bytes that one rank sends."""
 
     messages: int
     num_bytes: float
 
 
 class Traffic(NamedTuple):
-    """What one rank sends inside its node and to others."""
+    """Messages and bytes that one rank sends inside its node and to other nodes."""
 
     inside: SentBytes
     between: SentBytes
@@ -42,10 +42,10 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a message takes, by its bytes. Ranks that share a network adapter wait for each other."""
+    """Durations of a message by its bytes. Ranks that share a network adapter wait for each other."""
 
     inside: Linear
-    between: Linear  # by an adapter that it has for itself
+    between: Linear  # with an adapter of its own
     ranks_per_adapter: float = 1
 
 
@@ -66,7 +66,7 @@ def _halo(nodes: int, local: int, block: float) -> Steps:
 
 
 def _hier_1d(nodes: int, local: int, block: float) -> Steps:
-    rows = nodes * local * block  # of one rank
+    rows = nodes * local * block  # bytes of one rank
     between = _all("between", "between", nodes - 1, local**2 * block)
     return (
         (Phase(name="gather", link="inside", senders="members", messages=1, message_bytes=rows, received=local - 1),),
@@ -89,14 +89,14 @@ ALGORITHMS = tuple(_FORMS)
 
 
 def steps_of(algorithm: str, num_bytes: float, nodes: int, per_node: int) -> Steps:
-    """An exchange of `num_bytes` that each rank holds for all ranks; phases without messages are left out."""
+    """The steps of an exchange of `num_bytes` that each rank has for all ranks, without empty phases."""
     steps = _FORMS[algorithm](nodes, per_node, num_bytes / (nodes * per_node))
     busy = (tuple(phase for phase in step if phase.messages and phase.received) for step in steps)
     return tuple(step for step in busy if step)
 
 
 def traffic(phases: Iterable[Phase], leader: bool) -> Traffic:
-    """What a leader or a member sends in these phases."""
+    """Messages and bytes that a leader or a member sends in these phases."""
     own = [phase for phase in phases if phase.senders in ("all", "leaders" if leader else "members")]
 
     def sent(link: str) -> SentBytes:
@@ -107,13 +107,16 @@ def traffic(phases: Iterable[Phase], leader: bool) -> Traffic:
 
 
 def exchange_seconds(algorithm: str, num_bytes: float, nodes: int, per_node: int, links: Links) -> float:
-    """Until every rank has its rows: each message takes alpha + bytes · beta at the busiest sender or receiver."""
+    """Seconds until every rank has its rows. A message takes alpha + bytes · beta at the busiest sender or receiver."""
     steps = steps_of(algorithm, num_bytes, nodes, per_node)
     return sum(max(_phase_seconds(phase, links) for phase in step) for step in steps)
 
 
 def ring_seconds(num_bytes: float, nodes: int, per_node: int, links: Links) -> float:
-    """Hop after hop, one block each; in the first and the last ones not all ranks of a node send to another one."""
+    """Seconds of a ring that sends one block per hop.
+
+    In the first and last hops only some ranks send to another node.
+    """
     ranks = nodes * per_node
     block = num_bytes / ranks
     leaving = (min(hop, ranks - hop, per_node) if nodes > 1 else 0 for hop in range(1, ranks))

@@ -1,4 +1,4 @@
-"""The forward pass of a step in groups of ops, and which ranges of them are worth cutting."""
+"""The forward pass of a step in groups of ops, and the ranges of groups that are worth splitting."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from moe_jax.config import ModelConfig
-from moe_jax.plan.axes import CutAxis, Op, find_cut
-from moe_jax.plan.block_ops import forward_ops
+from moe_jax.plan.axes import CutAxis, Op, find_cut, forward_ops
 from moe_jax.plan.candidates import policies
 from moe_jax.plan.estimate import Estimate
 from moe_jax.plan.partition_range import Partition, RangePart, fastest_partition, pipeline_seconds
@@ -18,18 +17,18 @@ from moe_jax.plan.step_times import Step
 from moe_jax.plan.task_times import Linear
 
 MOST_PARTS = 8
-_GROUPS = 5  # of compute between two exchanges, about
+_GROUPS = 5  # approximate number of compute groups between two exchanges
 
 
 class OpGroup(NamedTuple):
-    """Neighbouring ops; a range has all or none of them."""
+    """Neighbouring ops; a range has all of them or none."""
 
     ops: tuple[Op, ...]
-    part: tuple[RangePart, ...]  # one of 1, 2, … parts
+    part: tuple[RangePart, ...]  # the duration of one part, if split into 1, 2, … parts
 
 
 class CutRange(NamedTuple):
-    """From one op to another, in so many parts."""
+    """A range of ops from `first` to `last`, split into `parts` parts."""
 
     first: str
     last: str
@@ -37,14 +36,14 @@ class CutRange(NamedTuple):
 
     @property
     def policy(self) -> str:
-        """The one that cuts what this range cuts, in every layer."""
+        """The policy that splits the same ops in every layer."""
         inside = (("dispatch", "expert"), ("dispatch", "combine"), ("expert", "combine"))
         return policies("capacity" if (self.first, self.last) in inside else "batch")[0]
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """The blocks' forward pass, in its best ranges and as the estimate's schedule runs it."""
+    """The forward pass of the blocks: its best ranges, and its time in the estimate's schedule."""
 
     groups: tuple[OpGroup, ...]
     best: Partition
@@ -56,7 +55,7 @@ class ForwardPlan:
 
     @property
     def cut(self) -> Counter[CutRange]:
-        """The ranges in more than one part, and how often they occur."""
+        """The ranges that are split, and how often they occur."""
         return Counter(
             CutRange(self.groups[first].ops[0].name, self.groups[stop - 1].ops[-1].name, parts)
             for first, stop, parts in self.best.ranges
@@ -65,7 +64,7 @@ class ForwardPlan:
 
 
 def best_ranges(estimate: Estimate) -> ForwardPlan:
-    """Of the blocks that were simulated. A range is at most as long as from one MoE layer to the next."""
+    """The best ranges of the simulated blocks. A range is at most as long as from one MoE layer to the next."""
     step, shape = Step(estimate.config, estimate.cluster), estimate.timeline.schedule.shape
     groups = tuple(_groups(step, shape.kinds))
     layers = [i for i, group in enumerate(groups) if group.ops[0].task == "dispatch"]
@@ -89,7 +88,7 @@ def best_ranges(estimate: Estimate) -> ForwardPlan:
 
 
 def _allowed(step: Step, parts: int) -> list[CutAxis]:
-    """What can be cut into so many equal parts; slots are cut as equally as they can be."""
+    """The axes that can be split into this many equal parts; slots are split as equally as possible."""
     sizes = {
         CutAxis.SEQUENCES: step.sequences,
         CutAxis.IRREGULAR: step.sequences,
@@ -101,7 +100,7 @@ def _allowed(step: Step, parts: int) -> list[CutAxis]:
 
 
 def _groups(step: Step, kinds: Sequence[str]) -> Iterator[OpGroup]:
-    """Exchanges and experts one by one; of what is computed between them about five that take equally long."""
+    """Group the ops: exchanges and experts one by one, compute between them in about five groups of equal duration."""
     cost = _Costs(step, kinds)
     for _, run in groupby(forward_ops(step.config.model, kinds), key=lambda op: op.task):
         ops = list(run)
@@ -118,7 +117,10 @@ def _groups(step: Step, kinds: Sequence[str]) -> Iterator[OpGroup]:
 
 
 class _Costs:
-    """What ops take: matrix products their share of a block's by their parameters, attention its squares."""
+    """Durations of ops.
+
+    Matrix products take a share of their block's time by their parameters. Attention takes its squares in addition.
+    """
 
     def __init__(self, step: Step, kinds: Sequence[str]):
         self._times, self._squares_s, self._kinds = step.times(), step.squares_s(), kinds
@@ -129,7 +131,7 @@ class _Costs:
         return op.task in self._times.transfer
 
     def seconds(self, op: Op, parts: int) -> float:
-        """Of one of so many parts."""
+        """Seconds of one of `parts` equal parts of an op."""
         if self.is_exchange(op):
             transfer = self._times.transfer[op.task]
             return transfer.link.seconds(transfer.num_bytes, parts)
@@ -145,7 +147,10 @@ class _Costs:
 
 
 def _shares(model: ModelConfig, kind: str) -> Mapping[str, float]:
-    """Of a block's parameters in matrix products, experts left out; other ops pass in their neighbours' time."""
+    """The share of each op in a block's matrix-product parameters, without experts.
+
+    Ops without such parameters count as part of their neighbours.
+    """
     moe, matrices = model.moe, 3 if model.is_gated else 2
     hidden = model.intermediate_size if kind == "dense" or moe.dense_residual else 0
     hidden += moe.intermediate_size * moe.num_shared_experts if kind == "moe" else 0

@@ -1,8 +1,8 @@
-"""Gradients that a step without pipeline stages has in memory, and what its update needs beside them.
+"""Gradient memory of a step without pipeline stages, and the memory that its update needs.
 
-With ZeRO (Rajbhandari et al. 2020, section 5) a device has its own part of them as soon as they are summed: behind the
-backward pass, or turn by turn where a schedule sums inside it. Parameters that were updated in parts are gathered one
-array after another.
+With ZeRO (Rajbhandari et al. 2020, section 5) a device has its own shard of the gradients as soon as they are summed:
+after the backward pass, or after each scan iteration if a schedule sums inside the scan. Updated shards of parameters
+are gathered one array after another.
 """
 
 from collections.abc import Mapping
@@ -13,32 +13,31 @@ from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.resources import count_parameters, owned_parameters
 
-_GATHERED = 1.5  # of an array: a part, and all parts in another layout before they come to their place
+_GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
 
 
 class GradientMemory(NamedTuple):
-    """Bytes of one device."""
+    """Bytes of gradients on one device."""
 
-    earlier: float  # of the parts of a batch before
-    backward: float  # with them, when the lowest block goes backward
+    earlier: float  # of earlier parts of the batch
+    backward: float  # including those, in the backward pass of the lowest block
     update: float
 
 
 def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int], count: int) -> GradientMemory:
-    """Of a device with `count` parameters."""
+    """The gradient memory of a device with `count` parameters."""
     model, stage, in_parts = config.model, config.optimizer.zero, config.train.grad_accumulation > 1
     own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.hidden_size
-    each_summed = stage == 2 and (config.step_facts.orders_sums or not compiler.sums_behind_parts)
+    each_summed = stage == 2 and (config.step_facts.orders_sums or not compiler.sums_after_parts)
     earlier = (own if each_summed else count) if in_parts else 0.0
-    behind = (
-        stage == 0 or not config.step_facts.orders_sums or config.schedule.grad_reduce == "end"
-    )  # the backward pass
-    summed = float(count) if behind else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
-    backward = summed - (matrix if behind and not model.tie_word_embeddings else 0)  # the embedding's comes last
+    # whether gradients are summed after the backward pass
+    at_end = stage == 0 or not config.step_facts.orders_sums or config.schedule.grad_reduce == "end"
+    summed = float(count) if at_end else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
+    backward = summed - (matrix if at_end and not model.tie_word_embeddings else 0)  # the embedding's comes last
     update = earlier + summed
     if stage:
         largest = max(matrix, _expert_matrices(config, mesh))
-        scattered = count + own + (largest if compiler.scatters_rows else 0) if behind else summed
+        scattered = count + own + (largest if compiler.scatters_rows else 0) if at_end else summed
         update = max(scattered, 2 * own + _GATHERED * largest)
     return GradientMemory(ITEM_BYTES * earlier, ITEM_BYTES * (earlier + backward), ITEM_BYTES * update)
 

@@ -1,4 +1,4 @@
-"""Models that do not fit, and meshes that cannot be: one line with the nearest change that would help."""
+"""Error messages for models that do not fit and invalid meshes: one line with the nearest change that would help."""
 
 import contextlib
 import dataclasses
@@ -12,16 +12,16 @@ from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.search import PlanSearch
 
-_LARGER = tuple(2**n for n in range(1, 13))  # times the devices
+_LARGER = tuple(2**n for n in range(1, 13))  # factors for the number of devices
 _NODE = 8  # devices of most nodes
-_STATE_BYTES = 16  # of a parameter at least: itself, its gradient and both moments
+_STATE_BYTES = 16  # per parameter at least: itself, its gradient and both moments
 _SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.zero")
-_ALWAYS_TOLD = ("data", "expert", "tensor")
-_SHORTER = (2, 4, 8)  # times, sequences
+_ALWAYS_SHOWN = ("data", "expert", "tensor")
+_SHORTER = (2, 4, 8)  # divisors for the sequence length
 
 
 def too_large(search: PlanSearch, base: Config) -> Refused | None:
-    """What it needs, and for what most, if no way makes it fit."""
+    """The memory that a mesh needs, and its largest item, if the model does not fit on it in any way; else None."""
     memory, limit = search.least(base), search.cluster.device.memory_bytes
     if limit is None or search.fits(memory):
         return None
@@ -34,8 +34,8 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     return Refused(mesh_text(base.mesh.sizes, base.mesh.experts_over_context), reason, needed)
 
 
-def nothing(search: PlanSearch, refused: list[Refused]) -> str:
-    """One line: why, and the nearest change that would help."""
+def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
+    """The error message when no plan is feasible: the reason, and the nearest change that would help."""
     too_large = [each for each in refused if each.needed_bytes is not None]
     if not too_large:
         reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(search.draft, search.cluster)
@@ -45,7 +45,7 @@ def nothing(search: PlanSearch, refused: list[Refused]) -> str:
 
 
 def _cure(search: PlanSearch) -> str:
-    """Settings that would make it fit; else the next larger cluster of its kind that has enough memory."""
+    """Settings that would make the model fit, or the next larger cluster of the same kind that has enough memory."""
     closed = [name for name in _SAVING if name not in search.draft.open]
     more_open = dataclasses.replace(search.draft, open=search.draft.open | set(closed))
     if closed and _fits_at_all(dataclasses.replace(search, draft=more_open)):
@@ -68,7 +68,7 @@ def _cure(search: PlanSearch) -> str:
 
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
-    """Clusters of its kind, each with about twice the devices."""
+    """Clusters of the same kind, each with about twice as many devices as the last."""
     count = str(cluster.devices)
     for factor in _LARGER if cluster.name.endswith(count) else ():
         size = factor * cluster.devices
@@ -79,16 +79,16 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _fits_at_all(search: PlanSearch) -> bool:
-    """Whether there is a mesh on which some way fits."""
+    """Whether there is a mesh on which the model fits."""
     tried = (each for each in on_meshes(search.draft, search.cluster) if isinstance(each, Config))
-    return any(too_large(search, each) is None or search.elsewhere([each]) for each in tried)
+    return any(too_large(search, each) is None or search.with_other_placements([each]) for each in tried)
 
 
 def _no_mesh(draft: Draft, cluster: Cluster) -> str:
-    """What was asked for, and the nearest size of one axis that would do."""
-    given = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
-    text = " × ".join(f"mesh.{name}={size}" for name, size in given.items() if size != 1 or name in _ALWAYS_TOLD)
-    for name, size in sorted(given.items(), key=lambda axis: -axis[1]):
+    """The requested mesh, and the nearest valid size of one of its axes."""
+    fixed = {name: size for name, size in draft.mesh.sizes.items() if f"mesh.{name}" not in draft.open}
+    text = " × ".join(f"mesh.{name}={size}" for name, size in fixed.items() if size != 1 or name in _ALWAYS_SHOWN)
+    for name, size in sorted(fixed.items(), key=lambda axis: -axis[1]):
         others = dataclasses.replace(draft, open=draft.open | {f"mesh.{name}"})
         if possible := [sizes[name] for sizes in meshes(others, cluster)]:
             cure = f"mesh.{name}={min(possible, key=lambda each: abs(each - size))}"

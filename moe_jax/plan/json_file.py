@@ -1,4 +1,4 @@
-"""JSON files that a user names."""
+"""Reading JSON files that a user names."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from moe_jax.files import untrusted as foreign_files
 
 
 def read_json(path: Path, name: str, cure: str, error: type[UserError]) -> Any:
-    """What a file holds. Raises `error`, which calls the file by `name`, if it cannot be read."""
+    """The content of a JSON file. Raises `error`, which calls the file by `name`, if it cannot be read."""
     try:
         return foreign_files.read_json(path)
     except (OSError, ValueError) as problem:

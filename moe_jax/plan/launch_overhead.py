@@ -1,4 +1,7 @@
-"""What collectives take of the devices that compute: their program hands operands over, and takes results back."""
+"""Launch overhead: compute time that starting and finishing collectives costs the devices.
+
+A device hands operands to the program of a collective, and takes results back.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,28 +13,29 @@ from moe_jax.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handling:
-    """Seconds of compute for one collective, by the bytes that a device holds for it."""
+class LaunchOverhead:
+    """Seconds of compute for one collective, by the bytes that a device has for it."""
 
     start: Linear
     finish: Linear
 
 
-FREE = Handling(start=Linear(0.0, 0.0), finish=Linear(0.0, 0.0))
+NO_OVERHEAD = LaunchOverhead(start=Linear(0.0, 0.0), finish=Linear(0.0, 0.0))
 
 
-def handled(
+def with_launch_overhead(
     schedule: Schedule,
     seconds: Seconds,
     stream_of: StreamOf,
-    handling: Handling,
+    launch_overhead: LaunchOverhead,
     bytes_of: Callable[[Action], float],
 ) -> Seconds:
-    """The same seconds, more for compute behind which collectives start, and that is the first to need their results.
+    """Add launch overhead to task durations.
 
-    What nothing needs is finished behind the last task.
+    The start of a collective is added to the last compute task that it needs (if none, to the first task of compute),
+    its finish to the first compute task that needs its results (if none, to the last task).
     """
-    if handling == FREE:
+    if launch_overhead == NO_OVERHEAD:
         return seconds
     extra = dict.fromkeys(schedule.actions, 0.0)
     needs, place = task_graph(schedule.shape), {action: i for i, action in enumerate(schedule.actions)}
@@ -43,8 +47,8 @@ def handled(
     for action in extra.keys() - set(compute):
         if num_bytes := bytes_of(action):
             before = _last(needs[action] & set(compute), place)
-            extra[compute[0] if before is None else before] += handling.start.seconds(num_bytes)
-            extra[first.get(action, compute[-1])] += handling.finish.seconds(num_bytes)
+            extra[compute[0] if before is None else before] += launch_overhead.start.seconds(num_bytes)
+            extra[first.get(action, compute[-1])] += launch_overhead.finish.seconds(num_bytes)
     return lambda action: seconds(action) + extra[action]
 
 

@@ -2,8 +2,8 @@
 
     {"attend": {"1": {"forward_s": 0.21, "backward_s": 0.25, "weight_s": 0.17}, "2": {…}}, …, "rest_s": 0.03}
 
-Seconds of all tasks of one op in a step, over all blocks and parts, by the number of parts that they were cut into;
-`rest_s` is what a step computes outside of tasks, its optimiser first of all. What is missing is estimated.
+Each entry has the seconds of all tasks of one op in a step, over all blocks and parts, by the number of parts. `rest_s`
+is the compute time of a step outside of tasks, mainly the optimiser's. Ops without an entry are estimated.
 """
 
 import json
@@ -21,32 +21,32 @@ OPS = ("embed", "attend", "dense", "expert", "head")
 _FIELDS = {"forward_s": "F", "backward_s": "B", "weight_s": "W"}
 _REST = "rest_s"
 _LONGEST_S = 1e6
-_MOST_DIGITS = 9  # of a number of parts
+_MAX_DIGITS = 9  # of a number of parts
 
-Seconds = Mapping[str, Mapping[int, Mapping[str, float]]]  # of each op, number of parts, and direction: F, B, W
+Seconds = Mapping[str, Mapping[int, Mapping[str, float]]]  # by op, number of parts, and direction: F, B, W
 
 
 @dataclass(frozen=True)
-class Profiled:
-    """A compute stage whose tasks were timed at some numbers of parts; straight over a part's share between them."""
+class MeasuredStage:
+    """A compute stage with tasks timed at some numbers of parts; times between them are interpolated linearly."""
 
-    points: Mapping[str, tuple[tuple[float, float], ...]]  # of each direction: share of the batch, seconds; growing
+    points: Mapping[str, tuple[tuple[float, float], ...]]  # by direction: (share of the batch, seconds), ascending
 
     def seconds(self, action: Action, shape: StepShape) -> float:
-        """Of one task."""
+        """Seconds of one task."""
         return task_seconds(action, shape, lambda direction, parts: _at(1 / parts, self.points[direction]))
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """What a file says: the stages of one block each, and seconds outside of tasks, if it knows them."""
+    """The content of a file: the stages of one block each, and the seconds outside of tasks, if known."""
 
-    compute: Mapping[str, Profiled]
+    compute: Mapping[str, MeasuredStage]
     rest_s: float | None = None
 
 
 def write_times(path: Path, seconds: Seconds, rest_s: float) -> None:
-    """Write what was measured."""
+    """Write measured times."""
 
     def entry(times: Mapping[str, float]) -> dict[str, float]:
         return {field: times[direction] for field, direction in _FIELDS.items()}
@@ -56,7 +56,7 @@ def write_times(path: Path, seconds: Seconds, rest_s: float) -> None:
 
 
 def read_times(path: str, kinds: Sequence[str]) -> MeasuredTimes:
-    """Times for a model whose blocks are of these `kinds`. Raises ConfigError."""
+    """The measured times of a model with blocks of these `kinds`. Raises ConfigError."""
     name = f"schedule.task_times={path}"
     found = read_json(Path(path), name, "name a file of measured times, or null", ConfigError)
     stages = {op: at for op, at in found.items() if op != _REST} if isinstance(found, dict) else None
@@ -76,7 +76,7 @@ def _is_stage(found: object) -> bool:
     return (
         isinstance(found, dict)
         and bool(found)
-        and all(parts.isdecimal() and len(parts) <= _MOST_DIGITS and int(parts) > 0 for parts in found)
+        and all(parts.isdecimal() and len(parts) <= _MAX_DIGITS and int(parts) > 0 for parts in found)
         and all(map(_is_entry, found.values()))
     )
 
@@ -89,9 +89,9 @@ def _are_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LONGEST_S
 
 
-def _profiled(at: Mapping[str, Mapping[str, float]], blocks: int) -> Profiled:
+def _profiled(at: Mapping[str, Mapping[str, float]], blocks: int) -> MeasuredStage:
     parts_of = sorted(map(int, at), reverse=True)
-    return Profiled(
+    return MeasuredStage(
         {
             direction: _from_nothing([(1 / parts, at[str(parts)][field] / (blocks * parts)) for parts in parts_of])
             for field, direction in _FIELDS.items()
@@ -100,7 +100,7 @@ def _profiled(at: Mapping[str, Mapping[str, float]], blocks: int) -> Profiled:
 
 
 def _from_nothing(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """With what a task takes to start, as far as the two smallest parts tell."""
+    """Prepend the start-up time, extrapolated from the two smallest parts."""
     (x0, y0), (x1, y1) = points[0], points[1 if len(points) > 1 else 0]
     start = y0 - x0 * (y1 - y0) / (x1 - x0) if len(points) > 1 else 0.0
     return (0.0, min(max(start, 0.0), y0)), *points

@@ -1,4 +1,4 @@
-"""Measured collectives of a cluster: which curve tells how long one takes over a group of its devices."""
+"""Measured collectives of a cluster: which curve predicts the duration of a collective over a group of its devices."""
 
 import functools
 import math
@@ -10,11 +10,11 @@ from moe_jax.plan.nodes import shares
 
 
 class Members(NamedTuple):
-    """Of a group of devices."""
+    """The members of a group of devices."""
 
     ranks: int
-    stride: int  # between two of them; 0: not the same everywhere
-    per_node: int  # that share a node
+    stride: int  # distance of neighbouring members; 0: not uniform
+    per_node: int  # members on one node
 
     @property
     def leave_node(self) -> bool:
@@ -22,21 +22,24 @@ class Members(NamedTuple):
 
 
 class _Found(NamedTuple):
+    """A curve, and a factor for amounts."""
+
     curve: Curve
-    scale: float  # of its amounts
+    scale: float
 
 
 class MeasuredLinks:
-    """Curves of collectives, each measured over groups of so many ranks at a stride, in nodes of so many devices."""
+    """Curves of collectives, each measured over groups of `ranks` devices at a `stride`, in nodes of `node_devices`."""
 
     def __init__(self, curves: Sequence[Curve], node_devices: int):
         self._curves, self._node_devices = curves, node_devices
         self._nearest = functools.cache(self._find)
 
     def seconds(self, name: str, amount: float, members: Members) -> float | None:
-        """By the curve of this group, or of the one most like it that uses the same links; None if there is none.
+        """Seconds by the curve of this group, or of the most similar one that uses the same links; None without any.
 
-        Of another group by what goes over these links: its time for as many bytes out of each rank, or each node.
+        The curve of another group is scaled by the bytes that cross these links: equal bytes out of each rank, or each
+        node, take equal time.
         """
         found = self._nearest(name, members)
         return None if found is None else found.curve.seconds(amount * found.scale)
@@ -60,7 +63,10 @@ class MeasuredLinks:
 
 
 def _crossing(name: str, members: Members) -> float:
-    """Which share of an amount leaves a rank by the slowest links of its group; of sums twice that, in every group."""
+    """The share of an amount that leaves a rank by the slowest links of its group.
+
+    For sums it is twice as much in every group, which does not change ratios.
+    """
     if name == "permute":
         return 1.0
     part = shares(members.ranks, members.per_node, relayed=not name.startswith("all_to_all"))

@@ -1,14 +1,14 @@
-"""How much memory of each device a training step takes, as XLA's buffer assignment counts it.
+"""Memory of each device that a training step takes, as XLA's buffer assignment counts it.
 
-The state (float32 parameters and AdamW's two moments) is there all the time and is exact; a step writes the new one
-over the old one. What else is needed differs between the moments of a step, and the one that needs most counts:
-- head: all that blocks store for their backward pass (`plan/activation_memory.py`), logits and their gradient, the
-  head's cast and gradient;
-- backward: the same, all gradients but the embedding's, which comes last, and what one block works on;
+The state (float32 parameters and AdamW's two moments) is there all the time and is exact; a step writes the new state
+over the old one. Other memory differs between the moments of a step, and the largest one counts:
+- head: activations of all blocks (`plan/activation_memory.py`), logits and their gradient, the head's cast and
+  gradient;
+- backward: the same activations, all gradients but the embedding's, which comes last, and the workspace of one block;
 - update: all gradients (`plan/gradient_memory.py`).
 
-XLA's `memory_analysis()` says argument + temporary + result − aliased bytes for the sum of it. What a compiler keeps of
-its own accord is not derived: `plan/compilers.py` says what was seen. Pipelines are in `plan/pipelined_memory.py`.
+XLA's `memory_analysis()` reports the total as argument + temporary + result − aliased bytes. Memory that a compiler
+uses beyond that is not derived: `plan/compilers.py` has what was observed. Pipelines are in `plan/pipelined_memory.py`.
 """
 
 import math
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, kept_bytes, mode_of, sizes_of
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
@@ -28,9 +28,9 @@ from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, work
 
 
 def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = None) -> StepMemory:
-    """For devices of tpu, gpu or cpu; `mesh` says how many are along each axis (None: what the config says).
+    """The memory of a step on devices of a platform: tpu, gpu or cpu.
 
-    Raises ConfigError if a config leaves that open.
+    `mesh` has the number of devices along each axis (None: that of the config). Raises ConfigError if an axis is open.
     """
     mesh = config.mesh.sizes if mesh is None else mesh
     for axis, size in mesh.items():
@@ -43,19 +43,19 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
-    kept = _kept(config, sizes, mode, in_products)
+    activations = _stored_by_blocks(config, sizes, mode, in_products)
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts:
-        kept += sizes.item * in_products
+        activations += sizes.item * in_products
     gradients = gradient_memory(config, compiler, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     moments: dict[Moment, dict[str, float]] = {
         "head": {
-            "activations": kept,
+            "activations": activations,
             "gradients": gradients.earlier + 4 * matrix * (1 + flat),
             "head": head_bytes(config, sizes, compiler, mode),
         },
         "backward": {
-            "activations": kept,
+            "activations": activations,
             "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
@@ -74,10 +74,10 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     )
 
 
-def _kept(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:
-    """By all blocks."""
+def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:
+    """Bytes that all blocks store for their backward pass."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
-    total = sum(count * kept_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
+    total = sum(count * stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
     if facts.keeps_weight_casts and mode == "all":
-        total += sizes.item * in_products  # casts of weights, stacked like activations
+        total += sizes.item * in_products  # weight casts are stacked like activations
     return total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total

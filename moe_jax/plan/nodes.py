@@ -1,22 +1,22 @@
-"""Which share of a collective's bytes stays inside a node, and which goes to other nodes."""
+"""The shares of a collective's bytes that stay inside a node and that go to other nodes."""
 
 from typing import NamedTuple
 
 
 class Shares(NamedTuple):
-    """Of the bytes that leave a rank."""
+    """Shares of the bytes that leave a rank."""
 
     inside: float
     between: float
 
 
 def shares(ranks: int, per_node: int, relayed: bool) -> Shares:
-    """For a rank of a group of `ranks`, two or more, of which `per_node` share its node, itself included.
+    """The shares for a rank of a group of `ranks` (two or more), of which `per_node` are on its node, itself included.
 
-    An all-to-all has a block for every rank, which goes straight there. What all ranks of another node want alike (the
-    parts of an all-gather; those of a sum, the other way round) is `relayed`: taken to be sent there once, each rank of
-    a node sending its part of that, and passed on inside, as hierarchical algorithms do, and rings that leave a node
-    at each of its ranks.
+    An all-to-all has a block for every rank, which is sent there directly. Data that all ranks of another node need
+    alike (the parts of an all-gather; in reverse, those of a sum) is `relayed`: it is assumed to be sent there once,
+    with an equal part by each rank of a node, and passed on inside. Hierarchical algorithms do so, and so do rings that
+    leave a node at each of its ranks.
     """
     between = (ranks - per_node) / (ranks - 1) / (per_node if relayed else 1)
     return Shares(1 - between, between)

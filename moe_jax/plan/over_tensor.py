@@ -1,18 +1,19 @@
-"""How long rows take to the experts in each form that tensor ranks can share an exchange in (MoNTA, section IV).
+"""Duration of a dispatch in each form in which tensor ranks share an exchange (MoNTA, section IV).
 
-I bytes that one tensor rank's group has for the experts, the same on each of t tensor ranks until they drop what others
-send; e expert ranks. A form's stages are the all-to-all, the gather over tensor ranks, and the copy to the rows' place.
+One tensor rank's group has I bytes for the experts, the same on each of t tensor ranks until they drop the shares that
+others send; there are e expert ranks. The stages of a form are the all-to-all, the gather over tensor ranks, and the
+copy of rows to their destination.
 """
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Form = Literal["replicated", "o1", "o2", "o3"]
-Seconds = Callable[[float], float]  # by bytes: a Linear's or a Curve's `seconds`
+Seconds = Callable[[float], float]  # the `seconds` of a Linear or a Curve, by bytes
 
 
 class LinkStages(NamedTuple):
-    """What the bytes of a message take in each stage."""
+    """The duration of each stage, by the bytes of a message."""
 
     exchange: Seconds
     gather: Seconds
@@ -20,7 +21,10 @@ class LinkStages(NamedTuple):
 
 
 def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stages: LinkStages) -> tuple[float, ...]:
-    """Of one of c chunks: the all-to-all of I/(c·t), the gather of I/c of which 1/t is there, the copy of I/c."""
+    """Seconds of each stage for one of c chunks.
+
+    They are the all-to-all of I/(c·t), the gather of I/c, of which 1/t is local, and the copy of I/c.
+    """
     part = num_bytes / chunks
     return (
         stages.exchange(part / tensor * (experts - 1) / experts),
@@ -30,10 +34,10 @@ def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stag
 
 
 def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks: int, stages: LinkStages) -> float:
-    """Until all rows are in their place. `replicated` and `o1` are not cut, whatever `chunks` says.
+    """Seconds until all rows are in place. `replicated` and `o1` ignore `chunks`.
 
-    O2 is a pipeline of two stages, the exchange, and gather with copy; O3 one of three. The paper's formulas for O3
-    leave out the case that copies take longest.
+    O2 is a pipeline of two stages, the exchange, and gather with copy; O3 is one of three. The paper's formulas for O3
+    leave out the case in which copies take longest.
     """
     if form == "replicated":
         return stages.exchange(num_bytes * (experts - 1) / experts)

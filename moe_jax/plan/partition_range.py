@@ -1,7 +1,7 @@
-"""Which ranges of a forward pass to cut into how many parts: dynamic programming (Lancet, section 5.1).
+"""Which ranges of a forward pass to split into how many parts: dynamic programming (Lancet, section 5.1).
 
-T(n) = min over i of T(i) + min over κ of P(i, n, κ): P is the time of groups i to n in κ parts, one part's exchanges
-beside another part's compute.
+T(n) = min over i of T(i) + min over κ of P(i, n, κ), where T(n) is the best time of the first n groups and P the time
+of groups i to n in κ parts, in which the exchanges of one part overlap with the compute of another.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from moe_jax.schedule.simulation import simulate_streams
 
 
 class OpRange(NamedTuple):
-    """Groups [first, stop), which run in so many parts."""
+    """The groups [first, stop), which run in `parts` parts."""
 
     first: int
     stop: int
@@ -22,7 +22,7 @@ class OpRange(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """All groups in ranges, one behind another."""
+    """All groups in consecutive ranges."""
 
     seconds: float
     ranges: tuple[OpRange, ...]
@@ -38,9 +38,9 @@ class RangePart(NamedTuple):
 def fastest_partition(
     groups: int, longest: int, most_parts: int, seconds: Callable[[int, int, int], float]
 ) -> Partition:
-    """The best of all partitions into ranges of at most `longest` groups; of equals the one with less cut.
+    """The fastest partition into ranges of at most `longest` groups; among equals the one with fewer parts.
 
-    `seconds(first, stop, parts)` is infinite where a range may not be cut. What is not cut is a range of one group.
+    `seconds(first, stop, parts)` is infinite for a range that may not be split. Unsplit groups are ranges of one group.
     """
     best = [Partition(0.0, ())]
     for stop in range(1, groups + 1):
@@ -60,7 +60,7 @@ def fastest_partition(
 
 @lru_cache(maxsize=4096)
 def pipeline_seconds(groups: tuple[RangePart, ...], parts: int) -> float:
-    """Of so many equal parts of groups that follow each other: compute of all parts, then the next compute of all."""
+    """Seconds of consecutive groups in `parts` equal parts: compute of all parts, then the next compute of all."""
     stages = [(kind, sum(each.seconds for each in run)) for kind, run in groupby(groups, lambda each: each.exchange)]
     tasks = [
         [Action("F", "dispatch" if exchange else "expert", stage, part) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""In which order a pipeline stage issues the tasks of its passes: what training runs, and what plans are timed by."""
+"""The issue order of a pipeline stage's tasks, which training runs and plans simulate."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from moe_jax.schedule.shape import StepShape
 
 
 class Orders(NamedTuple):
-    """In which order tasks of a model chunk's passes are issued."""
+    """The issue order of the tasks of a model chunk's passes."""
 
     shape: StepShape
     forward: Sequence[Action]
     backward: Sequence[Action]
-    weight: Sequence[Action]  # where weight gradients are a pass of their own
-    together: Sequence[tuple[str, Action]]  # a forward and a backward pass, F and B, where ticks have both
+    weight: Sequence[Action]  # if weight gradients are a pass of their own
+    together: Sequence[tuple[str, Action]]  # a forward and a backward pass, F and B, if ticks have both
 
 
 def orders_of(
@@ -32,9 +32,9 @@ def orders_of(
     pairs: bool,
     measured: Mapping[str, TaskStage],
 ) -> Orders:
-    """Of a chunk's blocks; sums of gradients over devices come behind the last tick. Raises ScheduleError.
+    """The orders of a chunk's blocks. Gradients are summed over devices after the last tick. Raises ScheduleError.
 
-    `split`: weight gradients are a pass of their own; `pairs`: ticks have a forward beside a backward pass.
+    `split`: weight gradients are a pass of their own; `pairs`: ticks have both a forward and a backward pass.
     """
     settings, nothing = config.schedule, (0,) * (len(kinds) + 2)
     shape = make_shape(
@@ -52,10 +52,10 @@ def orders_of(
     actions = list(filter(_in_chunk, schedule.actions))
     together: list[tuple[str, Action]] = []
     if pairs:
-        apart = {"W"} if split else set()
+        other_passes = {"W"} if split else set()
 
         def in_tick(action: Action) -> bool:
-            return _in_chunk(action) and action.direction not in apart
+            return _in_chunk(action) and action.direction not in other_passes
 
         tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * in_tick(action), two_streams)
         together = [(side, action) for side, action in tick if in_tick(action)]
@@ -69,5 +69,5 @@ def orders_of(
 
 
 def _in_chunk(action: Action) -> bool:
-    """Whether it is of a block: the ends of the model are passes of their own."""
+    """Whether a task belongs to a block: embedding and head are passes of their own."""
     return action.op not in ("embed", "head")

@@ -1,11 +1,14 @@
-"""How long the passes of a model chunk take for one part of the batch: its blocks, simulated in training's order."""
+"""Durations of the passes of a model chunk for one part of the batch, from simulations of its blocks.
+
+The blocks run in training's issue order.
+"""
 
 import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moe_jax.config.layer_layout import GroupBlock, segments
-from moe_jax.plan.gradients import held_by
+from moe_jax.plan.gradients import params_by_group
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.plan.resources import owned_by_kind
 from moe_jax.plan.simulate import SimulatedTask, Timeline
@@ -16,11 +19,11 @@ from moe_jax.schedule.pipelines.tick import needs_inside
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.simulation import simulate_streams
 
-_PERIODS = 3  # of equal blocks that are simulated; each further one takes what the last one added
+_PERIODS = 3  # simulated periods of equal blocks; each further one takes as long as the last one added
 
 
 class PassTime(NamedTuple):
-    """Seconds of a pass, and of what it is made of."""
+    """Seconds of a pass, and of its compute and exchanges."""
 
     seconds: float
     compute: float
@@ -28,16 +31,16 @@ class PassTime(NamedTuple):
 
 
 class ChunkTimes(NamedTuple):
-    """The passes of a model chunk."""
+    """The durations of a model chunk's passes."""
 
     forward: PassTime
-    backward: PassTime  # without weight gradients where they are apart
+    backward: PassTime  # without weight gradients if they are split
     weight: PassTime
-    together: PassTime  # forward and backward, beside each other
+    together: PassTime  # forward and backward, concurrently
 
 
 class Ends(NamedTuple):
-    """Seconds of compute at the model's ends."""
+    """Seconds of compute at the two ends of the model."""
 
     embedding: float
     head: float  # forward and backward
@@ -45,7 +48,7 @@ class Ends(NamedTuple):
 
 
 class PassTimes:
-    """Of a step's model chunks."""
+    """Durations of the passes of a step's model chunks."""
 
     def __init__(self, step: Step, split: bool, pairs: bool):
         self._step, self._split, self._pairs = step, split, pairs
@@ -55,12 +58,12 @@ class PassTimes:
         self._orders = functools.cache(self._orders_of)
 
     def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
-        """Of these blocks."""
+        """The durations of a chunk with these blocks."""
         return self._chunk(_repeats(group))
 
     @functools.cached_property
     def ends(self) -> Ends:
-        """The same for all chunks that have them."""
+        """The durations of embedding and head, the same for all chunks that have them."""
         shape = self._orders(self._segments[0].kinds).shape
         seconds = self._step.times().of(shape)
 
@@ -73,7 +76,10 @@ class PassTimes:
         return Ends(of("F", "embed"), head + added_s, of("B", "embed") + added_s)
 
     def timeline(self, group: Sequence[GroupBlock]) -> Timeline:
-        """What a stage does with a part: two passes beside each other, where ticks have both, else one by one."""
+        """The timeline of one part of the batch on a stage.
+
+        Its two passes run concurrently if ticks have both, else one after the other.
+        """
         repeats = _repeats(group)
         orders = self._orders(self._kinds(tuple((number, min(count, _PERIODS)) for number, count in repeats)))
         actions = [*(action for _, action in orders.together), *orders.weight]
@@ -84,14 +90,14 @@ class PassTimes:
             needs = {action: frozenset(graph[action] & inside) for action in actions}
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
         spans = simulate_streams(
-            actions, needs, self._step.handled(schedule), two_streams, slowdown=self._step.slowdown
+            actions, needs, self._step.task_seconds(schedule), two_streams, slowdown=self._step.slowdown
         )
         return Timeline(
             schedule, tuple(SimulatedTask(action, two_streams(action), *span) for action, span in spans.items())
         )
 
     def _chunk_of(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
-        """Of so many periods of each segment."""
+        """The durations of a chunk with these numbers of periods of each segment."""
         longest, count = max(repeats, key=lambda run: run[1])
 
         def of(periods: int) -> ChunkTimes:
@@ -114,11 +120,11 @@ class PassTimes:
     def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
         orders = self._orders(kinds)
         shape, together = orders.shape, [action for _, action in orders.together]
-        seconds = self._step.handled(
+        seconds = self._step.task_seconds(
             Schedule(self._step.config.schedule.policy, shape, (*orders.forward, *orders.backward, *orders.weight))
         )
 
-        def played(actions: Sequence[Action]) -> PassTime:
+        def simulated(actions: Sequence[Action]) -> PassTime:
             needs: Needs = needs_inside(actions, shape)
             spans = simulate_streams(actions, needs, seconds, two_streams, slowdown=self._step.slowdown)
             busy = dict.fromkeys(Stream, 0.0)
@@ -127,26 +133,28 @@ class PassTimes:
             end_s = max((span.end_s for span in spans.values()), default=0.0)
             return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
 
-        found = ChunkTimes(played(orders.forward), played(orders.backward), played(orders.weight), played(together))
+        found = ChunkTimes(
+            simulated(orders.forward), simulated(orders.backward), simulated(orders.weight), simulated(together)
+        )
         added_s = self._added_s(kinds)
-        behind = {
+        longer = {
             name: _longer(getattr(found, name), added_s)
             for name in ("weight" if self._split else "backward", "together")
         }
-        return found._replace(**behind)
+        return found._replace(**longer)
 
     def _added_s(self, kinds: Iterable[str]) -> float:
-        """To add gradients of such blocks to those of the parts before."""
+        """Seconds to add the gradients of these blocks to those of earlier parts."""
         step, of_kind = self._step, owned_by_kind(self._step.config.model)
-        parameters = (held_by(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
+        parameters = (params_by_group(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
         return step.adding_s(sum(parameters))
 
 
 def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
-    """(segment, periods) from the bottom up."""
+    """The (segment, periods) pairs of a group, from the bottom up."""
     found: dict[int, int] = {}
-    for held in group:
-        found[held.segment] = found.get(held.segment, 0) + (held.place == 0)
+    for block in group:
+        found[block.segment] = found.get(block.segment, 0) + (block.place == 0)
     return tuple(found.items())
 
 

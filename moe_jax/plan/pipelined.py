@@ -1,10 +1,10 @@
-"""Times of a step that runs a table of ticks: pipeline stages, or two parts of a batch beside each other.
+"""Times of a step that runs a table of ticks: pipeline stages, or two concurrent parts of a batch.
 
-Stages wait for each other behind every tick, so that the slowest one counts. In a tick gradients travel to the stage
-before, beside the forward pass, and then activations to the next one, beside the backward pass; a tick with both
-passes at once hides neither, unless weight gradients follow, beside which both travel (`step/pipelined/executor.py`).
-Where sends want the links of a pass's exchanges, exchanges go first.
-Gradients are summed behind the last tick.
+Stages wait for each other after every tick, so the slowest one counts. In a tick gradients are sent to the previous
+stage, concurrently with the forward pass, and then activations to the next one, concurrently with the backward pass. A
+tick with both passes at once hides neither transfer, unless weight gradients follow, which then overlap with both
+(`step/pipelined/executor.py`). If sends need the same links as the exchanges of a pass, exchanges go first. Gradients
+are summed after the last tick.
 """
 
 import functools
@@ -15,57 +15,57 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import DeviceGroup
-from moe_jax.plan.gradients import held_by
+from moe_jax.plan.gradients import params_by_group
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.pass_times import ChunkTimes, PassTime, PassTimes
 from moe_jax.plan.simulate import Timeline
-from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
+from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
-from moe_jax.schedule.link_order import Priority, finished_s
+from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.pipelines.outline import Passes, outline_of
 
 
 class PipelinedStep:
-    """A step of a config on a cluster. Raises ConfigError if it has too few blocks, and ScheduleError."""
+    """A pipelined step of a config on a cluster. Raises ScheduleError, and ConfigError if there are too few blocks."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes):
         settings, self.parts = config.schedule, config.train.grad_accumulation
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
         self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
         split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
-        self._sends_behind = split and self.outline.has_pairs
+        self._sends_after_passes = split and self.outline.has_pairs
         self._times = PassTimes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_slot)
         self._top = len(self.stages.groups) - 1
 
     @property
     def timeline(self) -> Timeline:
-        """What the longest model chunk does with one part of the batch."""
+        """The timeline of the longest model chunk with one part of the batch."""
         return self._times.timeline(max(self.stages.groups, key=len))
 
     @functools.cached_property
     def send_s(self) -> float:
-        """Of activations, or gradients, of one part from stage to stage; the slowest pair of neighbours counts."""
+        """Seconds to send one part's activations, or gradients, between stages. The slowest pair of stages counts."""
         config = self.step.config
         num_bytes = self.step.tokens * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
-        return self.step.fabric.send(num_bytes, self._neighbours)
+        return self.step.collectives.send(num_bytes, self._neighbours)
 
     @property
     def _neighbours(self) -> DeviceGroup:
         mesh = self.step.mesh
         return DeviceGroup(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
 
-    def _sent_s(self, beside: PassTime | None, send_s: float) -> float:
-        """When a send beside a pass has arrived."""
-        if beside is None or not self.step.fabric.share_links(self._neighbours, self.step.experts):
+    def _sent_s(self, concurrent: PassTime | None, send_s: float) -> float:
+        """Seconds until a send that runs concurrently with a pass has arrived."""
+        if concurrent is None or not self.step.collectives.share_links(self._neighbours, self.step.experts):
             return send_s
-        wanted_s = {Priority.EXPERT: beside.exchange, Priority.PIPELINE: send_s}
-        return finished_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
+        wanted_s = {Priority.EXPERT: concurrent.exchange, Priority.PIPELINE: send_s}
+        return finish_times_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
-        """Of the whole step and its parts, as `Step.seconds`, on the stage that has most to do."""
+        """Seconds of the whole step and its parts on the stage with most work, with the names of `Step.seconds`."""
         ticks_s, alone_s = self._ticks_s(self.send_s), self._ticks_s(0.0)
         num_ticks = sum(self.outline.ticks.values())
         work_s = [self._work_s(stage) for stage in range(self.stages.stages)]
@@ -83,7 +83,7 @@ class PipelinedStep:
         }
 
     def _ticks_s(self, send_s: float) -> float:
-        """Of all ticks, each as long as its longest slot."""
+        """Seconds of all ticks; a tick takes as long as its longest slot."""
         return sum(
             count * max(self._slot_s(stage, passes, send_s) for stage, passes in enumerate(tick))
             for tick, count in self.outline.ticks.items()
@@ -93,25 +93,28 @@ class PipelinedStep:
         return sum(count * self._slot_s(stage, tick[stage], 0.0) for tick, count in self.outline.ticks.items())
 
     def _seconds_of_slot(self, stage: int, passes: Passes, send_s: float) -> float:
-        ahead, behind = (self._chunk(stage, chunk) for chunk in (passes.forward, passes.backward))
+        forward, backward = (self._chunk(stage, chunk) for chunk in (passes.forward, passes.backward))
         ends, weight_s = self._times.ends, 0.0
         before_s = ends.embedding if self._group(stage, passes.forward) == 0 else 0.0
         head_s = ends.head if self._group(stage, passes.backward) == self._top else 0.0
         after_s = ends.embedding_back if self._group(stage, passes.backward) == 0 else 0.0
         if passes.weight is not None:
             weight_s = self._times.chunk(self.stages.groups[self.stages.group(stage, passes.weight)]).weight.seconds
-        together_s = ahead.together.seconds if ahead and behind and self._alike(stage, passes) else None
-        ahead_s, behind_s = (ahead.forward.seconds if ahead else 0.0), (behind.backward.seconds if behind else 0.0)
-        if self._sends_behind:
-            of_blocks = ahead_s + behind_s if together_s is None else together_s
-            return before_s + head_s + of_blocks + max(after_s + weight_s, send_s)
+        together_s = forward.together.seconds if forward and backward and self._alike(stage, passes) else None
+        forward_s, backward_s = (
+            forward.forward.seconds if forward else 0.0,
+            backward.backward.seconds if backward else 0.0,
+        )
+        if self._sends_after_passes:
+            blocks_s = forward_s + backward_s if together_s is None else together_s
+            return before_s + head_s + blocks_s + max(after_s + weight_s, send_s)
         if together_s is not None:
             return max(before_s, send_s) + head_s + together_s + max(after_s, send_s)
         arrived_s = [
             self._sent_s(chunk and getattr(chunk, name), send_s)
-            for chunk, name in ((ahead, "forward"), (behind, "backward"))
+            for chunk, name in ((forward, "forward"), (backward, "backward"))
         ]
-        return max(before_s + ahead_s, arrived_s[0]) + max(head_s + behind_s + after_s + weight_s, arrived_s[1])
+        return max(before_s + forward_s, arrived_s[0]) + max(head_s + backward_s + after_s + weight_s, arrived_s[1])
 
     def _chunk(self, stage: int, chunk: int | None) -> ChunkTimes | None:
         group = self._group(stage, chunk)
@@ -121,11 +124,11 @@ class PipelinedStep:
         return None if chunk is None else self.stages.group(stage, chunk)
 
     def _alike(self, stage: int, passes: Passes) -> bool:
-        """Whether both chunks have the same structure: only those run beside each other."""
-        ahead, behind = (self._group(stage, chunk) for chunk in (passes.forward, passes.backward))
-        assert ahead is not None
-        assert behind is not None
-        return self.stages.groups[ahead] == self.stages.groups[behind]
+        """Whether both chunks have the same structure; only those run concurrently."""
+        forward, backward = (self._group(stage, chunk) for chunk in (passes.forward, passes.backward))
+        assert forward is not None
+        assert backward is not None
+        return self.stages.groups[forward] == self.stages.groups[backward]
 
     def _busy(self, stage: int) -> tuple[float, float]:
         """Seconds in which a stage computes, and in which its passes exchange."""
@@ -140,11 +143,11 @@ class PipelinedStep:
         return self.parts * compute, self.parts * exchange
 
     def _sums_s(self) -> float:
-        """Of gradients: a stage's own over its devices, those of the model's ends over all."""
-        return sum(each.seconds(self.step.fabric) for each in sums_on_stage(self.step.config, self.step.mesh))
+        """Seconds to sum gradients: a stage's own over its devices, those of embedding and head over all devices."""
+        return sum(each.seconds(self.step.collectives) for each in stage_sums(self.step.config, self.step.mesh))
 
 
 def parameters_by_group(config: Config) -> Iterable[tuple[DeviceGroup, float]]:
-    """Parameters of a device, by the devices that cut their moments: all of its stage that have the same ones."""
-    for owned in on_stage(config):
-        yield from held_by(owned, config, config.mesh.sizes).items()
+    """Parameters of a device, by the devices of its stage that have the same ones and share their moments."""
+    for owned in stage_parameters_of(config):
+        yield from params_by_group(owned, config, config.mesh.sizes).items()

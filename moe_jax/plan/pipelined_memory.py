@@ -1,8 +1,9 @@
-"""How much memory of each device a step takes that runs a table of ticks: all stages run one program, on equal buffers.
+"""Memory of each device for a step that runs a table of ticks. All stages run one program, on equal buffers.
 
-While it runs there are buffers of what forward passes keep, as many slots as the table needs, each with room for any
-model chunk; sums of all gradients; and what one pass works on: what it keeps before that lies in its slot, a block at
-work, and gradients of a block before they are added. Held against what XLA allocated on H100 and v5p (docs/plan.md).
+The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for any
+model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their slot, the
+workspace of a block, and a block's gradients before they are added. Compared with XLA's allocations on H100 and v5p in
+docs/plan.md.
 """
 
 import dataclasses
@@ -11,44 +12,47 @@ from collections.abc import Callable, Mapping
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
-from moe_jax.plan.activation_memory import held_bytes, kept_bytes, mode_of, sizes_of
+from moe_jax.plan.activation_memory import deferred_bytes, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import held_by, own_parameters
-from moe_jax.plan.stage_parameters import on_stage
+from moe_jax.plan.gradients import own_parameters, params_by_group
+from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.workspace_memory import head_bytes, working_bytes
 from moe_jax.schedule.pipelines.outline import outline_of
 
 
 def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:
-    """For devices of tpu, gpu or cpu along each axis of `mesh`. Raises ConfigError if stages have too few blocks."""
+    """The memory of a step, for a platform (tpu, gpu or cpu) and the number of devices along each axis of `mesh`.
+
+    Raises ConfigError if stages have too few blocks.
+    """
     model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
     sizes, mode, compiler = sizes_of(config, platform, mesh), mode_of(config, platform), COMPILERS[platform]
-    held, stages = on_stage(config), Stages.of(config)
-    count = held.on_device(config, mesh)
+    params, stages = stage_parameters_of(config), Stages.of(config)
+    count = params.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
     stream = sizes.item * sizes.own_tokens * model.hidden_size
     no_mlp = dataclasses.replace(model, intermediate_size=0)
     slot = stream + _largest(
         stages,
-        kept_bytes(sizes, no_mlp, "dense", mode, "task"),
-        lambda kind: kept_bytes(sizes, model, kind, mode, "task"),
+        stored_bytes(sizes, no_mlp, "dense", mode, "task"),
+        lambda kind: stored_bytes(sizes, model, kind, mode, "task"),
     )
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
     if outline.has_pairs and platform == "cpu":
-        activations += slot  # taken from its slot for a pass that also fills one
+        activations += slot  # copied out of its slot for a pass that also fills one
     split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
     if split:
-        left = _largest(
-            stages, held_bytes(sizes, no_mlp, "dense", mode), lambda kind: held_bytes(sizes, model, kind, mode)
+        deferred = _largest(
+            stages, deferred_bytes(sizes, no_mlp, "dense", mode), lambda kind: deferred_bytes(sizes, model, kind, mode)
         )
-        activations += outline.weight * left
+        activations += outline.weight * deferred
     blocks = max(map(len, stages.groups))
-    new = 4 * sum(held_by(held.blocks, config, mesh).values()) / (stages.chunks * blocks)
-    new *= 1 if stages.chunks == 1 else 2  # and the sums of that chunk, which are looked up
-    at_work = compiler.slots_at_work_of_pairs if outline.has_pairs else compiler.slots_at_work
+    new = 4 * sum(params_by_group(params.blocks, config, mesh).values()) / (stages.chunks * blocks)
+    new *= 1 if stages.chunks == 1 else 2  # and a copy of that chunk's sums
+    at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
     working = new + at_work * slot
-    # sums of gradients and buffers are there all the time, and so without gaps
+    # sums of gradients and buffers are allocated all the time, and so without gaps
     working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
@@ -63,7 +67,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * own_parameters(held, config, mesh)),
+        optimizer=int(8 * own_parameters(params, config, mesh)),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,
@@ -71,8 +75,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
 
 
 def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> float:
-    """Room for any chunk: what all blocks have, `common`, and what those of a kind have beside."""
-    groups = [[held.kind for held in group] for group in stages.groups]
+    """Bytes for the largest chunk, with `common` bytes for each block, or more for blocks of each kind."""
+    groups = [[block.kind for block in group] for group in stages.groups]
     most = {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
-    beside = sum(count * (of_kind(kind) - common) for kind, count in most.items() if count)
-    return max(map(len, groups)) * common + beside
+    extra = sum(count * (of_kind(kind) - common) for kind, count in most.items() if count)
+    return max(map(len, groups)) * common + extra

@@ -1,21 +1,21 @@
-"""Where context ranks go, which cut sequences, beside expert ranks (MoNTA, "Cluster Expansion")."""
+"""The placement of context ranks, which shard sequences, relative to expert ranks (MoNTA, "Cluster Expansion")."""
 
 from typing import NamedTuple
 
 
 class Placement(NamedTuple):
-    """Axes of a mesh, neighbours first, and why."""
+    """The axes of a mesh, the one with the nearest neighbours first, and the reason."""
 
     axes: tuple[str, ...]
-    shared: bool  # whether the same ranks cut sequences and experts
+    shared: bool  # whether the same ranks shard sequences and experts
     reason: str
 
 
 def place(context: int, expert: int, tensor: int, fast_devices: int) -> Placement:
-    """For so many ranks along each axis, where `fast_devices` neighbours are joined by fast links.
+    """The placement for these numbers of ranks, with fast links between `fast_devices` neighbours.
 
-    Context and expert ranks have axes of their own if context ranks are fewer and fast links span both, or if neither
-    number divides the other; else they share one, of the larger number.
+    Context and expert ranks have axes of their own if there are fewer context ranks and fast links span both, or if
+    neither number divides the other; else they share one axis of the larger number.
     """
     spanned = tensor * expert * context
     smaller, larger = sorted((context, expert))

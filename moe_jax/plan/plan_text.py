@@ -1,4 +1,4 @@
-"""Plans in words: a table, the best first, and why the others lost."""
+"""Plans as text: a table with the best plan first, and why the others are slower."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,12 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plan_text(plans: Plans) -> str:
-    """All of it."""
+    """The table of plans, the refused meshes, and the facts of the best plan."""
     return "\n\n".join([table(plans), *([refusals(plans)] if plans.refused else []), facts(plans)])
 
 
 def table(plans: Plans) -> str:
-    """The fastest way that was found on each mesh; ≤: of few that were tried there."""
+    """The fastest candidate on each mesh. ≤ marks meshes on which only a few candidates were tried."""
     best = plans.best
     rows = [_COLUMNS, *(_row(each, best) for each in plans.ranked[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
@@ -40,14 +40,14 @@ def table(plans: Plans) -> str:
 
 
 def refusals(plans: Plans, most: int = 4) -> str:
-    """Meshes that cannot work, and why."""
+    """Invalid and infeasible meshes with the reason."""
     lines = [f"refused: {each.mesh}: {each.reason}" for each in plans.refused[:most]]
     left = len(plans.refused) - most
     return "\n".join([*lines, *([f"refused: {left} more meshes"] if left > 0 else [])])
 
 
 def facts(plans: Plans) -> str:
-    """What the best plan costs."""
+    """The costs of the best plan."""
     found, busy, memory = plans.best.estimate, plans.best.estimate.busy, plans.best.memory
     device = plans.cluster.device
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
@@ -74,7 +74,7 @@ def facts(plans: Plans) -> str:
 
 
 def _placement(plans: Plans) -> list[str]:
-    """Whether the ranks that cut sequences also cut experts, and whether a rule would have it so."""
+    """Whether experts are sharded over context ranks, too, and whether MoNTA's rule agrees."""
     mesh = plans.config.mesh
     if mesh.context == 1 or not plans.config.model.moe.num_experts:
         return []
@@ -90,8 +90,8 @@ def _traffic(plans: Plans) -> str:
 
 
 def _ranges(best: Candidate) -> list[str]:
-    """What of the forward pass is worth cutting, if anything."""
-    if not best.config.schedule.pipeline_facts.needs_stages:  # whose forward pass is not alone
+    """The ranges of the forward pass that are worth splitting, if any."""
+    if not best.config.schedule.pipeline_facts.needs_stages:  # its forward pass overlaps with a backward pass
         return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
@@ -123,7 +123,7 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
         f"{share:.0%}",
         _schedule(candidate),
         _exchange(candidate),
-        candidate.binds,
+        candidate.bottleneck,
         "" if candidate is best else _why_not(candidate, best),
     )
 
@@ -158,7 +158,7 @@ def _exchange(candidate: Candidate) -> str:
 
 
 def _why_not(candidate: Candidate, best: Candidate) -> str:
-    """What it takes longer for than the best."""
+    """The cost in which a candidate is worst compared with the best one."""
     own, other = candidate.estimate.busy, best.estimate.busy
     more = {
         "compute": own.compute - other.compute,
@@ -174,16 +174,16 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
 
 
 def seconds(value: float) -> str:
-    """In a unit that fits."""
+    """Format seconds with a suitable unit."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
 
 
 def dollars(value: float) -> str:
-    """Whole ones, if there are many."""
+    """Format dollars, without cents if there are many."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def size(num_bytes: float) -> str:
-    """In the largest unit that leaves a digit in front of the point."""
+    """Format bytes in the largest unit with a nonzero digit before the point."""
     factor, unit = next((each for each in _UNITS if round(num_bytes / each[0], 1) >= 1), _UNITS[-1])
     return f"{num_bytes / factor:.1f} {unit}"

@@ -1,7 +1,8 @@
-"""How to train a model on a cluster: the mesh, what is recomputed, the schedule and the exchange, by simulated steps.
+"""Choose how to train a model on a cluster: the mesh, rematerialisation, schedule and exchange, by simulated steps.
 
-First every mesh with one good guess of a schedule, and with each way to recompute in the fewest parts of a batch that
-fit into memory. Then the best few of these with every policy and degree, sizes of chunks, and forms over tensor ranks.
+First every mesh is tried with one good guess of a schedule, and with each way to save memory in the fewest parts of a
+batch that fit into memory. Then the best few meshes are tried with every policy and degree, bucket sizes, and forms
+over tensor ranks.
 """
 
 import dataclasses
@@ -15,20 +16,20 @@ from moe_jax.config.validate import check_ranges
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.infeasible import nothing, too_large
+from moe_jax.plan.infeasible import no_plan_message, too_large
 from moe_jax.plan.search import Candidate, PlanSearch, best_of, step_s
 
 _REFINED = 4  # meshes
-_REFINED_STAGED = 4  # with pipeline stages, which gain more from it
+_REFINED_STAGED = 4  # meshes with pipeline stages, which gain more from it
 
 
 class PlanError(UserError):
-    """A model that no way is known to train on a cluster."""
+    """No feasible plan was found for a model on a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
-    """What was found: the fastest way on each mesh, the best first, and meshes without one."""
+    """The fastest candidate on each mesh, the best first, and the meshes without one."""
 
     cluster: Cluster
     ranked: tuple[Candidate, ...]
@@ -40,7 +41,10 @@ class Plans:
 
     @property
     def config(self) -> Config:
-        """The best plan: an exchange by way of nodes is written down, others are left to the program."""
+        """The config of the best plan.
+
+        It names the algorithm of a hierarchical exchange. Others are left open for the program to choose.
+        """
         config, algorithm = self.best.config, self.best.estimate.algorithm
         if algorithm == "flat" or config.exchange.algorithm != OPEN_EXCHANGE:
             return config
@@ -49,9 +53,9 @@ class Plans:
 
 
 def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
-    """Choose what is open for the fastest step. Raises PlanError if there is none, ConfigError for impossible numbers.
+    """Choose the open settings for the fastest step. Raises PlanError if nothing fits, ConfigError for invalid numbers.
 
-    `memory_factor` is what a compiler takes over what `plan/memory.py` says.
+    `memory_factor` is the ratio of the memory that a compiler takes to the estimate of `plan/memory.py`.
     """
     check_ranges(draft)
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
@@ -69,9 +73,9 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
         else:
             found.append(best_of(search.fitting(each)))
     if not found:
-        found = search.elsewhere(large)
+        found = search.with_other_placements(large)
     if not found:
-        raise PlanError(nothing(search, refused))
+        raise PlanError(no_plan_message(search, refused))
     found.sort(key=step_s)
     staged = [each for each in found if each.config.mesh.pipeline > 1]
     promising = {each.mesh for each in (*found[:_REFINED], *staged[:_REFINED_STAGED])}

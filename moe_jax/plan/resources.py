@@ -1,4 +1,4 @@
-"""What a model needs: parameters and floating-point operations, from its config alone."""
+"""Parameters and floating-point operations of a model, from its config alone."""
 
 import math
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ class Parameters:
     """Parameter counts of a model."""
 
     total: int
-    active: int  # that one token meets: its top_k experts instead of all
-    matrix_active: int  # of those, the ones in matrix products (no embedding lookup, no norms, no biases)
-    expert: int  # in routed experts, the part that the expert axis cuts
-    expert_whole: int  # of these, in vectors that every tensor rank has
-    heads_and_hidden: int  # in attention and other MLPs: with experts, what the tensor axis cuts
+    active: int  # parameters that one token passes through: its top_k experts instead of all
+    matrix_active: int  # those of them in matrix products (no embedding lookup, no norms, no biases)
+    expert: int  # in routed experts, sharded over the expert axis
+    expert_whole: int  # those of them in vectors that every tensor rank has
+    heads_and_hidden: int  # in attention and other MLPs, sharded over the tensor axis (as experts are)
 
 
 class _Count(NamedTuple):
-    """Parameters of a part of a block: in matrices and vectors that the tensor axis cuts, and in those it does not."""
+    """Parameters of a part of a block: matrices and vectors that the tensor axis shards, and those it does not."""
 
-    cut_matrices: int
-    cut_vectors: int = 0
+    sharded_matrices: int
+    sharded_vectors: int = 0
     whole_matrices: int = 0
     whole_vectors: int = 0
 
     @property
-    def cut(self) -> int:
-        return self.cut_matrices + self.cut_vectors
+    def sharded(self) -> int:
+        return self.sharded_matrices + self.sharded_vectors
 
     @property
     def matrices(self) -> int:
-        return self.cut_matrices + self.whole_matrices
+        return self.sharded_matrices + self.whole_matrices
 
     @property
     def total(self) -> int:
-        return self.cut + self.whole_matrices + self.whole_vectors
+        return self.sharded + self.whole_matrices + self.whole_vectors
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
@@ -62,40 +62,40 @@ def count_parameters(model: ModelConfig) -> Parameters:
         matrix_active=matrix_active,
         expert=num_moe * moe.num_experts * expert.total,
         expert_whole=num_moe * moe.num_experts * expert.whole_vectors,
-        heads_and_hidden=blocks * attention.cut + mlps,
+        heads_and_hidden=blocks * attention.sharded + mlps,
     )
 
 
 class Owned(NamedTuple):
-    """Parameters of one owner of gradients: those that every device has, and those that mesh axes cut."""
+    """Parameters of one owner of gradients: those that every device has, and those sharded over mesh axes."""
 
     whole: int = 0
-    heads_and_hidden: int = 0  # over tensor ranks
-    expert: int = 0  # over expert and tensor ranks
-    expert_whole: int = 0  # over expert ranks
-    biases: int = 0  # those among `whole` that no gradient moves, and that have no moments
+    heads_and_hidden: int = 0  # sharded over tensor ranks
+    expert: int = 0  # sharded over expert and tensor ranks
+    expert_whole: int = 0  # sharded over expert ranks
+    biases: int = 0  # those in `whole` that gradients do not update, so that they have no moments
 
 
 def owned_parameters(model: ModelConfig) -> tuple[Owned, ...]:
-    """Of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
+    """Parameters of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
     head = Owned(d + (0 if model.tie_word_embeddings else table))
     return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
 
 
 def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
-    """Of a block, `dense` or `moe`."""
+    """Parameters of a block, by its kind, `dense` or `moe`."""
     moe, d = model.moe, model.hidden_size
     attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
-    always, cut = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.cut
+    always, sharded = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.sharded
     return {
-        "dense": Owned(always, cut + dense.total),
+        "dense": Owned(always, sharded + dense.total),
         "moe": Owned(
             always + _gate(model).total,
-            cut + shared.total + (dense.total if moe.dense_residual else 0),
-            experts * expert.cut + experts * expert.whole_matrices,
+            sharded + shared.total + (dense.total if moe.dense_residual else 0),
+            experts * expert.sharded + experts * expert.whole_matrices,
             experts * expert.whole_vectors,
             experts if SCORE_BIAS.name in gate_parameters(model) else 0,
         ),
@@ -108,7 +108,7 @@ def attention_matrices(model: ModelConfig) -> int:
 
 
 def _attention(model: ModelConfig) -> _Count:
-    """Of one block."""
+    """Parameters of one block's attention."""
     d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
     sinks = heads if model.attention.sinks else 0
     if latent.kv_lora_rank is not None:
@@ -118,29 +118,29 @@ def _attention(model: ModelConfig) -> _Count:
         whole = d * (rank + latent.qk_rope_head_dim + (q_rank or 0))
         return _Count(heads * of_heads, sinks, whole, rank + (q_rank or 0))
     queries, keys = heads * model.head_width, model.kv_heads * model.head_width
-    cut, whole = sinks, 0
+    sharded, whole = sinks, 0
     if model.attention.bias:
-        cut, whole = cut + queries + 2 * keys, d if model.attention.out_bias else 0
+        sharded, whole = sharded + queries + 2 * keys, d if model.attention.out_bias else 0
     if model.qk_norm and model.qk_norm_over == "projection":
-        cut += queries + keys
+        sharded += queries + keys
     elif model.qk_norm:
         whole += 2 * model.head_width
-    return _Count(2 * d * (queries + keys), cut, whole_vectors=whole)
+    return _Count(2 * d * (queries + keys), sharded, whole_vectors=whole)
 
 
 def gate_matrices(model: ModelConfig) -> int:
-    """Parameters in the matrix products of one block's gate, and of that of its shared experts."""
+    """Parameters in matrix products of one block's gate, and of the gate of its shared experts."""
     return _gate(model).matrices
 
 
 def mixed_matrices(model: ModelConfig) -> int:
-    """Products with activations for each token where a gate mixes tokens into slots, and slots into tokens."""
+    """Products with activations per token, for a gate that mixes tokens into slots and slots into tokens."""
     moe = model.moe
     return 2 * model.hidden_size * moe.num_experts * moe.slots_per_expert if moe.gate_facts.mixes else 0
 
 
 def _gate(model: ModelConfig) -> _Count:
-    """Of one block with experts."""
+    """Parameters of one block's gate."""
     sizes = [tuple(dims.values()) for dims, _ in gate_parameters(model).values()]
     of_shared = model.hidden_size if model.moe.shared_gate else 0
     return _Count(
@@ -151,33 +151,33 @@ def _gate(model: ModelConfig) -> _Count:
 
 
 def _mlp(model: ModelConfig, hidden: int, bias: bool = False) -> _Count:
-    """Of one MLP or expert."""
+    """Parameters of one MLP or expert."""
     inner = 2 if model.is_gated else 1
     return _Count((inner + 1) * model.hidden_size * hidden, *((inner * hidden, 0, model.hidden_size) if bias else ()))
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of one token's forward and backward pass, nothing recomputed or padded.
+    """Floating-point operations of one token's forward and backward pass, without recomputation and padding.
 
-    6 per matrix parameter it meets, and causal attention over the earlier tokens of its window, seq_len/2 on average
-    without one: forward 2·H·(K+V) for each in a block, backward twice that.
+    There are 6 per matrix parameter that the token passes through. Causal attention covers the earlier tokens of its
+    window, seq_len/2 on average without one: forward 2·H·(K+V) for each of them in a block, backward twice that.
     """
-    seen = sum(_mean_seen(view.window, seq_len) for view in model.views)
-    attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * seen
+    visible = sum(_mean_visible(view.window, seq_len) for view in model.views)
+    attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * visible
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
     return float(6 * count_parameters(model).matrix_active + attention + mixes)
 
 
-def _mean_seen(window: int | None, seq_len: int) -> float:
-    """Earlier tokens that a token sees, on average over a sequence."""
+def _mean_visible(window: int | None, seq_len: int) -> float:
+    """The number of earlier tokens that a token attends to, averaged over a sequence."""
     width = seq_len if window is None else min(window, seq_len)
     return width - width**2 / (2 * seq_len)
 
 
 def parameters_per_device(model: ModelConfig, expert_ranks: int, tensor_ranks: int, replicas: int = 0) -> int:
-    """Parameters that one device has, experts cut over `expert_ranks` of which each has room for so many replicas."""
+    """Parameters of one device, with experts sharded over `expert_ranks`, each with slots for this many replicas."""
     counts = count_parameters(model)
     whole = counts.total - counts.expert - counts.heads_and_hidden
     experts = counts.expert_whole + (counts.expert - counts.expert_whole) // tensor_ranks
-    held = experts // expert_ranks + replicas * (experts // max(model.moe.num_experts, 1))
-    return whole + counts.heads_and_hidden // tensor_ranks + held
+    local = experts // expert_ranks + replicas * (experts // max(model.moe.num_experts, 1))
+    return whole + counts.heads_and_hidden // tensor_ranks + local

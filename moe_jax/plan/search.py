@@ -1,4 +1,4 @@
-"""The search on one mesh: what fits into memory, then every schedule, size of chunks and form of what looks best."""
+"""The search on one mesh: first what fits into memory, then schedules, bucket sizes and forms for the best ones."""
 
 import dataclasses
 import itertools
@@ -12,12 +12,12 @@ from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
     HEAD_BLOCKS,
-    Way,
+    Overrides,
     accumulations,
     choices,
-    elsewhere,
     guesses,
     mesh_text,
+    other_placements,
     pipelines,
     scheduled,
     schedules,
@@ -28,8 +28,8 @@ from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.memory import StepMemory, step_memory
 
-_MEMORY_LEFT = 0.06  # of a device's, for the runtime and what estimates miss
-_PARTS = 4  # numbers of parts of the batch that pipeline stages are tried with
+_MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
+_PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
 _REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
 _ZEROS = (0, 1, 2)
 _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
@@ -37,12 +37,12 @@ _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way that fits into memory."""
+    """A config that fits into memory, with its estimated step."""
 
     estimate: Estimate
     memory: StepMemory
-    squeezed: bool  # whether it recomputes or cuts the batch, which it would not if memory were larger
-    refined: bool = False  # whether all of what its mesh allows was tried
+    saves_memory: bool  # whether it recomputes or splits the batch or state for lack of memory
+    refined: bool = False  # whether all choices that its mesh allows were tried
 
     @property
     def config(self) -> Config:
@@ -53,8 +53,8 @@ class Candidate:
         return mesh_text(self.config.mesh.sizes, self.config.mesh.experts_over_context)
 
     @property
-    def binds(self) -> str:
-        """What would have to be more for a faster step."""
+    def bottleneck(self) -> str:
+        """The bottleneck of the step time."""
         busy = self.estimate.busy
         where = "between nodes" if self.estimate.leaves_node else "inside nodes"
         found = {
@@ -64,7 +64,7 @@ class Candidate:
             "sums of gradients": busy.sums,
         }
         most = max(found, key=lambda name: found[name])
-        return f"{most}, memory" if self.squeezed else most
+        return f"{most}, memory" if self.saves_memory else most
 
 
 def step_s(candidate: Candidate) -> float:
@@ -77,14 +77,17 @@ def best_of(candidates: Iterable[Candidate]) -> Candidate:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What is open, and where it has to fit."""
+    """The open settings, the cluster, and the ratio of real to estimated memory."""
 
     draft: Draft
     cluster: Cluster
     memory_factor: float
 
     def fitting(self, base: Config) -> Iterator[Candidate]:
-        """With each way to save memory, the batch in as few parts as fit; only without, if that fits."""
+        """Candidates with each way to save memory, in as few parts of the batch as fit.
+
+        If a candidate fits without saving memory, there are no others.
+        """
         if base.mesh.pipeline > 1:
             yield from self._fitting_stages(base)
             return
@@ -92,7 +95,7 @@ class PlanSearch:
         for saving in itertools.product(_ZEROS, _REMATS):
             if not self._fits_somehow(base, *saving):
                 continue
-            firsts: dict[bool, Config] = {}  # a scheduled step keeps more, and so may need a batch in more parts
+            firsts: dict[bool, Config] = {}  # a scheduled step stores more, and so may need more parts of the batch
             for each in self._saving(base, *saving):
                 plain = each.schedule.policy_facts.cuts is None
                 if plain not in firsts and self.fits(self.memory(each)):
@@ -102,16 +105,19 @@ class PlanSearch:
             found = [self._candidate(each) for each in firsts.values() if each not in seen]
             seen |= set(firsts.values())
             yield from found
-            if any(not each.squeezed for each in found):
+            if any(not each.saves_memory for each in found):
                 return
 
-    def elsewhere(self, configs: Iterable[Config]) -> list[Candidate]:
-        """The best of each with its experts elsewhere, as far as that fits."""
-        others = (each for config in configs for each in elsewhere(self.draft, config))
+    def with_other_placements(self, configs: Iterable[Config]) -> list[Candidate]:
+        """The best candidate of each config with the other placement of its experts, if it fits."""
+        others = (each for config in configs for each in other_placements(self.draft, config))
         return [best_of(self.fitting(each)) for each in others if self.fits(self.least(each))]
 
     def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
-        """With what costs least of what fits; more parts take longer each, and leave stages less idle."""
+        """Pipelined candidates with the cheapest savings that fit.
+
+        More parts of the batch are less efficient each, but leave stages less idle.
+        """
         for remat, zero in itertools.product(_REMATS, _ZEROS):
             if not self._fits_somehow(base, zero, remat):
                 continue
@@ -122,8 +128,11 @@ class PlanSearch:
                 return
 
     def refined(self, candidate: Candidate) -> Candidate:
-        """The best of its mesh: where experts are, then schedules, sizes of chunks, and forms over tensor ranks."""
-        candidate = best_of([candidate, *self.elsewhere([candidate.config])])
+        """The best candidate on the same mesh.
+
+        Choices are the placement of experts, then schedules, bucket sizes, and forms over tensor ranks.
+        """
+        candidate = best_of([candidate, *self.with_other_placements([candidate.config])])
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
@@ -141,8 +150,8 @@ class PlanSearch:
             best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
         return dataclasses.replace(best, refined=True)
 
-    def _savings_near(self, config: Config) -> Iterator[Way]:
-        """Other ways to save memory, with as many parts of the batch, and one step fewer or more."""
+    def _savings_near(self, config: Config) -> Iterator[Overrides]:
+        """Other ways to save memory, with the same number of parts of the batch, or the next smaller or larger one."""
         possible = accumulations(config)
         place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
         for zero, remat, parts in itertools.product(_ZEROS, _REMATS, possible[max(place - 1, 0) : place + 2]):
@@ -153,31 +162,31 @@ class PlanSearch:
             }
 
     def _best_pipeline(self, candidate: Candidate) -> Candidate:
-        """The best order in which stages work through parts, and so many of these; parts beside each other."""
+        """The best pipeline schedule and number of parts. Without stages, schedules that overlap parts are tried."""
         config = candidate.config
         if config.mesh.pipeline == 1:
             return self._best_of(
                 candidate, ({"schedule": {**each, **order}} for order in stageless() for each in guesses())
             )
-        ways = ({"schedule": {**each, **order}} for order in pipelines() for each in guesses())
-        best = self._best_of(candidate, ways)
+        overrides = ({"schedule": {**each, **order}} for order in pipelines() for each in guesses())
+        best = self._best_of(candidate, overrides)
         more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
-        """Ever smaller parts of the batch."""
+        """Configs with these savings, in ever smaller parts of the batch."""
         for parts in accumulations(base):
             yield from self._in_parts(base, zero, remat, parts)
 
     def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> Iterator[Config]:
-        """With each guess."""
+        """Configs with these savings and this number of parts, for each guess of a schedule."""
         if zero == 2 and parts == 1 and "optimizer.zero" in self.draft.open:
-            return  # as ZeRO 1
-        saving: Way = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
+            return  # the same as ZeRO 1
+        saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
         yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
 
-    def _best_of(self, known: Candidate, ways: Iterable[Way]) -> Candidate:
-        others = choices(self.draft, known.config, ways)
+    def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
+        others = choices(self.draft, known.config, overrides)
         return best_of([known, *(self._candidate(each) for each in others if self.fits(self.memory(each)))])
 
     def _candidate(self, config: Config) -> Candidate:
@@ -188,10 +197,10 @@ class PlanSearch:
             "train.grad_accumulation": config.mesh.pipeline == 1
             and config.train.grad_accumulation > accumulations(config)[0],
         }
-        squeezed = self.cluster.device.memory_bytes is not None and any(
+        saves_memory = self.cluster.device.memory_bytes is not None and any(
             value for name, value in saves.items() if name in self.draft.open
         )
-        return Candidate(estimate=estimate(config, self.cluster), memory=self.memory(config), squeezed=squeezed)
+        return Candidate(estimate=estimate(config, self.cluster), memory=self.memory(config), saves_memory=saves_memory)
 
     def memory(self, config: Config) -> StepMemory:
         return step_memory(config, self.cluster.device.platform, config.mesh.sizes)
@@ -201,15 +210,15 @@ class PlanSearch:
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
 
     def least(self, base: Config) -> StepMemory:
-        """With all ways to save memory."""
-        ways = dict.fromkeys(each for zero in _ZEROS for each in self._least(base, zero, "full"))
-        return min(map(self.memory, ways), key=lambda memory: memory.total)
+        """The memory of the config with all ways to save memory."""
+        configs = dict.fromkeys(each for zero in _ZEROS for each in self._least(base, zero, "full"))
+        return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
         return any(self.fits(self.memory(each)) for each in self._least(base, zero, remat))
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
-        """What takes least: more parts are smaller, but their gradients add up in a copy."""
+        """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
         parts = accumulations(base)
         by_parts = (list(self._in_parts(base, zero, remat, count)) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
@@ -217,6 +226,6 @@ class PlanSearch:
 
 
 def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
-    """The first with each number of parts."""
+    """The first config with each number of parts."""
     for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
         yield next(alike)

@@ -13,7 +13,7 @@ from moe_jax.schedule.simulation import in_list_order, simulate_streams
 
 @dataclass(frozen=True)
 class SimulatedTask:
-    """One action on its stream."""
+    """One action on its stream, with its start and end."""
 
     action: Action
     stream: Stream
@@ -30,12 +30,12 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Time of the step."""
+        """Duration of the step."""
         return max(task.end_s for task in self.tasks)
 
     @cached_property
     def busy_s(self) -> dict[Stream, float]:
-        """How long each stream works: its time if it were alone."""
+        """Busy time of each stream: its duration if it ran alone."""
         busy_s = dict.fromkeys(Stream, 0.0)
         for task in self.tasks:
             busy_s[task.stream] += task.end_s - task.start_s
@@ -43,13 +43,14 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Time in which something communicates and nothing computes: streams never rest all at once."""
+        """Time in which something communicates and nothing computes. Some stream is always busy."""
         return self.makespan_s - self.busy_s[Stream.COMPUTE]
 
     def peak_bytes(self, output_bytes: Callable[[Action], float]) -> float:
-        """Most bytes alive at once: an output lives from its task's start to the end of the last task that needs it.
+        """The most bytes alive at once.
 
-        A forward task's output includes what its backward task will read. What nothing needs lives to the end.
+        An output is alive from its task's start to the end of the last task that needs it. The output of a forward task
+        includes the activations for its backward task. Outputs that no task needs stay alive to the end.
         """
         last_use_s: dict[Action, float] = {}
         needs = task_graph(self.schedule.shape)
@@ -77,10 +78,10 @@ def simulate(
     rank_of: Callable[[Action], int] = in_list_order,
     slowdown: float = 1.0,
 ) -> Timeline:
-    """Run a schedule: every task to its end, one at a time per stream, streams beside each other.
+    """Simulate a schedule: one task at a time per stream, streams concurrently.
 
-    `seconds` maps an action to its time (`times.__getitem__` for a mapping). Streams take their tasks as listed; with
-    `rank_of=exchanges_first` a free stream takes a reduction only if no exchange is ready. While anything
+    `seconds` maps an action to its duration (`times.__getitem__` for a mapping). Streams run their tasks as listed;
+    with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready. While anything
     communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
     """
     spans = simulate_streams(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of, slowdown)

@@ -1,4 +1,4 @@
-"""Parameters that a device of a pipeline stage has."""
+"""Parameters of a device of a pipeline stage, and the reductions of their gradients."""
 
 import functools
 import math
@@ -8,57 +8,61 @@ from typing import NamedTuple
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.collective_costs import DeviceGroup
-from moe_jax.plan.gradients import ITEM_BYTES, Sum, held_by, parts_of
+from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 
 
-class OnStage(NamedTuple):
-    """Every stage has the same: the ends of the model, and as many rows of blocks as the longest one needs."""
+class StageParameters(NamedTuple):
+    """Parameters of a stage, equal for all stages: embedding and head, and the rows of blocks of the longest one."""
 
     ends: Owned  # embedding, last norm and head
     blocks: Owned
 
     def on_device(self, config: Config, mesh: Mapping[str, int]) -> int:
-        """Of one device."""
-        return sum(sum(held_by(owned, config, mesh).values()) for owned in self)
+        """Parameters of one device."""
+        return sum(sum(params_by_group(owned, config, mesh).values()) for owned in self)
 
 
-def on_stage(config: Config) -> OnStage:
-    """Of a config. Raises ConfigError if it has too few blocks."""
-    return _on_stage(Stages.of(config))
+def stage_parameters_of(config: Config) -> StageParameters:
+    """Parameters of each stage of a config. Raises ConfigError if it has too few blocks."""
+    return _stage_parameters(Stages.of(config))
 
 
-def sums_on_stage(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
-    """Of gradients, without chunks: a stage's own over its devices, those of the model's ends over all stages, too.
+def stage_sums(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
+    """Reductions of gradients, not split into buckets.
 
-    Scattered ends are summed over stages part by part.
+    A stage's own gradients are summed over its devices, those of the embedding and head over all stages, too. If they
+    are scattered (ZeRO), they are summed over stages shard by shard.
     """
-    held, parts = on_stage(config), parts_of(config, mesh)
+    params, parts = stage_parameters_of(config), parts_of(config, mesh)
 
     def of_devices(owned: Owned) -> list[Sum]:
-        return [Sum(group, count * ITEM_BYTES, parts[group]) for group, count in held_by(owned, config, mesh).items()]
+        return [
+            Sum(group, count * ITEM_BYTES, parts[group])
+            for group, count in params_by_group(owned, config, mesh).items()
+        ]
 
-    blocks = of_devices(held.blocks)
+    blocks = of_devices(params.blocks)
     if config.optimizer.zero == 0:
-        return [*blocks, Sum(DeviceGroup(math.prod(mesh.values()), 1), held.ends.whole * ITEM_BYTES)]
+        return [*blocks, Sum(DeviceGroup(math.prod(mesh.values()), 1), params.ends.whole * ITEM_BYTES)]
     ends, stages = (
-        of_devices(held.ends),
+        of_devices(params.ends),
         DeviceGroup(mesh["pipeline"], mesh["context"] * mesh["expert"] * mesh["tensor"]),
     )
-    return [*blocks, *ends, *(Sum(stages, each.held_bytes / each.parts) for each in ends)]
+    return [*blocks, *ends, *(Sum(stages, each.num_bytes / each.parts) for each in ends)]
 
 
 @functools.lru_cache(maxsize=64)
-def _on_stage(stages: Stages) -> OnStage:
+def _stage_parameters(stages: Stages) -> StageParameters:
     model = stages.model
     (embedding, *_, head), of_kind = owned_parameters(model), owned_by_kind(model)
-    held = [
+    blocks = [
         (kind, rows * stages.chunks)
         for segment, rows in zip(segments(model), stages.rows, strict=True)
         for kind in segment.kinds
     ]
-    totals = ([count * number for number in of_kind[kind]] for kind, count in held)
-    return OnStage(
+    totals = ([count * number for number in of_kind[kind]] for kind, count in blocks)
+    return StageParameters(
         ends=Owned(embedding.whole + head.whole),
         blocks=Owned(*map(sum, zip(*totals, strict=True))),
     )

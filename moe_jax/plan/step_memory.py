@@ -1,4 +1,4 @@
-"""What a training step takes of a device's memory, by what it is for."""
+"""The memory of a training step on one device, by purpose."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -9,17 +9,17 @@ TEMPORARIES = ("activations", "gradients", "head", "working")
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of one device at the moment of a step that needs most."""
+    """Bytes of one device at the moment of a step with the highest use."""
 
     moment: Moment
     parameters: int
     optimizer: int  # both moments
     batch: int
-    activations: int  # kept for the backward pass
+    activations: int  # stored for the backward pass
     gradients: int
-    head: int  # logits and what is made of them
-    working: int  # of the block that goes backward, its exchanges included
-    lost: int  # gaps between buffers, and what the compiler reserves
+    head: int  # logits and their gradient
+    working: int  # workspace of a block's backward pass, its exchanges included
+    lost: int  # gaps between buffers, and memory that the compiler reserves
 
     @property
     def parts(self) -> dict[str, int]:
@@ -28,10 +28,10 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """What XLA allocates: arguments, temporaries, and results that take no argument's place."""
+        """The bytes that XLA allocates: arguments, temporaries, and results that do not overwrite an argument."""
         return sum(self.parts.values())
 
     @property
     def state(self) -> int:
-        """What is there between steps."""
+        """Bytes in use between steps."""
         return self.parameters + self.optimizer

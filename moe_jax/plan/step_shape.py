@@ -9,7 +9,7 @@ from moe_jax.schedule.shape import StepShape
 
 
 def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> StepShape:
-    """On a mesh of these sizes, with so many chunks of each owner's gradients. Raises ScheduleError."""
+    """The shape of a step on a mesh of these sizes, with `reductions` buckets per owner. Raises ScheduleError."""
     settings, model = config.schedule, config.model
     copies = math.prod(mesh[axis] for axis in ("data", "context") if axis not in config.mesh.expert_axes)
     return make_shape(
@@ -22,6 +22,6 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         grad_reduce=settings.grad_reduce,
         reductions=tuple(reductions),
         tied=model.tie_word_embeddings,
-        # all tensor ranks have the vectors behind their parts of an expert
+        # all tensor ranks have the bias vectors of an expert that they share
         local_experts=copies == 1 and not (model.moe.bias and mesh["tensor"] > 1),
     )

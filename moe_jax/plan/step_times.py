@@ -1,7 +1,7 @@
-"""A step of a config on a cluster: the schedule that training makes of it, simulated with the times of its tasks there.
+"""A step of a config on a cluster: training's schedule, simulated with the times of its tasks on that cluster.
 
-Compute is matrix products at the rate that a device reaches in large ones, plus what goes through its memory between
-them; weights are read anew for every part of a batch.
+Compute time is that of matrix products at the rate that a device reaches in large ones, plus memory traffic between
+them; weights are read again for every part of a batch.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from functools import cached_property, partial
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.collective_costs import Collective, DeviceGroup, ExchangeChoice, Fabric
+from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup, ExchangeChoice
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
-from moe_jax.plan.launch_overhead import handled
+from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
@@ -34,26 +34,26 @@ from moe_jax.plan.work import (
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.grad_buckets import exchanges_first
-from moe_jax.schedule.link_order import Priority, finished_s
+from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
-_PAIR_BYTES = (12, 24)  # for each pair of tokens and head: logits in float32, weights
+_PAIR_BYTES = (12, 24)  # per pair of tokens and head: logits in float32, weights
 _TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual stream, heads, MLP
 _ROW_PASSES = (6, 12)  # over experts' rows × (features + hidden widths)
 _LOGIT_BYTES = (12, 8)
-_ADDED_BYTES = 12  # of a gradient, in float32
+_ADDED_BYTES = 12  # per gradient that is added, in float32
 _NOTHING = MeasuredTimes({})
 
 
 class Step:
-    """Times of the tasks of one step, and what a simulation makes of them."""
+    """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
         self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
-        self.slowdown, self.handling, self.measured = cluster.compute_slowdown, cluster.handling, measured
-        self.fabric = Fabric(cluster)
+        self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
+        self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
         self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.tensor)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
@@ -73,24 +73,27 @@ class Step:
         sent = [[each.sent_bytes for each in owner] for owner in self.sums]
         known = order_times(self.config, self.mesh, self.device.platform, sent, self.measured.compute)
         schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), two_streams)
-        return simulate(schedule, self.handled(schedule), two_streams, exchanges_first, self.slowdown)
+        return simulate(schedule, self.task_seconds(schedule), two_streams, exchanges_first, self.slowdown)
 
-    def handled(self, schedule: Schedule) -> Seconds:
-        """Of tasks, with what collectives take of compute."""
+    def task_seconds(self, schedule: Schedule) -> Seconds:
+        """Task durations with the launch overhead of collectives."""
         times = self.times()
 
         def bytes_of(action: Action) -> float:
             if action.direction == "G":
-                return self.sums[owner_of(action)][action.part].held_bytes if is_reduction(action) else 0.0
-            held = times.transfer[action.op].num_bytes
-            return held / schedule.shape.num_parts(action.direction, action.op)
+                return self.sums[owner_of(action)][action.part].num_bytes if is_reduction(action) else 0.0
+            whole = times.transfer[action.op].num_bytes
+            return whole / schedule.shape.num_parts(action.direction, action.op)
 
         seconds = times.of(schedule.shape)
-        return handled(schedule, seconds, two_streams, self.handling, bytes_of)
+        return with_launch_overhead(schedule, seconds, two_streams, self.launch_overhead, bytes_of)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of the whole step and its parts; earlier parts of a batch that is cut have no sums before ZeRO 2."""
+        """Seconds of the whole step and its parts.
+
+        With gradient accumulation, only the last part sums gradients over devices before ZeRO 2.
+        """
         line, accumulation = self.timeline, self.config.train.grad_accumulation
         sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
         exchange = line.busy_s[Stream.COMMUNICATION] - sums
@@ -109,25 +112,25 @@ class Step:
 
     @property
     def _added(self) -> float:
-        """Gradients of a part that are added to those of the parts before."""
+        """The number of gradients of a part that are added to those of earlier parts."""
         if self.config.optimizer.zero == 2:
             return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
         return parameters_per_device(self.config.model, self.experts.ranks, self.tensor, self.config.replicas)
 
     def adding_s(self, parameters: float) -> float:
-        """To add a part's gradients to those of the parts before: both are read, and their sum is written."""
+        """Seconds to add a part's gradients to those of earlier parts: both are read, and their sum is written."""
         return _ADDED_BYTES * parameters / self.device.memory_bytes_per_s
 
     def _exposed_without_sums(self) -> float:
         schedule = self.timeline.schedule
-        seconds = self.handled(schedule)
+        seconds = self.task_seconds(schedule)
         free = simulate(
             schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), two_streams, slowdown=self.slowdown
         )
         return free.exposed_s
 
     def times(self) -> TaskTimes:
-        """Amounts of compute and sums are seconds, those of exchanges bytes."""
+        """Costs of all tasks. Amounts of compute and sums are seconds, those of exchanges bytes."""
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         transfer = Transfer(link=_Exchange(self), num_bytes=own)
         return TaskTimes(
@@ -140,33 +143,33 @@ class Step:
     @cached_property
     def _sums_s(self) -> tuple[tuple[float, ...], ...]:
         different = {each for owner in self.sums for each in owner}
-        seconds = {each: each.seconds(self.fabric) for each in different}
+        seconds = {each: each.seconds(self.collectives) for each in different}
         return tuple(tuple(seconds[each] for each in owner) for owner in self.sums)
 
     @property
     def _pairs(self) -> float:
-        """Of own queries and keys, for each head, that pass through memory."""
+        """The number of (query, key, head) triples of a device that pass through memory."""
         if kernel_of(self.config, self.device.platform) == "cudnn":
             return 0.0
         return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_attention_heads
 
     def squares_s(self) -> float:
-        """Seconds of attention's products of activations and what lies between them, forward, in one block."""
+        """Seconds of attention's products of activations and of their memory traffic, forward, in one block."""
         flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
         moved_s = _PAIR_BYTES[0] * self._pairs / self.device.memory_bytes_per_s
         return work_of(self.config, self.tokens, self.device.platform)["attend"].rest / flops + moved_s
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
-        """Of an all-to-all, as the config says or the fastest one."""
-        return self.fabric.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
+        """The algorithm of an all-to-all: the config's, or the fastest one."""
+        return self.collectives.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
 
     def algorithm(self, shape: StepShape) -> str:
-        """Of the exchanges of one part."""
+        """The algorithm of the exchanges of one microbatch."""
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
 
     def exchange_seconds(self, num_bytes: float) -> float:
-        """Of rows that a device holds for all ranks, in the config's form over tensor ranks."""
+        """Seconds of an exchange of `num_bytes` that a device has for all ranks, in the config's tensor form."""
         ranks = self.experts.ranks
         settings = self.config.exchange
 
@@ -175,7 +178,9 @@ class Step:
 
         if self.tensor == 1:
             return self.choice(num_bytes).seconds
-        stages = LinkStages(between, partial(self.fabric.ring, group=DeviceGroup(self.tensor, 1)), self._through_memory)
+        stages = LinkStages(
+            between, partial(self.collectives.ring, group=DeviceGroup(self.tensor, 1)), self._through_memory
+        )
         whole = num_bytes * self.tensor
         return form_seconds(settings.tensor_form, whole, self.tensor, ranks, settings.tensor_chunks, stages)
 
@@ -183,7 +188,7 @@ class Step:
         return 2 * num_bytes / self.device.memory_bytes_per_s
 
     def compute(self) -> Mapping[str, ComputeStage]:
-        """Estimates of the stages of compute."""
+        """Estimates of the compute stages."""
         model, tokens = self.config.model, self.tokens
         work, owned = work_of(self.config, tokens, self.device.platform), owned_parameters(model)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
@@ -201,7 +206,7 @@ class Step:
             for kind, part in of_kind.items()
         }
         experts = of_kind.get("moe", Owned())
-        # remat of whole periods repeats their exchanges in the backward pass, with nothing beside them
+        # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = self.config.schedule.remat != "none" and self.config.step_facts.remat_unit == "period"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         exchanged = 2 * self.exchange_seconds(own) if again else 0.0
@@ -231,46 +236,47 @@ class Step:
         return own * self._item / self.device.memory_bytes_per_s
 
     def _gathered(self, model: ModelConfig, kind: str) -> float:
-        """Seconds in which tensor ranks gather the tokens of attention and MLP, and sum what they made of them."""
+        """Seconds in which tensor ranks gather the tokens of attention and MLP, and reduce-scatter their outputs."""
         group, seconds = DeviceGroup(self.tensor, 1), 0.0
         for width in gathered_widths(model, kind):
             gathered, summed = (
                 (self.tensor - 1) * self.tokens * each * self._item for each in (width, model.hidden_size)
             )
-            seconds += self.fabric.ring(gathered, group) + self.fabric.ring(summed, group, "reduce_scatter")
+            seconds += self.collectives.ring(gathered, group) + self.collectives.ring(summed, group, "reduce_scatter")
         return seconds
 
     def _from_others(self, model: ModelConfig) -> tuple[float, float]:
         """Seconds in which attention waits for keys and values of other context ranks, forward and backward.
 
-        Those of a ring travel beside the squares; backward, gradients in float32 follow them. Where the batch is cut,
-        exchanges of its other microbatches go first if they want the same links. What is gathered comes first, and its
-        gradients are summed behind.
+        Hops of a ring overlap with attention's products; in the backward pass, gradients in float32 follow them. If the
+        batch is split, exchanges of its other microbatches go first if they need the same links. Gathers come before
+        attention, and gathered gradients are summed after it.
         """
-        width = passed_on(model, self.tensor)
+        width = context_width(model, self.tensor)
         group = DeviceGroup(self.context, self.mesh["expert"] * self.tensor)
         leaving = (self.context - 1) * self.tokens * width
         if not has_ring(self.config):
             gathers: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
-            forward, backward = (self.fabric.ring(leaving * self._item, group, each) for each in gathers)
+            forward, backward = (self.collectives.ring(leaving * self._item, group, each) for each in gathers)
             return forward, backward
         sizes = (self._item, ITEM_BYTES["float32"])
-        once, sums = (self.fabric.ring(leaving * size, group, "permute") for size in sizes)
-        squares_s, before_s = self.squares_s(), self._exchanges_beside_attention_s(group)
+        once, sums = (self.collectives.ring(leaving * size, group, "permute") for size in sizes)
+        squares_s, before_s = self.squares_s(), self._exchanges_during_attention_s(group)
 
         def waited_s(hops_s: float, products_s: float) -> float:
             wanted_s = {Priority.EXPERT: before_s, Priority.CONTEXT: hops_s}
-            return min(max(finished_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
+            return min(max(finish_times_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
 
         return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
 
-    def _exchanges_beside_attention_s(self, ring: DeviceGroup) -> float:
-        """Seconds of a block's exchanges, one way, that run beside its attention and want the links of the ring."""
+    def _exchanges_during_attention_s(self, ring: DeviceGroup) -> float:
+        """Seconds of a block's exchanges that overlap with its attention and need the links of the ring."""
         settings = self.config.schedule
-        if not settings.cuts_batch or not self.fabric.share_links(ring, self.experts):
+        if not settings.cuts_batch or not self.collectives.share_links(ring, self.experts):
             return 0.0
         own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
-        return 2 * (parts - 1) * self.exchange_seconds(own / parts)  # of all but the microbatch that attends
+        # exchanges of all microbatches but the one in attention
+        return 2 * (parts - 1) * self.exchange_seconds(own / parts)
 
     def _task(
         self,
@@ -282,7 +288,10 @@ class Step:
         op: str = "head",
         again_s: float = 0.0,
     ) -> ComputeStage:
-        """Seconds of one op, forward, backward and of weights; backward recomputes what `schedule.remat` says."""
+        """Seconds of one op: forward, backward and weight gradients.
+
+        The backward pass includes what `schedule.remat` recomputes.
+        """
         flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
         products_s, rest_s = work.products / flops, work.rest / flops
         forward_moved, backward_moved = (num_bytes / self.device.memory_bytes_per_s for num_bytes in moved)
@@ -298,7 +307,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The cost of an exchange, by its bytes."""
+    """The duration of an exchange by its bytes."""
 
     step: Step
 
@@ -307,9 +316,9 @@ class _Exchange:
 
 
 def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
-    """Numbers of a token that tensor ranks gather in a block: for attention, and for an MLP that they cut.
+    """The numbers per token that tensor ranks gather in a block: for attention, and for an MLP that they share.
 
-    What they sum behind each has the model's width.
+    Their summed outputs have the model's width.
     """
     moe, latent = model.moe, model.latent
     has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
@@ -319,8 +328,11 @@ def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
     return [for_attention, *([model.hidden_size] if has_mlp else [])]
 
 
-def passed_on(model: ModelConfig, tensor: int) -> float:
-    """Numbers of a token that one context rank sends to the next, for each of its `tensor` ranks' share of tokens."""
+def context_width(model: ModelConfig, tensor: int) -> float:
+    """The numbers per token that a context rank sends to the next one.
+
+    They are counted per token of each of its `tensor` ranks' share.
+    """
     if model.latent.kv_lora_rank is None:
-        return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank passes on its heads
+        return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank sends its heads
     return tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)

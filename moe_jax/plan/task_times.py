@@ -1,6 +1,6 @@
-"""How long each task takes: alpha-beta models of measured costs.
+"""Task durations by alpha-beta models of measured costs.
 
-Amounts are those of one device's whole batch; cut into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
+Amounts are those of one device's whole batch; split into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,28 +12,28 @@ from moe_jax.schedule.shape import StepShape
 
 
 class Cost(Protocol):
-    """Seconds by an amount."""
+    """A cost model: seconds by amount."""
 
     def seconds(self, amount: float, parts: int = 1) -> float:
-        """Of one of `parts` equal parts."""
+        """Seconds of one of `parts` equal parts."""
         ...
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Seconds as a start-up time plus an amount (bytes or flops) at a rate."""
+    """An alpha-beta model: a start-up time plus an amount (bytes or flops) at a rate."""
 
     alpha_s: float
     beta_s: float  # per byte or flop
 
     def seconds(self, amount: float, parts: int = 1) -> float:
-        """Of one of `parts` equal parts."""
+        """Seconds of one of `parts` equal parts."""
         return self.alpha_s + amount / parts * self.beta_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeStage:
-    """A compute stage: amounts of which `rate` makes seconds, floating-point operations or seconds themselves."""
+    """The amounts of a compute stage, floating-point operations or seconds, which `rate` converts to seconds."""
 
     rate: Linear
     forward: float
@@ -41,7 +41,7 @@ class ComputeStage:
     weight: float = 0.0  # gradients of weights
 
     def seconds(self, action: Action, shape: StepShape) -> float:
-        """Of one task."""
+        """Seconds of one task."""
         amounts = {"F": self.forward, "B": self.backward, "W": self.weight}
 
         def of(direction: str, parts: int) -> float:
@@ -52,15 +52,15 @@ class ComputeStage:
 
 
 class TaskStage(Protocol):
-    """What the tasks of one op take, e.g. `ComputeStage`."""
+    """The durations of the tasks of one op, e.g. `ComputeStage`."""
 
     def seconds(self, action: Action, shape: StepShape) -> float:
-        """Of one task."""
+        """Seconds of one task."""
         ...
 
 
 def task_seconds(action: Action, shape: StepShape, of: Callable[[str, int], float]) -> float:
-    """Of a compute task, by `of(direction, parts)`; with inline weight gradients a B task takes the time of both."""
+    """Seconds of a compute task by `of(direction, parts)`. With inline weight gradients a B task includes its W."""
     parts = shape.num_parts(action.direction, action.op)
     whole = action.direction == "B" and not shape.split_weight_grad
     return of(action.direction, parts) + (of("W", parts) if whole else 0.0)
@@ -81,8 +81,8 @@ class TaskTimes:
     compute: Mapping[str, TaskStage]  # embed, attend (with the gate), dense (attention and MLP), expert, head
     transfer: Mapping[str, Transfer]  # dispatch, combine; gather, scatter if experts are sharded
     reduce: Linear  # sum over devices, per byte
-    reduction_bytes: tuple[tuple[float, ...], ...]  # of each chunk of each owner: embed, blocks, head
-    counts_bytes: float = 0.0  # routers' counts of all blocks
+    reduction_bytes: tuple[tuple[float, ...], ...]  # by owner (embed, blocks, head) and bucket
+    counts_bytes: float = 0.0  # the router counts of all blocks
 
     def of(self, shape: StepShape) -> Seconds:
         """Seconds of each task of a shape."""
@@ -105,5 +105,5 @@ class TaskTimes:
 
 
 def owner_of(reduction: Action) -> int:
-    """Whose gradients are summed: 0 is the embedding, -1 the head, blocks lie between them."""
+    """The index of the owner of summed gradients: 0 is the embedding, -1 the head, blocks are between them."""
     return {"embed": 0, "head": -1}.get(reduction.op, reduction.block + 1)

@@ -1,21 +1,21 @@
-"""Bytes that leave a device in a step, by the axis of the mesh that they travel along."""
+"""Bytes that leave a device in a step, by mesh axis."""
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.gradients import held_by, parts_of
-from moe_jax.plan.stage_parameters import on_stage, sums_on_stage
-from moe_jax.plan.step_times import Step, gathered_widths, passed_on
+from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
+from moe_jax.plan.step_times import Step, context_width, gathered_widths
 from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
-    """Of the pipeline stage that sends most. Small sums, of losses and counts, are left out.
+    """Bytes sent by a device of the pipeline stage that sends most. Small sums, of losses and counts, are left out.
 
-    `expert` are rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
+    `expert` counts rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
     attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
-    gradients; `gradients` the sums of those over all devices that hold the same parameters, `parameters` what these
-    gather of each other's parts (`optimizer.zero`).
+    gradients; `gradients` sums over all devices with the same parameters; `parameters` the shards that these devices
+    gather from each other (`optimizer.zero`).
     """
     step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
@@ -24,11 +24,11 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     repeats = config.schedule.remat != "none" and config.step_facts.remat_unit == "period"
     exchanged = 3 if repeats else 2  # forward, backward, and once more where remat recomputes exchanges
     copies = step.tensor if config.exchange.tensor_form == "replicated" else 1
-    passed = (step.context - 1) * step.tokens * passed_on(model, step.tensor)
+    passed = (step.context - 1) * step.tokens * context_width(model, step.tensor)
     width_bytes = (step.tensor - 1) * step.tokens * item
 
     def crossing(kind: str) -> int:
-        """Numbers of a token that tensor ranks gather and sum in a block, forward."""
+        """The numbers per token that tensor ranks gather and sum in a block's forward pass."""
         return sum(width + model.hidden_size for width in gathered_widths(model, kind))
 
     def of_blocks(kinds: list[str]) -> dict[str, float]:
@@ -41,15 +41,17 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
         }
 
     of_stages = [
-        of_blocks([held.kind for chunk in range(stages.chunks) for held in stages.groups[stages.group(stage, chunk)]])
+        of_blocks([block.kind for chunk in range(stages.chunks) for block in stages.groups[stages.group(stage, chunk)]])
         for stage in range(stages.stages)
     ]
     found = max(of_stages, key=lambda sent: sum(sent.values()))
     found["pipeline"] = 2 * stages.chunks * step.tokens * model.hidden_size * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
-    summed = parts if config.optimizer.zero == 2 else 1  # else parts of a batch are added before
-    found["gradients"] = summed * sum(each.sent_bytes for each in sums_on_stage(config, step.mesh))
-    held = [each for owned in on_stage(config) for each in held_by(owned, config, step.mesh).items()]
-    cut = parts_of(config, step.mesh)
-    found["parameters"] = sum((1 - 1 / cut[group]) * count * ITEM_BYTES["float32"] for group, count in held)
+    summed = parts if config.optimizer.zero == 2 else 1  # else gradients of the parts are added first
+    found["gradients"] = summed * sum(each.sent_bytes for each in stage_sums(config, step.mesh))
+    owned_counts = [
+        each for owned in stage_parameters_of(config) for each in params_by_group(owned, config, step.mesh).items()
+    ]
+    shards = parts_of(config, step.mesh)
+    found["parameters"] = sum((1 - 1 / shards[group]) * count * ITEM_BYTES["float32"] for group, count in owned_counts)
     return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}

@@ -1,4 +1,4 @@
-"""What runs found fastest while they trained: a JSON file of one entry for each thing that was tuned.
+"""The settings that runs found fastest while they trained: a JSON file with one entry per tuned config.
 
 [{"of": {"model": {…}, "mesh": {…}, …}, "settings": {"bucket_cap_mb": 2.1}, "step_s": 0.31}, …]
 """
@@ -14,26 +14,26 @@ from moe_jax.plan.json_file import read_json
 
 
 class Tuned(NamedTuple):
-    """The fastest settings, and what a step took with them."""
+    """The fastest settings, and their step time."""
 
     settings: dict[str, float | str]
     step_s: float
 
 
 def read_tuned(path: Path, of: Mapping[str, Any]) -> Tuned | None:
-    """What was found for the same plain values `of`, if anything was. Raises ConfigError."""
+    """The entry for the same plain values `of`, if there is one. Raises ConfigError."""
     entries, same = _entries(path), _as_read(of)
     return next((Tuned(each["settings"], each["step_s"]) for each in entries if each["of"] == same), None)
 
 
 def write_tuned(path: Path, of: Mapping[str, Any], tuned: Tuned) -> None:
-    """Put an entry into the file, in the place of one for the same. Raises ConfigError or OSError."""
+    """Add an entry to the file, replacing one for the same values. Raises ConfigError or OSError."""
     others = [each for each in _entries(path) if each["of"] != _as_read(of)]
     write_atomically(path, json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n")
 
 
 def _as_read(of: Mapping[str, Any]) -> Any:
-    """The same values as a file gives them back: tuples are lists there."""
+    """The same values as JSON returns them: tuples become lists."""
     return json.loads(json.dumps(of))
 
 

@@ -1,4 +1,4 @@
-"""Which choice of settings a run trains with, decided by how long its steps take (FlowMoE, section 4.3).
+"""Online tuning: choose settings during a run by how long its steps take (FlowMoE, section 4.3).
 
 A search tries some of the choices and keeps the fastest, until its steps no longer take as long as they did.
 """
@@ -11,9 +11,9 @@ from moe_jax.plan.bayes import BayesSearch, Choice
 
 @final
 class Tuner:
-    """Fed with the seconds of a step, it says what to use next. Choices are told by their numbers.
+    """Takes the seconds of each step and returns the choice to use next. A choice is identified by its index.
 
-    `best_s` is what a step took with the `start` found by an earlier search, if there was one.
+    `best_s` is the step time with `start`, if an earlier search found it.
     """
 
     def __init__(
@@ -24,15 +24,15 @@ class Tuner:
         self._search: BayesSearch | None = self._new_search() if best_s is None else None
         self.in_use = start
         self.best_s = best_s
-        self.sample = 0  # samples taken, of the search under way or the last one
+        self.sample = 0  # samples taken in the current or the last search
 
     @property
     def searching(self) -> bool:
-        """Or else satisfied, and only watching."""
+        """Whether a search is running; otherwise steps are only monitored."""
         return self._search is not None
 
     def observe(self, seconds: float) -> int:
-        """Note the seconds of a step with the choice in use; returns what to use from now on."""
+        """Record the seconds of a step with the choice in use. Returns the choice to use from now on."""
         if self._search is None:
             assert self.best_s is not None
             if abs(seconds - self.best_s) <= self._band * self.best_s:
@@ -43,7 +43,10 @@ class Tuner:
         return self._next(self._search)
 
     def drop(self) -> int:
-        """The choice in use does not work; returns what to use instead, now and in later searches."""
+        """Exclude the choice in use, which does not work. Returns the choice to use instead.
+
+        It is excluded from later searches, too.
+        """
         assert self._search is not None
         self._dropped.append(self.in_use)
         self._search.drop(self.in_use)
@@ -51,21 +54,21 @@ class Tuner:
         return self._next(self._search)
 
     @property
-    def under_way(self) -> dict[str, Any] | None:
-        """The search under way as plain values; None without one."""
+    def search_state(self) -> dict[str, Any] | None:
+        """The state of the running search as plain values; None without one."""
         if self._search is None:
             return None
         samples = {"tried": [*self._search.tried], "seconds": [*self._search.seconds], "sample": self.sample}
         return samples | {"dropped": [*self._dropped], "in_use": self.in_use}
 
-    def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """Take up what another tuner of the same choices, with a search, had `under_way`."""
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue a search from the state of another tuner of the same choices. This tuner must be searching, too."""
         assert self._search is not None
-        self._dropped = [*under_way["dropped"]]
+        self._dropped = [*state["dropped"]]
         self._search = self._new_search()
-        for choice, seconds in zip(under_way["tried"], under_way["seconds"], strict=True):
+        for choice, seconds in zip(state["tried"], state["seconds"], strict=True):
             self._search.observe(choice, seconds)
-        self.in_use, self.sample = under_way["in_use"], under_way["sample"]
+        self.in_use, self.sample = state["in_use"], state["sample"]
 
     def _new_search(self) -> BayesSearch:
         search = BayesSearch(self._choices)

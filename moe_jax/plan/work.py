@@ -1,4 +1,4 @@
-"""What the tasks of a step compute and send: floating-point operations and bytes, from a config alone."""
+"""Work of the tasks of a step: floating-point operations and bytes sent, from a config alone."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ _RING_TILE = 512
 
 
 class OpWork(NamedTuple):
-    """Floating-point operations of one op forward, for one block and a device's tokens."""
+    """Floating-point operations of one op's forward pass, for one block and a device's tokens."""
 
-    products: float  # of matrix products with weights, whose backward pass has as many for each of two gradients
-    rest: float = 0.0  # of products of activations, whose backward pass has twice as many
+    products: float  # in matrix products with weights; the backward pass has as many for each of two gradients
+    rest: float = 0.0  # in products of activations; the backward pass has twice as many
 
 
 def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
-    """Of each compute op, on a device that has `tokens` tokens."""
+    """The work of each compute op on a device that has `tokens` tokens."""
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
@@ -38,7 +38,7 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
 
 
 def computed_keys(config: Config, platform: str) -> float:
-    """Of a query, masked ones that are computed with included; all of a sequence, unless tiles are left out."""
+    """The number of keys per query, computed masked ones included: a whole sequence, unless tiles are left out."""
     length, context = config.data.seq_len, config.mesh.context
     if kernel_of(config, platform) == "cudnn":
         return (length + 1) / 2
@@ -46,29 +46,29 @@ def computed_keys(config: Config, platform: str) -> float:
 
 
 def logit_chunk(config: Config, tokens: float) -> int | None:
-    """How many of a device's `tokens` have their logits in memory at a time; None: all, or all of a microbatch."""
+    """The number of a device's `tokens` with logits in memory at a time; None: all, or all of a microbatch."""
     parts = config.schedule.microbatches if config.schedule.cuts_batch else 1
     chunk = tokens_of_chunk(int(tokens / parts), config.model.vocab_size, config.train.loss_chunk)
     return chunk if chunk < int(tokens / parts) else None
 
 
 def has_ring(config: Config) -> bool:
-    """Whether keys and values go around a ring of context ranks."""
+    """Whether keys and values travel around a ring of context ranks."""
     return config.mesh.context > 1 and config.exchange.context_form == "ring"
 
 
 def ring_tile(length: int, context: int) -> int:
-    """Tokens of a tile of queries or keys (models/attention/over_context/tiles.py), where pieces divide by 512."""
+    """Tokens of a tile of queries or keys (models/attention/over_context/tiles.py), if pieces are divisible by 512."""
     return min(_RING_TILE, length // (2 * context))
 
 
 def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
-    """Rows that a device holds for all ranks, its own included, padding too: of one dispatch, or one combine."""
+    """Bytes of rows that a device has for all ranks in one dispatch or combine, its own rows and padding included."""
     return _sent_rows(config, tokens, ranks) * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
 
 
 def expert_rows(model: ModelConfig, tokens: float) -> float:
-    """Rows that a device's experts see, padding included; a dropless layer's share is taken to be even."""
+    """Rows that a device's experts compute, padding included. Dropless layers are assumed to be balanced."""
     moe = model.moe
     if moe.gate_facts.mixes:
         return moe.num_experts * moe.slots_per_expert

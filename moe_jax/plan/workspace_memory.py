@@ -1,20 +1,20 @@
-"""What a block that goes backward works on, and the head, in bytes of one device."""
+"""Workspace memory: bytes per device for a block's backward pass and for the head."""
 
 from collections.abc import Mapping
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, kept_bytes
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, stored_bytes
 from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
 
 
 def working_bytes(
-    config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], turned: int
+    config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], transposed: int
 ) -> float:
-    """Of a block that goes backward: attention's squares, or the experts' rows, and what it computes again.
+    """Bytes of a block's backward pass: attention's squares, or the experts' rows, and recomputed values.
 
-    Heads are turned of `turned` blocks.
+    The heads of `transposed` blocks are transposed.
     """
     model, rows, item = config.model, sizes.rows, sizes.item
     in_block = in_blocks(config, mesh) / model.num_layers
@@ -25,35 +25,37 @@ def working_bytes(
     flowing = 4 * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
         blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
-        of_kind = {kind: kept_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
+        of_kind = {kind: stored_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
         kinds = model.block_kinds[-blocks:]
         again = sum(of_kind[kind] for kind in kinds)
-        again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are made anew
-        # experts go backward with all that was computed again in memory, attention when their part is gone
+        again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are recomputed
+        # the experts' backward pass has all recomputed values in memory, attention's no longer has those of experts
         of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
         total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
         total = total / sizes.microbatches + item * in_block * blocks
     else:
         total = max(squares, flowing) / sizes.microbatches
     if rows.ragged:
-        total += item * model.hidden_size * (compiler.rare_copies * sizes.microbatches * rows.rare + 2 * rows.sent)
+        total += (
+            item * model.hidden_size * (compiler.overflow_copies * sizes.microbatches * rows.overflow + 2 * rows.sent)
+        )
     if config.step_facts.orders_sums:
-        total += _gradients_under_way(config, mesh)
+        total += _gradients_in_flight(config, mesh)
         total += (4 + item) * in_block if compiler.scheduled_gradients else 0
-    if mode == "all" and compiler.turned_heads:
+    if mode == "all" and compiler.transposed_heads:
         heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
-        total += item * heads * turned
+        total += item * heads * transposed
     return total
 
 
 def _ring_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
-    """Of a block's backward pass: gradients of queries and of the keys of three ranks in float32, keys of two ranks."""
+    """Bytes of a ring's backward pass: gradients of queries and of three ranks' keys in float32, keys of two ranks."""
     query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
     return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
 
 
-def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
-    """Of a turn of a schedule's loop, as chunks that are summed over devices and put together again."""
+def _gradients_in_flight(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes of the gradients of a scan iteration, as buckets that are being summed and as whole arrays."""
     counts, schedule = count_parameters(config.model), config.schedule
     if schedule.grad_reduce == "end":
         return 0.0
@@ -64,34 +66,34 @@ def _gradients_under_way(config: Config, mesh: Mapping[str, int]) -> float:
 
 
 def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
-    """Parameters of a device in products of blocks, which are cast to the compute type."""
+    """Parameters of a device in products of blocks, which are cast to the compute dtype."""
     counts = count_parameters(config.model)
     return (counts.heads_and_hidden + _expert_parameters(config, mesh)) / mesh["tensor"]
 
 
 def _expert_parameters(config: Config, mesh: Mapping[str, int]) -> float:
-    """Of an expert rank, its tensor ranks together, with room for copies."""
+    """Parameters of an expert rank, all its tensor ranks together, with slots for replicas."""
     of_slot = count_parameters(config.model).expert / max(config.model.moe.num_experts, 1)
     return of_slot * config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
 
 
 def period_of(config: Config) -> int:
-    """Blocks that a plain step computes again at once."""
+    """The number of blocks that a plain step recomputes at once."""
     return max(config.model.moe.moe_layer_freq, 1) if config.model.moe.num_experts else 1
 
 
 def head_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode) -> float:
-    """Logits, and what is made of them."""
+    """Bytes of the logits and values computed from them."""
     model = config.model
     matrix = model.vocab_size * model.hidden_size
     chunk = logit_chunk(config, sizes.own_tokens)
     if chunk is not None:
         return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
     values = sizes.own_tokens * model.vocab_size
-    logits = 4 * values  # of all microbatches; the gradient is that of one
+    logits = 4 * values  # of all microbatches; the gradient is of one
     if compiler.logit_gradients:
         logits += sizes.item * values / sizes.microbatches
     head = logits + sizes.item * matrix
-    if compiler.head_again and mode in ("dots", "full"):
+    if compiler.recasts_head and mode in ("dots", "full"):
         head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.hidden_size
     return head

@@ -1,1 +1,1 @@
-"""Which rank holds which expert: plans for moving and copying experts, and the transfer."""
+"""Rebalancing of experts over ranks: plans for moving and replicating experts, and the transfer itself."""

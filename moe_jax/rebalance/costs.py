@@ -1,4 +1,4 @@
-"""What moving experts takes on a cluster, and what a step loses where ranks are loaded unevenly."""
+"""The cost model of rebalancing: the time to move experts on a cluster, and the time that uneven loads cost."""
 
 from typing import NamedTuple
 
@@ -6,27 +6,28 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.step_times import Step
 
-_MOVED = 3  # arrays like a gradient: weights, both moments
+_ARRAYS_PER_WEIGHT = 3  # arrays of a gradient's size that are moved: weights and both moments
 
 
 class MigrationCosts(NamedTuple):
-    """Seconds."""
+    """Predicted times in seconds."""
 
-    send_s: float  # in which every rank sends one expert to another
-    even_s: float  # in a step, of the experts of one block where all ranks are loaded alike
-    sum_s: float  # in a step, of the sum of the gradients of one expert's copies
+    send_s: float  # to send one expert from every rank to another
+    even_s: float  # per step, of one block's experts if all ranks have equal loads
+    sum_s: float  # per step, to sum the gradients over the replicas of one expert
 
 
 def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> MigrationCosts:
-    """For a config whose mesh has no open sizes, and experts of so many bytes on each device, moments included.
+    """Predict the costs for a config whose mesh has no open sizes.
 
-    With a capacity, experts compute padding where they lack rows: whoever is loaded least takes as long, and nothing
-    is lost. Exchanges send buffers of a fixed size anyway.
+    `expert_bytes` is the size of an expert on one device, moments included. With a capacity, experts compute padding
+    where they have fewer rows, so the least loaded rank takes as long as the busiest, and imbalance costs nothing
+    (`even_s` is 0). Exchanges send buffers of a fixed size in any case.
     """
     step = Step(config, cluster)
-    send_s = step.fabric.send(expert_bytes, step.experts)
-    sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / _MOVED
-    sum_s = step.fabric.ring(sent_bytes, step.experts, "all_reduce")
+    send_s = step.collectives.send(expert_bytes, step.experts)
+    sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / _ARRAYS_PER_WEIGHT
+    sum_s = step.collectives.ring(sent_bytes, step.experts, "all_reduce")
     if config.model.moe.capacity_factor is not None:
         return MigrationCosts(send_s, 0.0, sum_s)
     experts = step.compute()["expert"]

@@ -1,7 +1,7 @@
-"""Which moves lead from one placement of experts to another, and in which trips they are made.
+"""The moves that lead from one placement of experts to another, and the rounds in which they are made.
 
-`expert_S` is the expert in each slot, E in a free one: rank r holds slots r·L to (r+1)·L - 1. E experts, S ≥ E slots,
-P ranks, L = S/P slots of each. A rank has no two copies of an expert.
+`expert_S` is the expert in each slot, or E in a free slot; rank r has slots r·L to (r+1)·L - 1. Shape suffixes:
+E experts, S ≥ E slots, P ranks; L = S/P slots per rank. No rank has two copies of an expert.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Move(NamedTuple):
-    """Two slots, of different ranks, whose experts change places; or the second one gets a copy of the first's."""
+    """A swap of the experts in two slots of different ranks or, if `copies`, a copy from the first to the second."""
 
     first: int
     second: int
@@ -20,88 +20,99 @@ class Move(NamedTuple):
 def moves_between(
     old_S: Sequence[int], new_S: Sequence[int], ranks: int, experts: int
 ) -> tuple[tuple[Move, ...], tuple[int, ...]]:
-    """Few moves after which every rank has the experts of its new slots, to be made in order; and all slots then.
+    """Find few moves that give every rank the experts of its slots in `new_S`; return them and the slots afterwards.
 
-    Two experts that go each other's way take one move, a circle of n ranks n - 1. Slots of a rank are as good as each
-    other, so experts keep theirs if their rank does. What a rank is not to have any more is left there, in a free slot.
+    The moves have to be made in order. Two experts that replace each other take one move, a cycle of n ranks n - 1.
+    Slots of a rank are interchangeable, so an expert that stays on its rank keeps its slot. An expert that a rank no
+    longer needs is not erased; its slot then counts as free.
     """
-    held, slots, moves = len(old_S) // ranks, list(old_S), list[Move]()
-    goal_P = [{*new_S[rank * held : (rank + 1) * held]} - {experts} for rank in range(ranks)]
-    while (move := _next_move(slots, goal_P, held)) is not None:
+    per_rank, slots, moves = len(old_S) // ranks, list(old_S), list[Move]()
+    goal_P = [{*new_S[rank * per_rank : (rank + 1) * per_rank]} - {experts} for rank in range(ranks)]
+    while (move := _next_move(slots, goal_P, per_rank)) is not None:
         moves.append(move)
         one, two, copies = move
         slots[one], slots[two] = slots[one if copies else two], slots[one]
-    kept = (expert if expert in goal_P[slot // held] else experts for slot, expert in enumerate(slots))
-    return tuple(moves), tuple(kept)
+    final = (expert if expert in goal_P[slot // per_rank] else experts for slot, expert in enumerate(slots))
+    return tuple(moves), tuple(final)
 
 
-def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], held: int) -> Move | None:
-    """One that brings two experts where they are to be; or else copies one to where nobody misses what was there; or
-    else, in a circle, brings one there."""
-    missing_P = [goal - {*slots[rank * held : (rank + 1) * held]} for rank, goal in enumerate(goal_P)]
-    stray = [slot for slot, expert in enumerate(slots) if expert not in goal_P[slot // held]]
-    missing: dict[int, list[int]] = {}  # where each expert is to be and is not: stray slots of such ranks
+def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], per_rank: int) -> Move | None:
+    """Choose the next move; None if every rank has the experts of its goal.
+
+    Preferred is a swap that brings two experts to ranks that need them; then a copy of one to a slot of which the
+    expert is not needed elsewhere; then, in a cycle, a swap that brings one expert to a rank that needs it.
+    """
+    missing_P = [goal - {*slots[rank * per_rank : (rank + 1) * per_rank]} for rank, goal in enumerate(goal_P)]
+    stray = [slot for slot, expert in enumerate(slots) if expert not in goal_P[slot // per_rank]]
+    missing: dict[int, list[int]] = {}  # for each expert, stray slots of the ranks that still need it
     for slot in stray:
-        for expert in missing_P[slot // held]:
+        for expert in missing_P[slot // per_rank]:
             missing.setdefault(expert, []).append(slot)
     pairs = [(one, two) for one in stray for two in missing.get(slots[one], ())]
     for one, two in pairs:
-        if slots[two] in missing_P[one // held]:
+        if slots[two] in missing_P[one // per_rank]:
             return Move(one, two)
     count = Counter(slots)
     for two in stray:
-        if missing_P[two // held] and (count[slots[two]] > 1 or slots[two] not in missing):
-            return Move(slots.index(min(missing_P[two // held])), two, copies=True)
+        if missing_P[two // per_rank] and (count[slots[two]] > 1 or slots[two] not in missing):
+            return Move(slots.index(min(missing_P[two // per_rank])), two, copies=True)
     return Move(*pairs[0]) if pairs else None
 
 
 class SlotSwap(NamedTuple):
-    """A move of a trip: `first` sends up, `second` down, of all ranks' slots; `row` is the pipeline stage's own."""
+    """A move of a round: the rank of slot `first` sends up, that of `second` down.
+
+    Slots are numbered over all ranks; `row` is the block's row in the stack of its pipeline stage.
+    """
 
     stage: int
     row: int
     first: int
     second: int
-    first_gets: bool  # or keeps what it sends
+    first_gets: bool  # whether slot `first` receives; else it retains its expert
     second_gets: bool
 
 
-class Trip(NamedTuple):
-    """Moves that are made at once, of ranks that lie `shift` apart: the second slot's rank is so many further up."""
+class TransferRound(NamedTuple):
+    """Moves that are made concurrently; the rank of each second slot is `shift` above that of the first, cyclically."""
 
     shift: int
     moves: tuple[SlotSwap, ...]
 
     def sent_experts(self, ranks: int) -> int:
-        """By every rank: what some rank has no expert for is sent as well. Half way around, up and down are one."""
+        """Return how many experts every rank sends, including those that no rank receives.
+
+        If `shift` is half the number of ranks, up and down are the same direction.
+        """
         return 1 if 2 * self.shift == ranks else 2
 
 
-def trips_of(moves: Sequence[tuple[int, int, Move]], held: int, ranks: int) -> tuple[Trip, ...]:
-    """Moves (stage, row, slots), each in the first trip that is behind all earlier ones of its slots.
+def transfer_rounds(moves: Sequence[tuple[int, int, Move]], per_rank: int, ranks: int) -> tuple[TransferRound, ...]:
+    """Assign moves (stage, row, slots) to rounds: each to the first one after all earlier moves of its slots.
 
-    In a trip each rank of a stage sends at most one expert up and one down.
+    `per_rank` is the number of slots of a rank. In a round each rank of a stage sends at most one expert up and one
+    down.
     """
     shifts: list[int] = []
-    trips: list[list[SlotSwap]] = []
+    rounds: list[list[SlotSwap]] = []
     busy: list[set[tuple[int, int, str]]] = []
-    behind: dict[tuple[int, int, int], int] = {}  # the trips before which a slot may not be touched again
+    earliest: dict[tuple[int, int, int], int] = {}  # the first round in which a slot may be used again
     for stage, row, (first, second, copies) in moves:
         gets = not copies, True
-        shift = (second // held - first // held) % ranks
+        shift = (second // per_rank - first // per_rank) % ranks
         if 2 * shift > ranks:
             first, second, shift, gets = second, first, ranks - shift, gets[::-1]
-        way = "up" if 2 * shift == ranks else "down"
-        needs = {(stage, first // held, "up"), (stage, second // held, way)}
+        back = "up" if 2 * shift == ranks else "down"
+        needs = {(stage, first // per_rank, "up"), (stage, second // per_rank, back)}
         slots = [(stage, row, slot) for slot in (first, second)]
-        number = max(behind.get(slot, 0) for slot in slots)
-        while number < len(trips) and (shifts[number] != shift or busy[number] & needs):
+        number = max(earliest.get(slot, 0) for slot in slots)
+        while number < len(rounds) and (shifts[number] != shift or busy[number] & needs):
             number += 1
-        if number == len(trips):
+        if number == len(rounds):
             shifts.append(shift)
-            trips.append([])
+            rounds.append([])
             busy.append(set())
-        trips[number].append(SlotSwap(stage, row, first, second, *gets))
+        rounds[number].append(SlotSwap(stage, row, first, second, *gets))
         busy[number] |= needs
-        behind.update(dict.fromkeys(slots, number + 1))
-    return tuple(Trip(shift, tuple(made)) for shift, made in zip(shifts, trips, strict=True))
+        earliest.update(dict.fromkeys(slots, number + 1))
+    return tuple(TransferRound(shift, tuple(made)) for shift, made in zip(shifts, rounds, strict=True))

@@ -1,45 +1,45 @@
-"""Which experts change places, or get copies, so that ranks are loaded alike, and whether that pays.
+"""Plans for rebalancing: which experts to move or replicate so that ranks have similar loads, and whether it pays.
 
-`expert_S` is the expert in each slot, E in a free one, as in `rebalance/hill_climb.py`. E experts.
+`expert_S` is the expert in each slot, or E in a free slot, as in `rebalance/hill_climb.py`; E is the number of experts.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_jax.rebalance.hill_climb import Placed, hill_climb_placement, without_copies
+from moe_jax.rebalance.hill_climb import ExpertPlacement, hill_climb_placement, without_copies
 from moe_jax.rebalance.moves import Move, moves_between
 
 
 def load_ratio(load_E: Sequence[float], expert_S: Sequence[int], ranks: int) -> float:
-    """Load of the busiest rank / mean of all: what a step waits for. 1 without any load."""
-    return Placed.of(load_E, expert_S, ranks).ratio
+    """Return the load of the busiest rank divided by the mean load of ranks, or 1 without any load."""
+    return ExpertPlacement.of(load_E, expert_S, ranks).ratio
 
 
 def num_copied(expert_S: Sequence[int], experts: int) -> int:
-    """How many experts have copies."""
+    """Count the experts that have more than one copy."""
     count = Counter(expert_S)
     return sum(count[expert] > 1 for expert in range(experts))
 
 
 def is_due(load_E: Sequence[float], expert_S: Sequence[int], ranks: int, threshold: float) -> bool:
-    """Whether ranks are loaded too unevenly, or would not be without the copies that there are."""
+    """Whether ranks are loaded too unevenly for `threshold`, or would be even enough without copies of experts."""
     alone_S = without_copies(expert_S, len(load_E))
     needless = alone_S != tuple(expert_S) and load_ratio(load_E, alone_S, ranks) < threshold
     return needless or load_ratio(load_E, expert_S, ranks) >= threshold
 
 
 class Prices(NamedTuple):
-    """What a move costs, and what imbalance does."""
+    """Predicted costs of moves and of imbalance, in seconds unless said otherwise."""
 
-    swap_s: float  # of one swap: both ranks send an expert; a copy takes half as long
-    even_s: float  # per step, of one block's experts where all ranks are loaded alike; 0 if padding hides who is busy
-    steps: int  # in which a move has to pay back
-    sum_s: float = 0.0  # per step, of the gradients of an expert that has copies
+    swap_s: float  # for one swap, in which both ranks send an expert; a copy takes half as long
+    even_s: float  # per step, for one block's experts if ranks have equal loads; 0 if padding makes all ranks equal
+    steps: int  # steps within which a move must pay for itself
+    sum_s: float = 0.0  # per step, to sum the gradients of an expert that has copies
 
 
 class RebalancePlan(NamedTuple):
-    """Of one block: the moves that pay best, or those that were refused."""
+    """The moves of one block that pay best or, if they do not pay, that were refused."""
 
     moves: tuple[Move, ...]
     expert_S: tuple[int, ...]  # afterwards
@@ -51,16 +51,17 @@ class RebalancePlan(NamedTuple):
 
 
 def num_swaps(found: RebalancePlan) -> int:
-    """Pairs of experts that change places in a plan."""
+    """Count the swaps of two experts in a plan."""
     return sum(not move.copies for move in found.moves)
 
 
 def plan(
     load_E: Sequence[float], expert_S: Sequence[int], ranks: int, prices: Prices | None, threshold: float = 1.0
 ) -> RebalancePlan:
-    """As many changes of the climb as pay best, and whether they do at all; without prices all that help, for nothing.
+    """Plan the moves of one block: as many changes of the hill climbing as pay best, and whether these pay at all.
 
-    Copies that were there and are not chosen again are given up.
+    Without prices, moves are free, and all changes that help are made. Present copies that are not chosen again are
+    dropped.
     """
     experts, before = len(load_E), load_ratio(load_E, expert_S, ranks)
     nothing = RebalancePlan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
@@ -75,13 +76,13 @@ def plan(
         better = before - load_ratio(load_E, slots, ranks)
         return better * prices.even_s - (num_copied(slots, experts) - copied) * prices.sum_s
 
-    # moves take longest to find, so first where they can pay most: half a swap brings one expert to a rank
-    most = {
+    # finding moves takes longest, so begin where they can gain most: at best, half a swap brings one expert to a rank
+    upper_bound = {
         slots: saved_s(slots) * prices.steps - _num_new(expert_S, slots, ranks, experts) / 2 * prices.swap_s
         for slots in climbed
     }
-    for wanted in sorted(most, key=lambda slots: -most[slots]):
-        if most[wanted] <= best_gain:
+    for wanted in sorted(upper_bound, key=lambda slots: -upper_bound[slots]):
+        if upper_bound[wanted] <= best_gain:
             break
         moves, slots = moves_between(expert_S, wanted, ranks, experts)
         saved, cost_s = saved_s(slots), sum(0.5 if move.copies else 1.0 for move in moves) * prices.swap_s
@@ -93,7 +94,7 @@ def plan(
 
 
 def _num_new(old_S: Sequence[int], new_S: Sequence[int], ranks: int, experts: int) -> int:
-    """How many experts ranks have that they had not."""
-    held = len(old_S) // ranks
-    parts = [slice(rank * held, (rank + 1) * held) for rank in range(ranks)]
+    """Count the experts that are new on their rank, over all ranks."""
+    per_rank = len(old_S) // ranks
+    parts = [slice(rank * per_rank, (rank + 1) * per_rank) for rank in range(ranks)]
     return sum(len({*new_S[part]} - {*old_S[part]} - {experts}) for part in parts)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.checkpoint.save import Checkpoints
-from moe_jax.distributed.heartbeat import end_of_progress
+from moe_jax.distributed.heartbeat import end_progress
 from moe_jax.errors import DivergedError
 from moe_jax.run.locate_nonfinite import FILE_NAME, write_first_bad
 from moe_jax.run.setup import Run
@@ -33,7 +33,7 @@ def handle_divergence(
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return RollBack(last.step)
-    end_of_progress()  # no progress is expected while the programs of `write_first_bad` compile
+    end_progress()  # no progress is expected while the programs of `write_first_bad` compile
     found = write_first_bad(run, state, last)
     if found["parameters"] and newest is not None:
         return DivergedError(

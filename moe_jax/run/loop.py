@@ -11,8 +11,8 @@ from jax.profiler import StepTraceAnnotation
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
 from moe_jax.data.loader import check_next_batch
-from moe_jax.distributed.failures import ends_with_its_peers
-from moe_jax.distributed.heartbeat import end_of_progress, tell_progress
+from moe_jax.distributed.failures import exit_with_peers
+from moe_jax.distributed.heartbeat import end_progress, report_progress
 from moe_jax.distributed.interrupt import StopRequest, stop_on_signals
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.peak import matrix_flops_per_s
@@ -65,7 +65,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     Raises RollBack, and the errors of `train`.
     """
     run = open_run(config)
-    tell_progress(run.first_step)
+    report_progress(run.first_step)
     check_memory(run)
     run, restored = restore_latest(config, run)
     if restored:
@@ -86,10 +86,10 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         replicator.running(log, programs.digests),
         Tracing(steps_to_trace(config, step), run.folder) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
-        ends_with_its_peers(),
+        exit_with_peers(),
     ):
         if restored:
-            _print(_resuming(step, restored.told) if step < last else _ALREADY.format(run.folder, step))
+            _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
@@ -120,7 +120,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
                     gc.freeze()
                     gc.enable()
             tracing.end(step, tuning.step, meter)
-            tell_progress(step - 1)
+            report_progress(step - 1)
             tuning.step_started(step)
             state = rebalancer.after_step(step, state)
             callbacks.replicate(step, state)
@@ -132,7 +132,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             tuning.finish()
         if 0 < step < last:
             callbacks.save(step, state)
-    end_of_progress()
+    end_progress()
     if step < last:
         _print(f"stopped after step {step}: the same command goes on from there")
     return state

@@ -14,7 +14,7 @@ import numpy as np
 from moe_jax.config import MeshConfig
 from moe_jax.rebalance.costs import MigrationCosts, migration_costs
 from moe_jax.rebalance.planner import Prices, RebalancePlan, is_due, load_ratio, num_swaps, plan
-from moe_jax.rebalance.transfer import Moved, Mover
+from moe_jax.rebalance.transfer import Mover, TransferCost
 from moe_jax.run.setup import Run
 from moe_jax.step.context import State
 from moe_jax.telemetry.meter import Meter
@@ -100,7 +100,9 @@ class Rebalancer:
         costs = self._costs
         return Prices(2 * costs.send_s, costs.even_s, min(limit, left), costs.sum_s)
 
-    def _report_moves(self, step: int, moved: dict[int, RebalancePlan], cost: Moved, took_s: float) -> dict[str, Any]:
+    def _report_moves(
+        self, step: int, moved: dict[int, RebalancePlan], cost: TransferCost, took_s: float
+    ) -> dict[str, Any]:
         """Print the migrations of a step, and return their part of the record."""
         for m, found in moved.items():
             which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from moe_jax.checkpoint.arrays import leaves_of
-from moe_jax.checkpoint.checksums import agreed
+from moe_jax.checkpoint.arrays import array_records
+from moe_jax.checkpoint.checksums import agreed_digests
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.replicas.files import SlotFiles
-from moe_jax.checkpoint.replicas.layout import Kept
+from moe_jax.checkpoint.replicas.layout import StoredPiece
 from moe_jax.checkpoint.replicas.plan import SafetyPlan
 from moe_jax.checkpoint.restored import Restored
 from moe_jax.distributed.processes import allgather, from_process, is_main_process
@@ -67,7 +67,7 @@ class Replicator:
         try:
             yield
         except RollBack:
-            self._files.forget()
+            self._files.invalidate()
             raise
         except DivergedError:
             self._remove()
@@ -98,7 +98,7 @@ class Replicator:
         assert self._plan is not None
         digests = self._compiled()
         start = time.perf_counter()
-        leaves = leaves_of(state, agreed(digests(state), step, state))
+        leaves = array_records(state, agreed_digests(digests(state), step, state))
         host["tuner"] = from_process(0, host["tuner"]) if self._run.choices else None
         record = Record(step=step, leaves=leaves, **host, **self._facts)
         problem = self._write(state)
@@ -110,7 +110,7 @@ class Replicator:
         if any(allgather(problem is not None)):
             self._report_failure(step, problem)
             return
-        self._files.turn()
+        self._files.swap()
         took_s, self._failed = time.perf_counter() - start, False
         if step == self._run.first_step:
             self._log.info(f"safety copies of step {step} took {human_seconds(took_s)}")
@@ -153,7 +153,7 @@ class Replicator:
         numbers, program = self._programs[group]
         return dict(zip(numbers, program.result()([arrays[number] for number in numbers]), strict=True))
 
-    def _pieces(self, stored: Iterable[Kept], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+    def _pieces(self, stored: Iterable[StoredPiece], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
         """The pieces of these arrays that this process stores, by name: shards on its devices."""
         devices = list(self._run.trainer.mesh.devices.flat)
         shards = {n: {shard.device: shard.data for shard in x.addressable_shards} for n, x in arrays.items()}

@@ -6,7 +6,7 @@ from moe_jax.checkpoint.arrays import read_arrays
 from moe_jax.checkpoint.compatibility import check_same_model
 from moe_jax.checkpoint.files import DamagedError
 from moe_jax.checkpoint.latest import agreed_record
-from moe_jax.checkpoint.load import told
+from moe_jax.checkpoint.load import damage_message
 from moe_jax.checkpoint.quarantine import quarantine
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.restored import Restored
@@ -36,7 +36,7 @@ def restore_latest(config: Config, run: Run) -> tuple[Run, Restored | None]:
         return run, replicas
     run, restored = _restore_checkpoint(config, run)
     if restored:
-        return run, restored._replace(told=f"from the checkpoint, as {replicas}" if replicas else "")
+        return run, restored._replace(source=f"from the checkpoint, as {replicas}" if replicas else "")
     if replicas and is_main_process():
         print(f"beginning at step 0, as {replicas}", flush=True)
     return run, None
@@ -102,6 +102,6 @@ def _quarantine_all(run: Run, damaged: Mapping[int, str]) -> None:
     if is_main_process():
         for step, reason in damaged.items():
             moved = quarantine(run.folder, step, reason)
-            text = told(run.folder, step, reason)
+            text = damage_message(run.folder, step, reason)
             print(f"warning: {text}: moved to {moved}, going on from step {run.first_step}", flush=True)
     allgather(0)  # a barrier

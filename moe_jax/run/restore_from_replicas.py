@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 from jaxtyping import Bool
 from numpy.typing import NDArray
 
-from moe_jax.checkpoint.arrays import leaves_of
+from moe_jax.checkpoint.arrays import array_records
 from moe_jax.checkpoint.checksums import digest_program, names_of
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.replicas.files import ReplicaFile, whole_slots
-from moe_jax.checkpoint.replicas.layout import ReplicaLayout, givers, lost_owners, piece_name, replaced
+from moe_jax.checkpoint.replicas.layout import ReplicaLayout, lost_owners, piece_name, piece_sources, replacements
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, index_of
 from moe_jax.checkpoint.restored import Restored
 from moe_jax.config import Config
@@ -82,7 +82,7 @@ def restore_from_replicas(config: Config, run: Run) -> Restored | str:
     for version in _versions(slots):
         here = slots.get(version, [])
         available_PN = _available(plan.layout, here)
-        sources = givers(available_PN, plan.layout)
+        sources = piece_sources(available_PN, plan.layout)
         if lost := lost_owners(sources, plan.layout):
             problem = f"no safety copy is left of the shards of process {_listed(lost)}"
             continue
@@ -92,7 +92,7 @@ def restore_from_replicas(config: Config, run: Run) -> Restored | str:
         if state is None:
             problem = f"safety copies of step {version.step} are damaged"
             continue
-        owners = replaced(available_PN, sources, plan.layout)
+        owners = replacements(available_PN, sources, plan.layout)
         origin = ", ".join(f"owner {owner}'s from process {_listed(there)}" for owner, there in owners.items())
         return Restored(
             state=state,
@@ -102,7 +102,7 @@ def restore_from_replicas(config: Config, run: Run) -> Restored | str:
             is_validated=from_process(
                 0, any("validation_loss" in found and found["step"] == version.step for found in records)
             ),
-            told=f"from safety copies ({origin})" if origin else "from safety copies",
+            source=f"from safety copies ({origin})" if origin else "from safety copies",
         )
     return problem
 
@@ -177,7 +177,7 @@ def _state(
         ends = np.cumsum(list(names.values()))[:-1].tolist()
         pieces |= dict(zip(names, np.split(arrived, ends), strict=True))
     state = _assemble(run.trainer.state_shapes, pieces)
-    found = leaves_of(state, jax.device_get(digest_program(run.trainer.state_shapes)(state)))
+    found = array_records(state, jax.device_get(digest_program(run.trainer.state_shapes)(state)))
     return state if found == record.leaves and int(state["step"]) == record.step else None
 
 

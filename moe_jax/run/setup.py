@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.stages import Lowered
 from numpy.typing import NDArray
 
-from moe_jax.checkpoint.checksums import ReplicasError, agreed, digest_program
+from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program
 from moe_jax.checkpoint.files import PROVENANCE
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
 from moe_jax.config import Config
@@ -194,7 +194,7 @@ def first_state(run: Run, programs: Programs) -> State:
     state: State = init(source_params(config, run.trainer.param_shapes))
     if jax.process_count() > 1:
         try:
-            agreed(programs.digests.result()(state), 0, state)
+            agreed_digests(programs.digests.result()(state), 0, state)
         except ReplicasError:
             raise ConfigError(
                 f"train.init_from={config.train.init_from} holds other parameters on other processes: "

@@ -141,11 +141,11 @@ class _Decider:
 
     @property
     def search_state(self) -> dict[str, Any] | None:
-        return self._tuner.under_way
+        return self._tuner.search_state
 
     def resume(self, search_state: Mapping[str, Any]) -> int:
         """Resume an interrupted search; returns the choice to use."""
-        self._tuner.go_on(search_state)
+        self._tuner.resume(search_state)
         self._log.info(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
         return self._tuner.in_use
 

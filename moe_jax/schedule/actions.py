@@ -1,7 +1,8 @@
 """The tasks of a training step, by name.
 
 `F.attend.3.0` is direction F, op attend, block 3, microbatch 0. The last number is the *part*: the microbatch, the
-capacity chunk of an expert pipeline, or the chunk of a reduction. Ops that belong to no block have none: `F.head.1`.
+capacity chunk of an expert pipeline, or the bucket of a reduction. Ops that belong to no block have no block number:
+`F.head.1`.
 
 | direction | ops |
 |---|---|
@@ -34,7 +35,7 @@ class ScheduleError(UserError):
 
 
 class Action(NamedTuple):
-    """One task; sorts, hashes and prints."""
+    """One task of a step. Actions can be sorted, hashed and printed."""
 
     direction: str  # F, B, W or G
     op: str
@@ -47,7 +48,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action of a name. Raises ScheduleError if it is none."""
+        """Parse the name of a task. Raises ScheduleError for an invalid name."""
         form = _FORM.fullmatch(text)
         if not form:
             raise ScheduleError(f"{text!r} is not a task: write it like F.attend.3.0, or F.head.0 without a block")
@@ -61,7 +62,7 @@ class Action(NamedTuple):
 
 
 class Stream(StrEnum):
-    """What runs one task at a time, beside the other streams."""
+    """A queue that runs one task at a time, concurrently with the other streams."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"  # between nodes, where there are three streams
@@ -73,7 +74,7 @@ _STREAM |= dict.fromkeys(("dispatch", "combine"), Stream.COMMUNICATION)
 _STREAM |= dict.fromkeys(("gather", "scatter"), Stream.INTRA_NODE)
 
 StreamOf = Callable[[Action], Stream]
-Seconds = Callable[[Action], float]  # how long a task runs
+Seconds = Callable[[Action], float]  # the duration of a task
 
 
 def stream_of_op(op: str) -> Stream:
@@ -82,12 +83,15 @@ def stream_of_op(op: str) -> Stream:
 
 
 def three_streams(action: Action) -> Stream:
-    """Compute, between nodes, inside a node: where expert shards' collectives have links of their own."""
+    """Assign a task to compute, inter-node or intra-node communication.
+
+    For clusters where the collectives of sharded experts have links of their own.
+    """
     return Stream.COMMUNICATION if action.direction == "G" else _STREAM[action.op]
 
 
 def two_streams(action: Action) -> Stream:
-    """Compute and communication: where all collectives share one link."""
+    """Assign a task to compute or communication, for clusters where all collectives share one link."""
     return Stream.COMPUTE if three_streams(action) == Stream.COMPUTE else Stream.COMMUNICATION
 
 

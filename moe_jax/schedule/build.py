@@ -1,4 +1,4 @@
-"""From a policy's name to a schedule: cut, order, place weight gradients, place reductions, merge."""
+"""Build a schedule from a policy's name: split, order, place weight gradients and reductions, merge the streams."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,10 +23,10 @@ def make_shape(
     expert_chunks: int = 1,
     **rest: object,
 ) -> StepShape:
-    """The shape of a policy's step, cut to the degree `forward` and `backward` (None: the same).
+    """The shape of a policy's step, with `forward` and `backward` microbatches (`backward=None`: as many as forward).
 
-    Exchanges and experts are cut `expert_chunks` times finer than the policy says. `rest` are other fields of Shape.
-    Raises ScheduleError.
+    Exchanges and experts are split into `expert_chunks` times more parts than the policy asks for. `rest` are other
+    fields of StepShape. Raises ScheduleError.
     """
 
     def parts(degree: int) -> Parts:
@@ -38,9 +38,10 @@ def make_shape(
 
 
 def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: StreamOf = three_streams) -> Schedule:
-    """Order a step. `seconds` decides only where weight gradients and bucketed reductions go.
+    """Order the tasks of a step.
 
-    Raises ScheduleError.
+    The task durations `seconds` affect only where weight gradients and bucketed reductions are placed. Raises
+    ScheduleError.
     """
     orders, needs = _orders(policy, shape), task_graph(shape)
 
@@ -55,18 +56,18 @@ def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: St
     if len(lists) == 1:
         return Schedule(policy, shape, tuple(lists[0]))
     times_s = [step_s(issued) for issued in lists]
-    # earlier ones hold less memory
-    best = next(issued for issued, time_s in zip(lists, times_s, strict=True) if time_s <= _AS_FAST * min(times_s))
+    # earlier orders need less memory
+    best = next(issued for issued, time_s in zip(lists, times_s, strict=True) if time_s <= _TOLERANCE * min(times_s))
     return Schedule(policy, shape, tuple(best))
 
 
-_AS_FAST = 1.002
+_TOLERANCE = 1.002  # orders that are at most this much slower than the fastest one count as equally fast
 
 
 def _merge(
     compute: list[Action], orders: Orders, shape: StepShape, seconds: Seconds, stream_of: StreamOf
 ) -> list[Action]:
-    """One order of issue of all tasks, reductions placed."""
+    """Merge all streams into one issue order and place the reductions."""
     needs = task_graph(shape)
     issued = interleave(compute, [*_exchanges(orders), by_readiness(compute, shape, needs)], needs)
     if shape.grad_reduce != "bucketed":
@@ -76,7 +77,7 @@ def _merge(
     return interleave(compute, lanes, needs)
 
 
-# a node's own collectives first: they let the experts start, and are issued one by one as exchanges are
+# intra-node collectives first: experts wait for them. Like exchanges, they are issued one by one
 _LANES = (Stream.INTRA_NODE, Stream.COMMUNICATION)
 
 
@@ -116,11 +117,11 @@ def _policy(name: str) -> Policy:
 
 _MOST_PARTS = 2**16
 _PARTS = "it must take a whole number and return moe_jax.schedule.shape.Parts of two whole numbers from 1 to 65536"
-_ORDERS = "it must take a moe_jax.schedule.shape.Shape and return a list of tasks for each stream"
+_ORDERS = "it must take a moe_jax.schedule.shape.StepShape and return a list of tasks for each stream"
 
 
 def _guarded(name: str, policy: Policy) -> Policy:
-    """The same functions; ConfigError names the policy where one takes or returns something else than policies do."""
+    """Wrap a policy's functions so that wrong argument or return types raise a ConfigError that names the policy."""
     part = f"schedule.policy={name}"
 
     def parts(degree: int) -> Parts:

@@ -1,4 +1,4 @@
-"""Which task needs which, and whether a list of tasks respects it."""
+"""Dependencies between tasks, and a check that a list of tasks respects them."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,14 +13,14 @@ _COUNTS = Action("G", "counts", NO_BLOCK, 0)
 
 
 def dependencies(action: Action, shape: StepShape) -> frozenset[Action]:
-    """The tasks that must end before one of the shape's tasks can start.
+    """The tasks that must end before `action` can start.
 
-    - F: the parts of the stage below that share its tokens. In a block with experts also the microbatch before, which
-      took slots (capacity is passed on).
-    - B: the parts of the stage above, and what its own forward task saved. In a block with experts also the counts of
-      the whole global batch, for the load-balance loss.
+    - F: the parts of the previous stage that share its tokens. In a block with experts also the previous microbatch,
+      because used capacity carries over.
+    - B: the parts of the next stage, and the activations that its own forward task saved. In a block with experts also
+      the router counts of the whole global batch, for the load-balance loss.
     - W: its B task and the same forward task.
-    - G: every gradient of its owner, all microbatches; if summed at the end, every gradient of the step.
+    - G: every gradient of its owner, from all microbatches; with `grad_reduce="end"`, every gradient of the step.
     """
     if action.direction == "G":
         return frozenset(_gradients(action, shape))
@@ -55,7 +55,7 @@ def _gradients(action: Action, shape: StepShape) -> list[Action]:
 
 @lru_cache(maxsize=64)
 def task_graph(shape: StepShape) -> Needs:
-    """Every task of a shape with what it needs."""
+    """Map every task of a shape to the tasks that it needs."""
     tasks: list[Action] = []
     for stage in shape.stages:
         backward = shape.tasks_of("B", stage)
@@ -72,7 +72,7 @@ def all_reductions(shape: StepShape) -> list[Action]:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError if a task is missing, listed twice, unknown, or stands before one that it needs."""
+    """Raise ScheduleError if a task is missing, listed twice, unknown, or listed before a task that it needs."""
     needs = task_graph(schedule.shape)
     listed = set(schedule.actions)
     seen: set[Action] = set()

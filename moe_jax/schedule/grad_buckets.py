@@ -1,4 +1,4 @@
-"""Gradients that are summed over devices, in chunks, and where the chunks go between the exchanges."""
+"""Gradient buckets: how gradients are split for reductions, and where the reductions go between the exchanges."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from moe_jax.schedule.simulation import simulate_streams
 
 
 class Bucket(NamedTuple):
-    """Elements [start, stop) of one group of an owner's gradients, flattened: one reduction."""
+    """The elements [start, stop) of one flattened group of an owner's gradients. A bucket is reduced at once."""
 
     group: int
     start: int
     stop: int
 
 
-def cut(
+def split_into_buckets(
     group_sizes: Sequence[int], bucket_cap_mb: float | None, item_bytes: int | Sequence[int] = 4
 ) -> tuple[Bucket, ...]:
-    """Chunks of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit), as equal as whole elements allow.
+    """Split groups of gradients into buckets of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit).
 
-    `group_sizes` are counts of elements; the gradients of a group are summed over the same devices, and a chunk never
-    holds two groups. Part c of an owner's reductions is chunk c. `item_bytes` are those of an element, of each group
-    or of all.
+    Buckets of a group are as equal as whole elements allow. `group_sizes` are counts of elements. The gradients of a
+    group are summed over the same devices, and a bucket never spans two groups. Part c of an owner's reductions is
+    bucket c. `item_bytes` is the size of an element, one number for all groups or one for each.
     """
     each = [item_bytes] * len(group_sizes) if isinstance(item_bytes, int) else item_bytes
     chunks = []
@@ -40,16 +40,16 @@ def cut(
 
 
 def by_readiness(compute: Sequence[Action], shape: StepShape, needs: Needs) -> list[Action]:
-    """All reductions in the order in which their last gradient is computed."""
+    """All reductions, sorted by when their last gradient is computed."""
     place = {action: i for i, action in enumerate(compute)}
     return sorted(all_reductions(shape), key=lambda task: max(place[need] for need in needs[task]))
 
 
 def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> list[Action]:
-    """The same tasks by the time at which they start if a reduction runs only while no exchange is ready (FlowMoE)."""
+    """Sort tasks by start time, with reductions only while no exchange is ready (FlowMoE)."""
     return list(simulate_streams(issued, needs, seconds, stream_of, rank_of=exchanges_first))
 
 
 def exchanges_first(action: Action) -> int:
-    """Any exchange that is ready goes before any reduction."""
+    """The priority of a task on its stream: any exchange that is ready goes before any reduction."""
     return Priority.DATA if is_reduction(action) else Priority.EXPERT

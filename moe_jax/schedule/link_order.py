@@ -1,6 +1,6 @@
-"""Whose transfers go first where several want one link: experts', stages', context ranks', then sums of gradients.
+"""Priorities of transfers that share a link: experts, then stages, then context ranks, then sums of gradients.
 
-MoNTA ("Communication Conflict"): the sooner something waits for a transfer, the sooner it goes.
+This follows MoNTA ("Communication Conflict"): the sooner a task waits for a transfer, the sooner it is sent.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,18 @@ from itertools import accumulate
 
 
 class Priority(IntEnum):
-    """What is sent, the most urgent first."""
+    """Kinds of transfers, the most urgent first."""
 
-    EXPERT = 0  # rows, for which the pass itself waits
-    PIPELINE = 1  # activations and gradients between stages, for which the next pass waits
+    EXPERT = 0  # rows; the pass itself waits for them
+    PIPELINE = 1  # activations and gradients between stages; the next pass waits for them
     CONTEXT = 2  # keys and values of later hops
-    DATA = 3  # sums, for which nothing waits before the end of the step
+    DATA = 3  # sums of gradients; nothing waits for them before the end of the step
 
 
-def finished_s(wanted_s: Mapping[Priority, float]) -> dict[Priority, float]:
-    """When each kind has been sent over a link that all want from second 0 on, for so many seconds each."""
+def finish_times_s(wanted_s: Mapping[Priority, float]) -> dict[Priority, float]:
+    """When each kind of transfer ends, in seconds, if all are ready at time 0.
+
+    `wanted_s` are the seconds that each kind occupies the link.
+    """
     kinds = sorted(wanted_s)
     return dict(zip(kinds, accumulate(wanted_s[kind] for kind in kinds), strict=True))

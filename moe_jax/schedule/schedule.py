@@ -1,4 +1,4 @@
-"""A schedule: the tasks of a step in the order in which they are issued, as data and as text."""
+"""A schedule: the tasks of a step in issue order, as data and as text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -9,7 +9,10 @@ from moe_jax.schedule.shape import Parts, StepShape
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is scheduled and in which order; `check` tells whether it can run. Each stream runs its own in order."""
+    """The shape of a step and the order of its tasks. Each stream runs its own tasks in this order.
+
+    `moe_jax.schedule.dependencies.check` reports whether the order can run.
+    """
 
     policy: str
     shape: StepShape
@@ -22,9 +25,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """The schedule of a text as `str` writes it; line breaks between actions are free.
+        """Parse the text of a schedule, as `str` writes it; line breaks between actions are free.
 
-        Raises ScheduleError if a line cannot be read; the order is not checked.
+        Raises ScheduleError if a line cannot be read. The order is not checked.
         """
         head, _, body = text.strip().partition("\n\n")
         values = dict(_read_line(line) for line in head.splitlines())
@@ -36,7 +39,7 @@ class Schedule:
 
 
 def _lines(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
-    """A new line wherever compute goes on to another stage; communication stays behind what it follows."""
+    """Start a new line when compute moves to another stage; communication stays on the line of the task before it."""
     line: list[Action] = []
     stage = None
     for action in actions:

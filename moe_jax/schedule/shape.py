@@ -1,4 +1,4 @@
-"""What is to be scheduled: the blocks, and into how many parts each kind of task is cut."""
+"""The shape of a step: its blocks, and the number of parts that each kind of task is split into."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,17 +14,17 @@ _WITH_WEIGHTS = ("attend", "expert", "head")
 
 
 class Parts(NamedTuple):
-    """Equal parts of a device's batch; exchanges and experts may be cut finer than the rest."""
+    """The numbers of equal parts of a device's batch. Exchanges and experts may have more parts than other tasks."""
 
-    microbatches: int  # of embedding, attention and head
-    chunks: int  # of exchanges and experts: a multiple of microbatches
+    microbatches: int  # parts of embedding, attention and head
+    chunks: int  # parts of exchanges and experts; a multiple of microbatches
 
 
 _WHOLE = Parts(1, 1)
 
 
 class ChainStage(NamedTuple):
-    """One link of the forward chain, all parts of it."""
+    """One stage of the forward chain, with all its parts."""
 
     op: str
     block: int
@@ -35,16 +35,17 @@ class StepShape:
     """The tasks of a step, before they have an order. Raises ScheduleError if the numbers do not fit.
 
     The backward pass may have fewer microbatches than the forward pass: one backward task then covers several forward
-    ones. A dense block is one `attend` task with its MLP. Owners of gradients are embed, the blocks, head.
+    ones. A dense block is one `attend` task, which includes its MLP. The owners of gradients are the embedding, the
+    blocks and the head.
     """
 
     kinds: tuple[str, ...]  # dense or moe, from the bottom up
     forward: Parts = _WHOLE
     backward: Parts = _WHOLE
     weight_grad: str = "inline"  # inline: B tasks include it; greedy: W tasks
-    grad_reduce: str = "end"  # when gradients are summed: behind the backward pass, per block, in chunks
-    reductions: tuple[int, ...] = ()  # chunks per owner; (): one each; 0: nothing to sum
-    sharded_experts: bool = False  # gather tokens before, scatter sums behind the experts
+    grad_reduce: str = "end"  # when gradients are summed: after the backward pass, per block, in buckets
+    reductions: tuple[int, ...] = ()  # buckets per owner; (): one each; 0: nothing to sum
+    sharded_experts: bool = False  # gather tokens before the experts, scatter sums after them
     tied: bool = False  # embedding and head are one matrix, owned by embed
     local_experts: bool = False  # no other device shares a device's experts: their gradients are not reduced
 
@@ -77,7 +78,10 @@ class StepShape:
 
     @cached_property
     def stages(self) -> tuple[ChainStage, ...]:
-        """The forward chain. The inverse order of a block is at the head of the compute stage behind its combine."""
+        """The stages of the forward chain.
+
+        The rows of a block are unpermuted at the start of the next compute stage after its combine.
+        """
         inner = ("gather", "expert", "scatter") if self.sharded_experts else ("expert",)
         ops = {"dense": ("attend",), "moe": ("attend", "dispatch", *inner, "combine")}
         blocks = (ChainStage(op, block) for block, kind in enumerate(self.kinds) for op in ops[kind])
@@ -85,7 +89,7 @@ class StepShape:
 
     @cached_property
     def place(self) -> dict[ChainStage, int]:
-        """Where in `stages` each stage is."""
+        """The index of each stage in `stages`."""
         return {stage: i for i, stage in enumerate(self.stages)}
 
     @property
@@ -94,7 +98,7 @@ class StepShape:
         return self.weight_grad != "inline"
 
     def num_parts(self, direction: str, op: str) -> int:
-        """Into how many parts a stage is cut."""
+        """The number of parts that a stage is split into."""
         parts = self.forward if direction == "F" else self.backward
         return parts.microbatches if op in _PER_MICROBATCH else parts.chunks
 
@@ -109,12 +113,12 @@ class StepShape:
         return {Action(direction, *stage, part) for part in range(first, last + 1)}
 
     def gradients(self, owner: int) -> list[Action]:
-        """The tasks after which the gradients of an owner are complete (0 embed, 1 block 0, …, last head)."""
+        """The tasks that complete the gradients of an owner (0 is the embedding, 1 block 0, the last the head)."""
         head = self.stages[-1]
         direction = "W" if self.split_weight_grad else "B"
         if owner == len(self.kinds) + 1:
             return self.tasks_of(direction, head)
-        if owner == 0:  # embedding has no input to differentiate: B.embed is its weight gradient
+        if owner == 0:  # the embedding has no input gradient: B.embed is its weight gradient
             return self.tasks_of("B", self.stages[0]) + (self.tasks_of(direction, head) if self.tied else [])
         stages = [stage for stage in self.stages if stage.block == owner - 1 and stage.op in _WITH_WEIGHTS]
         return [task for stage in stages for task in self.tasks_of(direction, stage)]
@@ -124,14 +128,14 @@ class StepShape:
         return [task for task in self.gradients(owner) if not (self.local_experts and task.op == "expert")]
 
     def reductions_of(self, owner: int) -> list[Action]:
-        """The chunks in which an owner's gradients are summed over devices."""
+        """The reductions of an owner's gradients, one for each bucket."""
         op = "embed" if owner == 0 else "head" if owner == len(self.kinds) + 1 else "reduce"
         block = owner - 1 if op == "reduce" else NO_BLOCK
         return [Action("G", op, block, chunk) for chunk in range(self.reductions[owner])]
 
 
 def weight_gradient(action: Action, shape: StepShape) -> Action | None:
-    """The W task of a B task, if it has one."""
+    """The W task of a B task, or None."""
     split = shape.split_weight_grad and action.direction == "B" and action.op in _WITH_WEIGHTS
     return action._replace(direction="W") if split else None
 

@@ -1,4 +1,4 @@
-"""Streams that run tasks: the walk behind the simulator, and the merge of streams into one order of issue."""
+"""Simulate streams that run tasks, and merge the streams into one issue order."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,14 +10,14 @@ from moe_jax.schedule.dependencies import Needs
 
 
 class Span(NamedTuple):
-    """When a task runs."""
+    """The start and end of a task."""
 
     start_s: float
     end_s: float
 
 
 def in_list_order(action: Action) -> int:
-    """One rank for all: every stream takes its tasks as listed."""
+    """The same priority for all tasks: every stream runs its tasks as listed."""
     return 0
 
 
@@ -29,11 +29,11 @@ def simulate_streams(
     rank_of: Callable[[Action], int] = in_list_order,
     slowdown: float = 1.0,
 ) -> dict[Action, Span]:
-    """Run every task to its end, one at a time per stream; the result is sorted by start.
+    """Simulate all tasks, one at a time per stream. Returns the span of each task, sorted by start.
 
     Tasks of one stream and rank start in list order. A stream that is free takes the ready task of the lowest rank.
-    While anything communicates, compute takes `slowdown` times as long.
-    Raises ScheduleError if tasks wait for each other.
+    While any communication runs, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each
+    other.
     """
     lanes: dict[tuple[int, Stream], deque[Action]] = defaultdict(deque)
     waiting: dict[Action, int] = {}
@@ -54,7 +54,7 @@ def simulate_streams(
         return None
 
     while any(lanes.values()) or running:
-        # a task that takes no time at all is done before a lower rank gets the stream
+        # a task of zero duration ends before a lower rank gets the stream
         while (found := startable()) is not None:
             stream, lane = found
             action = lane.popleft()
@@ -80,7 +80,7 @@ def simulate_streams(
 
 @dataclass
 class _Running:
-    """A task on its stream, and when it ends at its present speed."""
+    """A running task, and when it ends at its present speed."""
 
     action: Action
     end_s: float
@@ -88,16 +88,19 @@ class _Running:
 
 
 def _stretch(running: Mapping[Stream, _Running], now_s: float, slowdown: float) -> None:
-    """Let compute go on at the speed of what runs beside it."""
+    """Adjust the end of the running compute task when communication starts or stops next to it."""
     task = running.get(Stream.COMPUTE)
-    beside = len(running) > 1
-    if task is not None and slowdown != 1 and task.slowed != beside:
-        factor = slowdown if beside else 1 / slowdown
-        task.end_s, task.slowed = now_s + (task.end_s - now_s) * factor, beside
+    overlaps = len(running) > 1
+    if task is not None and slowdown != 1 and task.slowed != overlaps:
+        factor = slowdown if overlaps else 1 / slowdown
+        task.end_s, task.slowed = now_s + (task.end_s - now_s) * factor, overlaps
 
 
 def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], needs: Needs) -> list[Action]:
-    """One order of issue: communication right behind the last task that it needs, earlier lanes first."""
+    """Merge streams into one issue order.
+
+    Communication is issued right after the last task that it needs; earlier lanes go first.
+    """
     issued: dict[Action, None] = {}
     queues = [deque(lane) for lane in lanes]
 

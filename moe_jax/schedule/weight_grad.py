@@ -1,4 +1,4 @@
-"""Where weight gradients run, once they are tasks of their own."""
+"""Placement of weight gradients that are tasks of their own."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,28 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
 from moe_jax.schedule.dependencies import Needs
 from moe_jax.schedule.shape import StepShape, weight_gradient
 
-_MOST_HELD = 8  # weight gradients kept for the end
+_MAX_DEFERRED = 8  # weight gradients deferred to the end
 
 
 def greedy(
     issued: Sequence[Action], shape: StepShape, needs: Needs, seconds: Seconds, stream_of: StreamOf
 ) -> list[list[Action]]:
-    """Orders of compute in which W tasks run while compute would wait for an exchange; the fastest is to be chosen.
+    """Candidate compute orders in which W tasks fill the waits for exchanges. The caller takes the fastest one.
 
-    Lancet, alg. 1: walk the exchanges; while one has uncovered time t_u left, take the candidate whose time is closest
-    to t_u. An exchange's uncovered time is the wait of the next compute task of `issued` (all tasks but W and
-    reductions, in order of issue), so that what other microbatches cover already counts as covered. Candidates are the
-    W whose B stands before that task: no path leads from or to an exchange that is under way.
-    W that no exchange needs stay behind their B (1: least memory), but for the last few without a reduction: they
-    run at the end and hide the last reductions (2). Or all run last (3), oldest first, those again behind the others.
-    Without reductions none is slower than every W behind its B (4), however long the chosen W are; with them it can
-    be, because a W that waits for an exchange holds up its block's reductions. So where there are W without a
-    reduction, first come orders in which the others stay behind their B.
+    This is Lancet, algorithm 1: walk over the exchanges; while one has uncovered time t_u left, take the candidate with
+    the duration closest to t_u. The uncovered time of an exchange is the wait of the next compute task in `issued` (all
+    tasks but W and reductions, in issue order), so time that other microbatches cover already counts as covered. The
+    candidates are the W tasks with a B task before that compute task: they do not depend on the running exchange, nor
+    it on them.
+
+    W tasks that no exchange needs follow their B task (order 1, least memory), except for the last few without a
+    reduction, which run at the end and hide the last reductions (order 2). Or all run last, oldest first, those without
+    a reduction after the others (order 3).
+
+    Without reductions, none of these is slower than the order in which every W follows its B (order 4), however long
+    the chosen W tasks are. With reductions it can be, because a W task that waits for an exchange delays its block's
+    reductions. Therefore, if there are W tasks without a reduction, the first orders returned move only those, and the
+    other W tasks follow their B.
     """
     every_w = {w for b in issued if (w := weight_gradient(b, shape))}
     local = {w for w in every_w if shape.local_experts and w.op == "expert"}
@@ -30,7 +35,7 @@ def greedy(
     orders = [
         order for movable in chosen for order in _filled(issued, shape, needs, seconds, stream_of, movable, local)
     ]
-    return [*orders, _behind_their_b([task for task in issued if stream_of(task) == Stream.COMPUTE], shape, every_w)]
+    return [*orders, _after_their_b([task for task in issued if stream_of(task) == Stream.COMPUTE], shape, every_w)]
 
 
 def _filled(
@@ -42,7 +47,7 @@ def _filled(
     movable: set[Action],
     local: set[Action],
 ) -> list[list[Action]]:
-    """Orders 1 to 3 with the `movable` W; others stay behind their B."""
+    """Orders 1 to 3, in which only the `movable` W tasks move; other W tasks follow their B."""
     compute: list[Action] = []
     candidates: list[Action] = []
     free_s = dict.fromkeys(Stream, 0.0)
@@ -64,11 +69,11 @@ def _filled(
             else:
                 compute.append(weight)
                 free_s[stream] += seconds(weight)
-    last_local = [task for task in candidates if task in local][-_MOST_HELD:]
-    held = [last_local[-count:] for count in range(1, len(last_local) + 1)]
+    last_local = [task for task in candidates if task in local][-_MAX_DEFERRED:]
+    deferred = [last_local[-count:] for count in range(1, len(last_local) + 1)]
     return [
-        _behind_their_b(compute, shape, set(candidates)),
-        *(_behind_their_b(compute, shape, set(candidates) - set(last)) + last for last in held),
+        _after_their_b(compute, shape, set(candidates)),
+        *(_after_their_b(compute, shape, set(candidates) - set(last)) + last for last in deferred),
         compute + sorted(candidates, key=lambda w: w in local),
     ]
 
@@ -77,6 +82,6 @@ def _closest(candidates: Sequence[Action], wanted_s: float, seconds: Seconds) ->
     return min(candidates, key=lambda task: abs(seconds(task) - wanted_s))
 
 
-def _behind_their_b(compute: Sequence[Action], shape: StepShape, left: set[Action]) -> list[Action]:
+def _after_their_b(compute: Sequence[Action], shape: StepShape, left: set[Action]) -> list[Action]:
     pairs = ((task, weight_gradient(task, shape)) for task in compute)
     return [task for b, w in pairs for task in ((b, w) if w in left else (b,)) if task]

@@ -1,7 +1,7 @@
-"""Compiler options without which a compiler undoes a schedule: plain data, each with its reason.
+"""Compiler options that stop XLA from undoing a schedule, as plain data, each with its reason.
 
-What each changes was read off scheduled programs for v5p and h100 with jax 0.10.2 (`python -m moe_jax.report
---compile`). A flag that a compiler does not know is an error there, so a set holds what its platform accepts.
+The effects were read off scheduled programs for v5p and h100 with jax 0.10.2 (`python -m moe_jax.report --compile`).
+XLA reports an error for a flag that it does not know, so each set holds only flags that its platform accepts.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ Value = str | bool | int
 
 
 class Flag(NamedTuple):
-    """One compiler option."""
+    """One compiler option and the reason for it."""
 
     name: str
     value: Value
@@ -21,12 +21,12 @@ _TPU = (
     Flag("xla_tpu_enable_async_all_to_all", "true", "a dense all-to-all is synchronous otherwise"),
     Flag("xla_tpu_force_async_all_to_all", "true", "with the one above alone, about half stay synchronous"),
     Flag("xla_tpu_enable_async_ragged_all_to_all", "true", "a ragged all-to-all is synchronous otherwise"),
-    Flag("xla_jf_crs_combiner_threshold_in_bytes", "1", "all-reduces are merged into one behind the step otherwise"),
+    Flag("xla_jf_crs_combiner_threshold_in_bytes", "1", "all-reduces are merged into one after the step otherwise"),
     Flag(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         "true",
         "an all-reduce is synchronous on the TensorCore; on the SparseCore (v5p, v6e; tpu7x does it by itself, v5e has "
-        "none) 9 of 10 chunks run beside compute",
+        "none) 9 of 10 chunks overlap with compute",
     ),
     Flag(
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
@@ -59,5 +59,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 
 def compiler_options(platform: str) -> dict[str, Value]:
-    """Of tpu, gpu or cpu, for `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`."""
+    """The options of a platform (tpu, gpu or cpu).
+
+    For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
+    """
     return {flag.name: flag.value for flag in FLAGS[platform]}

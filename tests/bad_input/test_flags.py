@@ -69,7 +69,7 @@ ON_SEVERAL_HOSTS = [
     (
         "launch: a port of one host",
         f"{TWO_HOSTS} --host 1 --rendezvous h:8475 --port 4242",
-        "--port=4242 is for one host: with --hosts=2, processes meet on the 16 ports behind that of --rendezvous",
+        "--port=4242 is for one host: with --hosts=2, processes meet on the 16 ports after that of --rendezvous",
     ),
     (
         "launch: hosts without a secret",

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.checkpoint.replicas.layout import ReplicaLayout, ShardedArray, givers, layout_of, lost_owners, replaced
+from moe_jax.checkpoint.replicas.layout import (
+    ReplicaLayout,
+    ShardedArray,
+    layout_of,
+    lost_owners,
+    piece_sources,
+    replacements,
+)
 from moe_jax.checkpoint.replicas.plan import index_of
 from moe_jax.parallel.p2p_copy import p2p_copy_shards
 
@@ -45,18 +52,20 @@ def held(made: ReplicaLayout, node_P: list[int], lost: set[int]) -> np.ndarray:
 def test_any_one_node_may_be_lost(process_D: list[int], node_P: list[int]) -> None:
     made = layout(process_D, node_P)
     for node in set(node_P):
-        given = givers(held(made, node_P, {node}), made)
+        given = piece_sources(held(made, node_P, {node}), made)
         assert lost_owners(given, made) == []
         assert all(node_P[giver] != node for giver in given)
 
 
 def test_of_two_neighbours_the_first_has_no_copies_left_and_others_may_be_lost_together() -> None:
     made, node_P = layout(*FOUR_NODES, "moments"), FOUR_NODES[1]
-    owners = {pair: lost_owners(givers(held(made, node_P, {*pair}), made), made) for pair in combinations(node_P, 2)}
+    owners = {
+        pair: lost_owners(piece_sources(held(made, node_P, {*pair}), made), made) for pair in combinations(node_P, 2)
+    }
     assert owners == {(0, 1): [0], (1, 2): [1], (2, 3): [2], (0, 3): [3], (0, 2): [], (1, 3): []}
     experts = layout(*FOUR_NODES, "experts")  # two nodes have them anyway
-    assert lost_owners(givers(held(experts, node_P, {0, 2}), experts), experts) == [0, 2]
-    assert lost_owners(givers(held(experts, node_P, {0, 1}), experts), experts) == []
+    assert lost_owners(piece_sources(held(experts, node_P, {0, 2}), experts), experts) == [0, 2]
+    assert lost_owners(piece_sources(held(experts, node_P, {0, 1}), experts), experts) == []
 
 
 def test_what_two_nodes_have_is_not_sent_and_the_rest_goes_once() -> None:
@@ -71,10 +80,10 @@ def test_what_two_nodes_have_is_not_sent_and_the_rest_goes_once() -> None:
 def test_who_lacks_what_gets_it_from_the_next_node() -> None:
     made = layout(*FOUR_NODES)
     there = held(made, FOUR_NODES[1], {2})
-    assert replaced(there, givers(there, made), made) == {2: [3]}
+    assert replacements(there, piece_sources(there, made), made) == {2: [3]}
     whole = layout(*FOUR_NODES, "whole")
     there = held(whole, FOUR_NODES[1], {0, 2})
-    assert replaced(there, givers(there, whole), whole) == {0: [1], 2: [1]}
+    assert replacements(there, piece_sources(there, whole), whole) == {0: [1], 2: [1]}
 
 
 def test_nodes_that_are_not_alike_are_refused() -> None:

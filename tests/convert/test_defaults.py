@@ -46,7 +46,12 @@ def test_families_have_defaults_of_their_own(name):
 
 def test_gpt_oss_is_scaled_unless_it_says_otherwise():
     yarn = without("gpt_oss", "rope_parameters").rope_scaling
-    assert (yarn.kind, yarn.factor, yarn.original_max_position_embeddings, yarn.truncate) == ("yarn", 32, 4096, False)
+    assert (yarn.rope_type, yarn.factor, yarn.original_max_position_embeddings, yarn.truncate) == (
+        "yarn",
+        32,
+        4096,
+        False,
+    )
     assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScalingConfig()
 
 

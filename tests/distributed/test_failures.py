@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import jax
 import pytest
 
-from moe_jax.distributed.failures import is_of_a_peer
+from moe_jax.distributed.failures import is_peer_error
 from moe_jax.distributed.heartbeat import SAME_SIGNAL_S
 from moe_jax.errors import EXIT_TRY_AGAIN, ConfigError
 from moe_jax.launch.supervisor import reserved_port
@@ -34,7 +34,7 @@ from moe_jax.launch.supervisor import reserved_port
     ],
 )
 def test_errors_that_come_of_a_peer_are_told_from_others(error: Exception, expected: bool) -> None:
-    assert is_of_a_peer(error) == expected
+    assert is_peer_error(error) == expected
 
 
 @contextmanager
@@ -83,13 +83,13 @@ def test_a_sigterm_to_one_process_before_its_first_step_ends_all_well() -> None:
 HELD = """
 import threading
 from moe_jax.errors import ConfigError
-from moe_jax.distributed.failures import run_and_leave
+from moe_jax.distributed.failures import run_and_exit
 
 def main():
     threading.Thread(target=threading.Event().wait).start()  # as orbax leaves behind
     {}
 
-run_and_leave(main)
+run_and_exit(main)
 """
 
 

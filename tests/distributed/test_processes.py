@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from moe_jax.distributed import processes
-from moe_jax.distributed.processes import ClusterManager, ProcessError, Processes, find_cluster, initialize
+from moe_jax.distributed.processes import ClusterManager, ProcessError, Processes, detect_cluster, initialize
 from moe_jax.errors import UserError
 from moe_jax.launch.supervisor import reserved_port
 
@@ -98,7 +98,7 @@ def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], told: s
 def test_clusters_are_told_apart_by_the_environment(
     environ: Mapping[str, str], tpu: bool, found: ClusterManager | None
 ) -> None:
-    assert find_cluster(environ, tpu) == found
+    assert detect_cluster(environ, tpu) == found
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -106,7 +106,7 @@ def test_an_indexed_kubernetes_job_counts_where_jax_can_ask_its_api(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    assert find_cluster(INDEXED_JOB, tpu=False) == (ClusterManager("Kubernetes", None) if installed else None)
+    assert detect_cluster(INDEXED_JOB, tpu=False) == (ClusterManager("Kubernetes", None) if installed else None)
 
 
 def test_auto_is_alone_on_a_plain_machine_at_once_and_without_a_socket(clear: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_on_needs_a_cluster(clear: pytest.MonkeyPatch) -> None:
 def test_simulated_devices_must_divide_over_the_processes(clear: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProcessError, match=r"cpu_devices=8 is not divisible by 3 .* set mesh.cpu_devices=6 or 9"):
         initialize(parse("--coordinator=h:1", "--num-processes=3", "--process-id=0"), 8)
-    clear.setattr(processes, "find_cluster", lambda environ, tpu: ClusterManager("Kubernetes", None))
+    clear.setattr(processes, "detect_cluster", lambda environ, tpu: ClusterManager("Kubernetes", None))
     with pytest.raises(ProcessError, match="unknown number of Kubernetes processes: pass --coordinator"):
         initialize(parse(), 8)
 

@@ -14,7 +14,7 @@ import pytest
 
 from moe_jax.distributed import startup_barrier as roll_call
 from moe_jax.distributed.heartbeat import PIPE
-from moe_jax.distributed.startup_barrier import AbsentError, Meeting, ProcessError, assemble
+from moe_jax.distributed.startup_barrier import AbsentError, ProcessError, StartupBarrier, wait_for_all
 from moe_jax.launch.supervisor import reserved_port
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,10 @@ STRANGE = [
 ]
 
 
-def meeting(port: int, process: int, **changes) -> Meeting:
+def meeting(port: int, process: int, **changes) -> StartupBarrier:
     address = f"127.0.0.1:{port}"
     facts = {"address": address, "bind": address, "num_processes": 3, "process_id": process, "timeout_s": 20}
-    return Meeting(**(facts | changes))
+    return StartupBarrier(**(facts | changes))
 
 
 def in_background(task: Callable[[], None]) -> tuple[threading.Thread, list[Exception]]:
@@ -73,7 +73,7 @@ def ended(commands: Sequence[Sequence[str]]) -> tuple[list[int], list[str]]:
 def test_all_leave_together_whoever_else_calls() -> None:
     """Two strangers stay, one of them silent and one in the middle of a line; process 1 leaves and comes again."""
     with reserved_port() as port:
-        first, problems = in_background(lambda: assemble(meeting(port, 0)))
+        first, problems = in_background(lambda: wait_for_all(meeting(port, 0)))
         for said in STRANGE:
             with called(port) as stranger:
                 stranger.sendall(said)
@@ -97,9 +97,9 @@ def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
 ) -> None:
     monkeypatch.setattr(roll_call, "QUIET_S", 0)
     with reserved_port() as port:
-        other, problems = in_background(lambda: assemble(meeting(port, 2)))
+        other, problems = in_background(lambda: wait_for_all(meeting(port, 2)))
         with pytest.raises(AbsentError) as refusal:
-            assemble(meeting(port, 0, timeout_s=1.5))
+            wait_for_all(meeting(port, 0, timeout_s=1.5))
         other.join(timeout=120)
     said = capsys.readouterr().err.splitlines()
     where = f"127.0.0.1:{port}"
@@ -129,7 +129,7 @@ def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
 )
 def test_a_process_that_does_not_fit_is_refused(process: int, of: int, told: str) -> None:
     with reserved_port() as port:
-        first, problems = in_background(lambda: assemble(meeting(port, 0, timeout_s=5)))
+        first, problems = in_background(lambda: wait_for_all(meeting(port, 0, timeout_s=5)))
         with called(port) as second:
             second.sendall(json.dumps({"process": 2, "of": 3}).encode() + b"\n")
             with pytest.raises(ProcessError, match=told):

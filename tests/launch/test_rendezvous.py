@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_jax.launch.channel import _LONGEST, Channel, LostError, RefusedError, join
+from moe_jax.launch.channel import _MAX_LINE, Channel, LostError, RefusedError, join
 from moe_jax.launch.events import FORWARDED, JOINED, Events
 from moe_jax.launch.rendezvous import LaunchError, Rendezvous, card
 from moe_jax.launch.start import Launch, WorkerShare
@@ -101,8 +101,8 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
             assert events.get(timeout=60) == (2, -9)
             worker.code = -9
             assert (worker.reached, worker.has_no_mesh, worker.how_it_ended()) == (8, True, "killed by SIGKILL")
-            worker.finish(tell_errors=True)
-            assert message(channel, "finish") == {"rank": 2, "tell_errors": True}
+            worker.finish(print_errors=True)
+            assert message(channel, "finish") == {"rank": 2, "print_errors": True}
             ending = threading.Thread(target=others.end, args=[3])
             ending.start()
             assert message(channel, "end") == {"code": 3}
@@ -120,7 +120,7 @@ def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(sa
         elif said == "nothing more":
             channel.close()
         else:
-            channel._connection.sendall(b"[]\n" if said == "no JSON" else b"x" * (_LONGEST + 1))
+            channel._connection.sendall(b"[]\n" if said == "no JSON" else b"x" * (_MAX_LINE + 1))
         assert [events.get(timeout=60) for _ in workers] == [(2, 75), (3, 75)]
         assert {worker.how_it_ended() for worker in workers} == {"lost with its host"}
         assert others.missing() == {1}

@@ -30,7 +30,7 @@ class Worker:
     def overdue(self, start_timeout_s: float, progress_timeout_s: float) -> str | None:
         return None
 
-    def finish(self, tell_errors: bool) -> None:
+    def finish(self, print_errors: bool) -> None:
         raise AssertionError("not while it is watched")
 
     def how_it_ended(self) -> str:

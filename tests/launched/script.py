@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from moe_jax.distributed.heartbeat import tell_no_mesh, tell_progress
+from moe_jax.distributed.heartbeat import report_no_mesh, report_progress
 
 role, rank = sys.argv[1], int(sys.argv[-1])
 
@@ -56,7 +56,7 @@ elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2
     say(f"rank {rank} in place {os.environ['JAX_LOCAL_DEVICE_IDS']}")
     if int(sys.argv[sys.argv.index("--num-processes") + 1]) == 3:
         say("error: nothing trains on cpux3")
-        tell_no_mesh()
+        report_no_mesh()
         sys.exit(2)
     if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1":
         sys.exit(7)
@@ -72,18 +72,18 @@ elif role == "is-broken-for-a-while":  # FILE: the second place, until the first
     if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1" and not mended.exists():
         sys.exit(7)
     if alone:
-        tell_progress(1)
+        report_progress(1)
         mended.touch()
         sys.exit(8)
     time.sleep(0 if mended.exists() else 60)
 elif role == "goes-back":  # and takes its time
     for step in (0, 1, 2, 3, 1):
-        tell_progress(step)
+        report_progress(step)
     time.sleep(2)
 elif rank == 0:  # of the roles below: goes on until process 1 is done
     done = Path(f"{sys.argv[2]}.done")
     for _ in range(600):
-        tell_progress(0)
+        report_progress(0)
         if done.exists():
             break
         time.sleep(0.1)
@@ -94,12 +94,12 @@ elif role == "trains":  # FILE STEP…: at each start it reaches the next of the
     reaches = [int(text) for text in sys.argv[3 : sys.argv.index("--coordinator")]]
     if before < len(reaches):
         for step in range(reaches[before] + 1):
-            tell_progress(step)
+            report_progress(step)
         sys.exit(7)
     Path(f"{starts}.done").touch()
 elif role == "hangs":  # FILE HOW: the first time, behind step 3
     started = Path(sys.argv[2])
-    tell_progress(0)
+    report_progress(0)
     if started.exists():
         Path(f"{started}.done").touch()
         sys.exit(0)
@@ -107,5 +107,5 @@ elif role == "hangs":  # FILE HOW: the first time, behind step 3
     say(f"rank {rank} runs as {os.getpid()}")
     for step in range(600):
         if step < 4 or sys.argv[3] != "silently":
-            tell_progress(step)
+            report_progress(step)
         time.sleep(0.1)

@@ -6,8 +6,7 @@ import pytest
 
 from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
-from moe_jax.plan.axes import CutAxis, Op, find_cut
-from moe_jax.plan.block_ops import forward_ops
+from moe_jax.plan.axes import CutAxis, Op, find_cut, forward_ops
 from moe_jax.plan.candidates import choices, schedules
 
 BATCH = (CutAxis.SEQUENCES, CutAxis.IRREGULAR)

@@ -9,7 +9,7 @@ from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
 from moe_jax.plan.cluster import ClusterProfile, write_profile
 from moe_jax.plan.clusters import PRESETS, cluster_of, find_cluster
-from moe_jax.plan.collective_costs import DeviceGroup, Fabric
+from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.curves import curve
 
 
@@ -133,11 +133,11 @@ def test_a_profile_is_a_cluster_whose_curves_replace_rates(tmp_path: Path) -> No
     assert cluster.device.memory_bytes_per_s == pytest.approx(2e9)
     assert cluster.device.memory_bytes == 10**9
     assert cluster.watts is None
-    fabric = Fabric(cluster)
+    collectives = CollectiveCosts(cluster)
     for ranks, stride, seconds in ((2, 1, 1e-3), (4, 1, 6e-3), (2, 2, 5e-3)):
-        assert fabric.exchange(1e6, DeviceGroup(ranks, stride)).seconds == pytest.approx(seconds)
+        assert collectives.exchange(1e6, DeviceGroup(ranks, stride)).seconds == pytest.approx(seconds)
     # without a measured sum lines are made of the exchanges: between nodes of devices that share none
-    assert fabric.ring(1e6, DeviceGroup(2, 2)) == pytest.approx(1e-2)
+    assert collectives.ring(1e6, DeviceGroup(2, 2)) == pytest.approx(1e-2)
 
 
 def test_a_profile_that_lacks_something_is_told(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.config import Config, ExchangeConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import Cluster, find_cluster
-from moe_jax.plan.collective_costs import DeviceGroup, Fabric
+from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.curves import Curve, curve
 from moe_jax.plan.step_times import Step
 
@@ -18,7 +18,7 @@ BY_NODE = ("hier_2d", "halo", "hier_1d")
 
 
 def seconds_of(algorithm: str, num_bytes: float, cluster: Cluster = H100, group: DeviceGroup = ALL) -> float:
-    found = Fabric(cluster).exchange(num_bytes, group, algorithm)
+    found = CollectiveCosts(cluster).exchange(num_bytes, group, algorithm)
     assert found.algorithm in (algorithm, "flat")
     return found.seconds
 
@@ -31,10 +31,10 @@ def test_the_choice_is_the_least_and_follows_what_is_scarce() -> None:
         (ETHERNET, 1e8): "halo",  # a leader's links inside the node would be the bottleneck
     }
     for (cluster, num_bytes), name in chosen.items():
-        found = Fabric(cluster).exchange(num_bytes, ALL)
+        found = CollectiveCosts(cluster).exchange(num_bytes, ALL)
         assert found.algorithm == name
         assert found.seconds == min(seconds_of(each, num_bytes, cluster) for each in ("flat", *BY_NODE))
-    assert Fabric(H100).exchange(1e6, DeviceGroup(8, 1)).algorithm == "flat", "there is one node"
+    assert CollectiveCosts(H100).exchange(1e6, DeviceGroup(8, 1)).algorithm == "flat", "there is one node"
 
 
 def test_what_is_given_is_timed() -> None:
@@ -46,13 +46,13 @@ def test_what_is_given_is_timed() -> None:
         level = H100.level(group.span)
         # every hop starts a collective
         assert seconds_of("ring", 1e6, group=group) > hops * level.alpha_s > seconds_of("flat", 1e6, group=group) / 2
-        assert Fabric(H100).exchange(1e6, group, "ring").algorithm == "ring"
+        assert CollectiveCosts(H100).exchange(1e6, group, "ring").algorithm == "ring"
     assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
     model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
     step = Step(Config(mesh=MeshConfig(data=1, expert=64), model=model, exchange=ring), H100)
     assert step.choice(1e6).seconds == seconds_of("ring", 1e6)
     for name, group in itertools.product(BY_NODE, (DeviceGroup(8, 1), DeviceGroup(12, 1), DeviceGroup(8, 8))):
-        assert Fabric(H100).exchange(1e6, group, name) == Fabric(H100).exchange(1e6, group, "flat")
+        assert CollectiveCosts(H100).exchange(1e6, group, name) == CollectiveCosts(H100).exchange(1e6, group, "flat")
 
 
 def test_ranks_of_an_adapter_wait_for_each_others_messages() -> None:
@@ -94,7 +94,7 @@ def test_the_planner_says_what_was_measured_over_a_group(node_devices: int) -> N
     names = ("all_to_all.flat", "all_to_all.ring", "all_gather", "reduce_scatter", "all_reduce", "permute")
     others = [line(name, 2, 4, (1e6, 1.0), (1e8, 2.0)) for name in names]
     fabric, group = (
-        Fabric(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))),
+        CollectiveCosts(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))),
         DeviceGroup(4, 1),
     )
     for num_bytes, seconds in points:
@@ -111,19 +111,19 @@ def test_of_algorithms_that_were_measured_the_fastest_is_chosen() -> None:
     """Closed forms stand for those that were not, if they are asked for."""
     flat = line("all_to_all.flat", 8, 1, (1e3, 1e-3), (1e6, 2e-3))
     halo = line("all_to_all.halo", 8, 1, (1e3, 2e-3), (1e6, 1e-3))
-    only_flat, both = Fabric(measured(4, flat)), Fabric(measured(4, flat, halo))
+    only_flat, both = CollectiveCosts(measured(4, flat)), CollectiveCosts(measured(4, flat, halo))
     group = DeviceGroup(8, 1)
     assert [both.exchange(num_bytes, group).algorithm for num_bytes in (1e3, 1e6)] == ["flat", "halo"]
     assert only_flat.exchange(1e6, group).seconds == pytest.approx(2e-3)
-    assert only_flat.exchange(1e6, group, "halo") == Fabric(measured(4)).exchange(1e6, group, "halo")
-    assert only_flat.exchange(1e6, DeviceGroup(4, 1)) == Fabric(measured(4)).exchange(1e6, DeviceGroup(4, 1)), (
-        "the node's links"
-    )
+    assert only_flat.exchange(1e6, group, "halo") == CollectiveCosts(measured(4)).exchange(1e6, group, "halo")
+    assert only_flat.exchange(1e6, DeviceGroup(4, 1)) == CollectiveCosts(measured(4)).exchange(
+        1e6, DeviceGroup(4, 1)
+    ), "the node's links"
 
 
 def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> None:
     curves = [line(name, 4, 2, (1e6, 1e-3), (1e9, 1.0)) for name in ("all_to_all.flat", "all_gather")]
-    fabric = Fabric(measured(4, *curves))  # two of them in each of two nodes
+    fabric = CollectiveCosts(measured(4, *curves))  # two of them in each of two nodes
     # half of all rows leave a node, and three quarters; of what all want alike each rank sends its part
     assert fabric.exchange(1e7, DeviceGroup(4, 2)).seconds == pytest.approx(1e-2)
     assert fabric.exchange(1e7, DeviceGroup(4, 4)).seconds == pytest.approx(1.5e-2)

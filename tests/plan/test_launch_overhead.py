@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.plan.launch_overhead import FREE, Handling, handled
+from moe_jax.plan.launch_overhead import NO_OVERHEAD, LaunchOverhead, with_launch_overhead
 from moe_jax.plan.simulate import simulate
 from moe_jax.plan.task_times import Linear
 from moe_jax.schedule.actions import Action, Stream, two_streams
@@ -10,7 +10,7 @@ from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.schedule import Schedule
 from tests.schedule.steps import schedules
 
-HANDLING = Handling(start=Linear(1.0, 0.1), finish=Linear(2.0, 0.2))  # of 10 bytes: 2 s and 4 s
+OVERHEAD = LaunchOverhead(start=Linear(1.0, 0.1), finish=Linear(2.0, 0.2))  # of 10 bytes: 2 s and 4 s
 
 
 def ten(action: Action) -> float:
@@ -19,7 +19,7 @@ def ten(action: Action) -> float:
 
 def extra_s(schedule: Schedule) -> dict[str, float]:
     """Of tasks that take longer."""
-    seconds = handled(schedule, lambda action: 1.0, two_streams, HANDLING, ten)
+    seconds = with_launch_overhead(schedule, lambda action: 1.0, two_streams, OVERHEAD, ten)
     return {str(action): seconds(action) - 1 for action in schedule.actions if seconds(action) > 1}
 
 
@@ -45,5 +45,5 @@ def test_every_collective_starts_and_ends_once(schedule: Schedule) -> None:
 
 def test_what_is_free_changes_nothing() -> None:
     schedule = schedules(seed=30)[0]
-    seconds = handled(schedule, lambda action: 1.0, two_streams, FREE, ten)
+    seconds = with_launch_overhead(schedule, lambda action: 1.0, two_streams, NO_OVERHEAD, ten)
     assert simulate(schedule, seconds, two_streams) == simulate(schedule, lambda action: 1.0, two_streams)

@@ -85,11 +85,11 @@ def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
     config = config_of(layers=8, batch_size=256)
     small = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(6e9)))
     roomy, tight = planned(layers=8, batch_size=256).best, plan(open_draft(config), small).best
-    assert not roomy.squeezed
-    assert tight.squeezed
+    assert not roomy.saves_memory
+    assert tight.saves_memory
     assert tight.memory.total < 6e9
     assert tight.estimate.step_s > roomy.estimate.step_s
-    assert tight.binds.endswith(", memory")
+    assert tight.bottleneck.endswith(", memory")
 
 
 def test_what_fits_nowhere_is_told_in_one_line_with_a_cluster_where_it_would() -> None:

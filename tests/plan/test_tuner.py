@@ -105,11 +105,11 @@ def test_a_search_goes_on_where_another_one_was() -> None:
     for _ in range(3):
         one.observe(seconds_of(one.in_use, best=4))
     one.drop()
-    assert one.under_way is not None
-    other.go_on(json.loads(json.dumps(one.under_way)))
+    assert one.search_state is not None
+    other.resume(json.loads(json.dumps(one.search_state)))
     while one.searching:
         assert (other.in_use, other.sample) == (one.in_use, one.sample)
         seconds = seconds_of(one.in_use, best=4)
         assert other.observe(seconds) == one.observe(seconds)
     assert (other.searching, other.best_s) == (False, one.best_s)
-    assert one.under_way is other.under_way is None
+    assert one.search_state is other.search_state is None

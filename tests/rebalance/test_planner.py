@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from moe_jax.rebalance.hill_climb import Placed, hill_climb_placement
-from moe_jax.rebalance.moves import Move, moves_between, trips_of
+from moe_jax.rebalance.hill_climb import ExpertPlacement, hill_climb_placement
+from moe_jax.rebalance.moves import Move, moves_between, transfer_rounds
 from moe_jax.rebalance.planner import Prices, is_due, load_ratio, num_copied, num_swaps, plan
 
 SKEWS = {
@@ -30,10 +30,10 @@ def test_64_experts_on_8_ranks_come_below_1_15(name):
 @pytest.mark.parametrize("seed", range(20))
 def test_each_swap_lowers_the_busiest_rank_or_how_many_are_as_busy(seed):
     load, slots = random_loads(seed, 24), tuple(range(24))
-    before = sorted(Placed.of(load, slots, 4).load_P, reverse=True)
+    before = sorted(ExpertPlacement.of(load, slots, 4).load_P, reverse=True)
     for after in hill_climb_placement(load, slots, 4):
         assert sorted(after) == list(range(24)), "every slot has one expert"
-        new = sorted(Placed.of(load, after, 4).load_P, reverse=True)
+        new = sorted(ExpertPlacement.of(load, after, 4).load_P, reverse=True)
         assert new < before
         before = new
 
@@ -115,23 +115,23 @@ def test_trips_make_the_same_moves_and_no_rank_sends_two_experts_one_way(ranks):
         one, two = rng.choice(ranks, 2, replace=False)
         slots = int(one * held + rng.integers(held)), int(two * held + rng.integers(held))
         moves.append((int(rng.integers(2)), int(rng.integers(rows)), Move(*slots, copies=bool(rng.integers(2)))))
-    trips = trips_of(moves, held, ranks)
-    assert len(trips) < len(moves), "some are made at once"
+    rounds = transfer_rounds(moves, held, ranks)
+    assert len(rounds) < len(moves), "some are made at once"
     content = {place: place for place in itertools.product(range(2), range(rows), range(held * ranks))}
     expected = dict(content)
     for stage, row, (first, second, copies) in moves:
         a, b = (stage, row, first), (stage, row, second)
         expected[a], expected[b] = expected[a if copies else b], expected[a]
-    for trip in trips:
+    for one in rounds:
         senders = []
-        for stage, row, first, second, first_gets, second_gets in trip.moves:
-            assert (second // held - first // held) % ranks == trip.shift <= ranks / 2
+        for stage, row, first, second, first_gets, second_gets in one.moves:
+            assert (second // held - first // held) % ranks == one.shift <= ranks / 2
             a, b = (stage, row, first), (stage, row, second)
             content[a], content[b] = content[b if first_gets else a], content[a if second_gets else b]
             senders += [(stage, first // held, "up")]
-            senders += [(stage, second // held, "up" if 2 * trip.shift == ranks else "down")]
+            senders += [(stage, second // held, "up" if 2 * one.shift == ranks else "down")]
         assert len(set(senders)) == len(senders)
-        assert trip.sent_experts(ranks) == (1 if 2 * trip.shift == ranks else 2)
+        assert one.sent_experts(ranks) == (1 if 2 * one.shift == ranks else 2)
     assert content == expected
 
 
@@ -163,7 +163,7 @@ def test_an_expert_with_four_times_a_ranks_mean_load_needs_copies():
     assert num_copied(with_copies.expert_S, 64) == 1, "of nobody else"
     assert {*with_copies.expert_S} >= {*range(64)}
     for before, after in itertools.pairwise(hill_climb_placement(HOT, ROOM, 8)):
-        old, new = (sorted(Placed.of(HOT, slots, 8).load_P, reverse=True) for slots in (before, after))
+        old, new = (sorted(ExpertPlacement.of(HOT, slots, 8).load_P, reverse=True) for slots in (before, after))
         assert new < old
         assert len(after) == sum(map(len, on_ranks(after, 8, 64))) + after.count(64), "no rank has an expert twice"
     again = plan(HOT, with_copies.expert_S, 8, None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.checkpoint.checksums import ReplicasError, agreed, digest_program, digests
+from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program, digests
 from moe_jax.launch.supervisor import reserved_port
 from tests.distributed.test_startup_barrier import ended
 from tests.launch.test_launch import started
@@ -80,7 +80,7 @@ def test_one_bit_of_one_replica_is_noticed_however_arrays_are_cut(spec: Partitio
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
     state = {"a": x + 1, "b": x}
     program = digest_program(state)
-    assert agreed(program(state), 3, state).tolist() == digests(state).tolist()
+    assert agreed_digests(program(state), 3, state).tolist() == digests(state).tolist()
     parts = [np.array(shard.data) for shard in x.addressable_shards]
     parts[5].view(np.uint32)[1, 1] ^= 1
     placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, x.addressable_shards, strict=True)]
@@ -88,4 +88,4 @@ def test_one_bit_of_one_replica_is_noticed_however_arrays_are_cut(spec: Partitio
     with pytest.raises(
         ReplicasError, match=r"replicas of b .* after step 3 \(devices of process 0 differ; 1 of 2 arrays"
     ):
-        agreed(program(state), 3, state)
+        agreed_digests(program(state), 3, state)

@@ -65,7 +65,7 @@ def run(folder: Path, crash_in: tuple[str, int] | None, *overrides: str) -> None
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "tell_progress", before(loop.tell_progress, lambda step: crash("step", step + 1)))
+        patch.setattr(loop, "report_progress", before(loop.report_progress, lambda step: crash("step", step + 1)))
         patch.setattr(behind, "_validate", before(behind._validate, lambda *a: crash("validation", int(a[1]["step"]))))
         patch.setattr(Checkpoints, "save", before(Checkpoints.save, lambda *a, **_: crash("save", a[1])))
         with nullcontext() if crash_in is None else pytest.raises(Crash):

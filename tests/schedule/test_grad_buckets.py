@@ -8,14 +8,14 @@ from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
-from moe_jax.schedule.grad_buckets import cut, exchanges_first
+from moe_jax.schedule.grad_buckets import exchanges_first, split_into_buckets
 from tests.schedule.steps import MIXED, POLICIES, random_costs, random_step
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.001, 0.01, 0.0123, 5.0])
 def test_chunks_cover_every_element_once_and_stay_below_the_limit(bucket_cap_mb):
     sizes = (12_345, 0, 1, 100_000)
-    chunks = cut(sizes, bucket_cap_mb)
+    chunks = split_into_buckets(sizes, bucket_cap_mb)
     for group, size in enumerate(sizes):
         covered = [i for c in chunks if c.group == group for i in range(c.start, c.stop)]
         assert covered == list(range(size))
@@ -28,7 +28,9 @@ def test_chunks_cover_every_element_once_and_stay_below_the_limit(bucket_cap_mb)
 
 
 def test_smaller_items_make_longer_chunks():
-    assert len(cut((1000,), 0.001, item_bytes=4)) == 2 * len(cut((1000,), 0.001, item_bytes=2))
+    assert len(split_into_buckets((1000,), 0.001, item_bytes=4)) == 2 * len(
+        split_into_buckets((1000,), 0.001, item_bytes=2)
+    )
 
 
 @pytest.mark.parametrize("kinds", MIXED)

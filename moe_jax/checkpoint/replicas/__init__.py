@@ -1,1 +1,1 @@
-"""Replicas of the training state in the memory of other nodes."""
+"""Safety copies: replicas of the training state in the memory of other nodes."""

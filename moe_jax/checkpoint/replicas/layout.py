@@ -1,7 +1,8 @@
-"""Which process keeps which pieces of the training state, and which go to another node. Plain numbers: no arrays.
+"""The layout of safety copies: which process stores which pieces of the training state. Plain numbers: no arrays.
 
-A piece is what a device holds of an array, e.g. `params.head[0:16,0:256]`; several devices may hold the same. Devices
-are numbered along the mesh, and nodes are what is lost at once. D devices, P processes, N pieces.
+A piece is one device's shard of an array, e.g. `params.head[0:16,0:256]`; several devices may have the same piece.
+Devices are numbered along the mesh. A node is a set of processes that are lost together. Shape suffixes: D devices,
+P processes, N pieces.
 """
 
 import math
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-Index = tuple[tuple[int, int], ...]  # first and behind the last, along each dimension
+Index = tuple[tuple[int, int], ...]  # start and stop along each dimension
 
 
 class ShardedArray(NamedTuple):
-    """An array that is cut over devices."""
+    """An array and its sharding: the slice of it that each device has."""
 
     name: str
     itemsize: int
@@ -24,7 +25,7 @@ class ShardedArray(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of the array with this number, and who has it."""
+    """A piece of the array with the number `array`, and the devices and processes that have it."""
 
     name: str
     array: int
@@ -33,15 +34,15 @@ class Piece(NamedTuple):
     processes: tuple[int, ...]
 
 
-class Kept(NamedTuple):
-    """A piece that a process keeps, which comes to it on one of its devices."""
+class StoredPiece(NamedTuple):
+    """A piece that a process stores in its slots, and the device of the process from which it is read."""
 
     piece: Piece
     device: int
 
 
 class ReplicaTransfer(NamedTuple):
-    """A piece that goes from one device to another, and the process of that."""
+    """A piece that is sent from device `source` to device `target`, which belongs to the process `receiver`."""
 
     piece: Piece
     source: int
@@ -51,32 +52,38 @@ class ReplicaTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Every piece lies on two nodes, if there are two: the devices' own or, if all of them are of one, the next one."""
+    """All pieces and the processes that store them.
 
-    groups: tuple[tuple[int, ...], ...]  # of arrays that together take a device no more than the largest one
+    Every piece is stored on two nodes, if there are two: on those of its devices or, if all are on one node, also on
+    the next node.
+    """
+
+    groups: tuple[
+        tuple[int, ...], ...
+    ]  # arrays (numbers) that together take no more memory on a device than the largest array
     pieces: tuple[Piece, ...]
-    own: tuple[tuple[Kept, ...], ...]  # of each process, of what its devices hold
+    own: tuple[tuple[StoredPiece, ...], ...]  # for each process, the pieces of its own devices that it stores
     sent: tuple[ReplicaTransfer, ...]
 
     def pairs(self, array: int) -> list[tuple[int, int]]:
-        """The devices between which an array's pieces go."""
+        """List (source, target) devices of the transfers of an array's pieces."""
         return [(each.source, each.target) for each in self.sent if each.piece.array == array]
 
-    def received(self, process: int) -> list[Kept]:
-        """What a process keeps of another node's."""
-        return [Kept(each.piece, each.target) for each in self.sent if each.receiver == process]
+    def received(self, process: int) -> list[StoredPiece]:
+        """List the pieces of another node that a process stores."""
+        return [StoredPiece(each.piece, each.target) for each in self.sent if each.receiver == process]
 
 
 def piece_name(array: str, index: Index) -> str:
-    """Of the part of an array."""
+    """Return the name of a piece: the array's name and the slice."""
     return f"{array}[{','.join(f'{start}:{stop}' for start, stop in index)}]"
 
 
 def layout_of(arrays: Sequence[ShardedArray], process_D: Sequence[int], node_P: Sequence[int]) -> ReplicaLayout:
-    """What every process keeps and sends. Raises ValueError if nodes have unlike numbers of processes or devices."""
+    """Choose what every process stores and sends. Raises ValueError if nodes differ in processes or devices."""
     target_D = _targets(process_D, node_P)
     pieces: list[Piece] = []
-    own: list[list[Kept]] = [[] for _ in node_P]
+    own: list[list[StoredPiece]] = [[] for _ in node_P]
     sent: list[ReplicaTransfer] = []
     for number, array in enumerate(arrays):
         for index in sorted(set(array.index_D)):
@@ -88,7 +95,7 @@ def layout_of(arrays: Sequence[ShardedArray], process_D: Sequence[int], node_P: 
             nodes = {node_P[process] for process in processes}
             for node in nodes:  # one of its processes is enough
                 device = next(device for device in devices if node_P[process_D[device]] == node)
-                own[process_D[device]].append(Kept(piece, device))
+                own[process_D[device]].append(StoredPiece(piece, device))
             if len(nodes) == 1 < len(set(node_P)):
                 source, target = devices[0], target_D[devices[0]]
                 sent.append(ReplicaTransfer(piece, source, target, process_D[target]))
@@ -96,7 +103,7 @@ def layout_of(arrays: Sequence[ShardedArray], process_D: Sequence[int], node_P: 
 
 
 def _targets(process_D: Sequence[int], node_P: Sequence[int]) -> list[int]:
-    """Of each device, the one in the same place of the next node."""
+    """Return for each device the corresponding device of the next node."""
     nodes = [[p for p, node in enumerate(node_P) if node == each] for each in dict.fromkeys(node_P)]
     devices = [[d for d, process in enumerate(process_D) if process == p] for p in range(len(node_P))]
     for groups in (nodes, devices):
@@ -125,27 +132,34 @@ def _groups(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def givers(held_PN: Bool[np.ndarray, "P N"], layout: ReplicaLayout) -> list[int | None]:
-    """The process that gives each piece to those that lack it, the first behind its owner; None: nobody has it."""
-    count = len(held_PN)
+def piece_sources(stored_PN: Bool[np.ndarray, "P N"], layout: ReplicaLayout) -> list[int | None]:
+    """Return the process that sends each piece to those that lack it; None if no process has it.
+
+    `stored_PN` is whether each process has each piece. The source is the first process that has it, counted from the
+    piece's owner.
+    """
+    count = len(stored_PN)
     order = ([(piece.processes[0] + ahead) % count for ahead in range(count)] for piece in layout.pieces)
-    return [next((p for p in ranks if held_PN[p, n]), None) for n, ranks in enumerate(order)]
+    return [next((p for p in ranks if stored_PN[p, n]), None) for n, ranks in enumerate(order)]
 
 
-def lost_owners(given: Sequence[int | None], layout: ReplicaLayout) -> list[int]:
-    """The processes whose pieces nobody has any more."""
-    lost = [piece for piece, giver in zip(layout.pieces, given, strict=True) if giver is None]
+def lost_owners(sources: Sequence[int | None], layout: ReplicaLayout) -> list[int]:
+    """Return the processes of which pieces are lost, i.e. have no source."""
+    lost = [piece for piece, source in zip(layout.pieces, sources, strict=True) if source is None]
     return sorted({process for piece in lost for process in piece.processes})
 
 
-def replaced(
-    held_PN: Bool[np.ndarray, "P N"], given: Sequence[int | None], layout: ReplicaLayout
+def replacements(
+    stored_PN: Bool[np.ndarray, "P N"], sources: Sequence[int | None], layout: ReplicaLayout
 ) -> Mapping[int, list[int]]:
-    """The processes that lack a piece which was theirs alone, or else any, and those that have it for them."""
+    """Map each process that lacks pieces of its devices to the processes that send them.
+
+    If it lacks pieces that no other process shares, only the sources of those are listed.
+    """
     found: dict[int, list[int]] = {}
-    for process in range(len(held_PN)):
-        lacked = [n for n, piece in enumerate(layout.pieces) if process in piece.processes and not held_PN[process, n]]
-        alone = [n for n in lacked if len(layout.pieces[n].processes) == 1]
-        if lacked:
-            found[process] = sorted({giver for n in alone or lacked if (giver := given[n]) is not None})
+    for process in range(len(stored_PN)):
+        missing = [n for n, x in enumerate(layout.pieces) if process in x.processes and not stored_PN[process, n]]
+        unshared = [n for n in missing if len(layout.pieces[n].processes) == 1]
+        if missing:
+            found[process] = sorted({source for n in unshared or missing if (source := sources[n]) is not None})
     return found

@@ -1,4 +1,4 @@
-"""Where a run's safety copies lie, and which this process makes."""
+"""The plan of a run's safety copies: their folders, and which pieces this process stores."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from moe_jax.checkpoint.checksums import names_of
-from moe_jax.checkpoint.replicas.layout import Index, Kept, ReplicaLayout, ShardedArray, layout_of
+from moe_jax.checkpoint.replicas.layout import Index, ReplicaLayout, ShardedArray, StoredPiece, layout_of
 from moe_jax.config import Config
 from moe_jax.distributed.processes import nodes
 from moe_jax.errors import ConfigError
@@ -17,34 +17,39 @@ from moe_jax.plan.plan_text import size
 
 @dataclass(frozen=True)
 class SafetyPlan:
-    """Of this process."""
+    """The safety copies of this process."""
 
-    folder: Path  # of the run, on this node
+    folder: Path  # of the run's safety copies, on this node
     node: int
-    place: int  # among the processes of the node
+    place: int  # number of this process among those of the node
     layout: ReplicaLayout
 
     @property
     def own_folder(self) -> Path:
-        """Which is lost with this node."""
+        """The folder of this node's copies, which are lost with the node."""
         return self.folder / f"node-{self.node}"
 
     @property
-    def own(self) -> tuple[Kept, ...]:
+    def own(self) -> tuple[StoredPiece, ...]:
+        """Pieces of this process's devices that it stores."""
         return self.layout.own[jax.process_index()]
 
     @property
-    def received(self) -> list[Kept]:
+    def received(self) -> list[StoredPiece]:
+        """Pieces of another node that this process stores."""
         return self.layout.received(jax.process_index())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each piece that this process keeps."""
-        return {kept.piece.name: kept.piece.num_bytes for kept in (*self.own, *self.received)}
+        """Bytes of each piece that this process stores, by name."""
+        return {stored.piece.name: stored.piece.num_bytes for stored in (*self.own, *self.received)}
 
 
 def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
-    """For a state of these shapes; None: no copies are made. All processes call it. Raises ConfigError."""
+    """Plan the safety copies of a state of these shapes; None if the config asks for none.
+
+    All processes call it. Raises ConfigError if they cannot be made.
+    """
     settings = config.checkpoint
     if not settings.safety_copies_every:
         return None
@@ -56,7 +61,7 @@ def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
         )
     node_P = nodes()
     try:
-        layout = layout_of(_cuts(shapes), _processes(shapes), node_P)
+        layout = layout_of(_sharded_arrays(shapes), _processes(shapes), node_P)
     except ValueError:
         raise ConfigError(
             f"checkpoint.safety_copies_every={settings.safety_copies_every} needs as many processes and devices on "
@@ -69,19 +74,19 @@ def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
 
 
 def safety_text(config: Config, plan: SafetyPlan) -> str:
-    """For who starts the run."""
-    every, received = config.checkpoint.safety_copies_every, sum(kept.piece.num_bytes for kept in plan.received)
+    """Describe the safety copies for the table that a run prints at its start."""
+    every, received = config.checkpoint.safety_copies_every, sum(each.piece.num_bytes for each in plan.received)
     often = "every step" if every == 1 else f"every {every} steps"
-    told = "there is no other node" if len(plan.layout.own) == 1 else f"{size(received)} of it from another node"
-    return f"{often} to {plan.folder}: twice {size(sum(plan.sizes.values()))} for this process ({told})"
+    origin = "there is no other node" if len(plan.layout.own) == 1 else f"{size(received)} of it from another node"
+    return f"{often} to {plan.folder}: twice {size(sum(plan.sizes.values()))} for this process ({origin})"
 
 
 def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    """As plain numbers."""
+    """Return the start and stop of each slice."""
     return tuple(each.indices(extent)[:2] for each, extent in zip(slices, shape, strict=True))
 
 
-def _cuts(shapes: Any) -> list[ShardedArray]:
+def _sharded_arrays(shapes: Any) -> list[ShardedArray]:
     found = []
     for name, leaf in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True):
         slices = leaf.sharding.devices_indices_map(leaf.shape)
@@ -91,6 +96,6 @@ def _cuts(shapes: Any) -> list[ShardedArray]:
 
 
 def _processes(shapes: Any) -> list[int]:
-    """Of each device of the mesh."""
+    """Return the process of each device of the mesh."""
     mesh = jax.tree.leaves(shapes)[0].sharding.mesh
     return [device.process_index for device in mesh.devices.flat]

@@ -15,9 +15,9 @@ __all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of"
 PRESETS = {**TPUS, **GPUS, **CPUS}
 
 _MOST_DEVICES = 2**20
-_MOST_DIGITS = 20  # of a number; Python reads no more than 4,300
+_MAX_DIGITS = 20  # of a number; Python parses up to 4,300
 
-# What jax calls devices, and their presets: the first that is found in the name.
+# Patterns of jax's device kinds, and their presets. The first pattern that matches is used.
 _KINDS = {
     **{"v5 lite|v5e": "v5e", "v6 lite|v6e": "v6e", "tpu v5": "v5p", "tpu v4": "v4", "tpu7x": "tpu7x"},
     **{"a100.*80gb": "a100", "h100": "h100", "h200": "h200", "b200": "b200", "mi250x": "mi250x"},
@@ -26,13 +26,13 @@ _KINDS = {
 
 
 class ClusterError(UserError):
-    """A cluster that nobody knows, or that does not come in this size."""
+    """A cluster that is unknown, or that is not available in this size."""
 
 
 def find_cluster(name: str) -> Cluster:
-    """A preset with a number of devices, or a profile's path. Raises ClusterError or ProfileError.
+    """A preset with a number of devices, or the cluster of a profile's path. Raises ClusterError or ProfileError.
 
-    `4xv5e-256` are four slices; more devices than the largest slice has are as few slices as they fill.
+    `4xv5e-256` is four slices. A number of devices beyond the largest slice is split into as few slices as possible.
     """
     if name.endswith(".json"):
         return measured_cluster(given_path("the cluster", name))
@@ -47,18 +47,18 @@ def find_cluster(name: str) -> Cluster:
         raise ClusterError(
             f"cluster {name} does not say how many devices: add a number, as in {name}-{8 * PRESETS[kind].unit}"
         )
-    if max(len(size), len(slices or "")) > _MOST_DIGITS or int(slices or 1) * int(size) > _MOST_DEVICES:
+    if max(len(size), len(slices or "")) > _MAX_DIGITS or int(slices or 1) * int(size) > _MOST_DEVICES:
         raise ClusterError(f"cluster {name} has too many devices: use up to {_MOST_DEVICES:,}")
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
 
 
 def preset_of(device_kind: str) -> str | None:
-    """The name of the preset of devices that jax has; None if nothing is known of them."""
+    """The name of the preset for jax's device kind; None if it is unknown."""
     return next((preset for pattern, preset in _KINDS.items() if re.search(pattern, device_kind.lower())), None)
 
 
 def cluster_of(device_kind: str, count: int, slices: int = 1) -> Cluster:
-    """The preset of devices that jax has, in so many slices. Raises ClusterError."""
+    """The cluster of `count` devices of jax's device kind, in this many slices. Raises ClusterError."""
     preset = preset_of(device_kind)
     if preset is None:
         raise ClusterError(
@@ -110,7 +110,7 @@ def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:
 
 
 def _check_slice(name: str, device: str, devices: int, torus: int, slices: int) -> None:
-    """Raise ClusterError for a slice that is not made; `slices` of them have the number in the name."""
+    """Raise ClusterError for a slice size that does not exist; the name's number counts `slices` of them."""
     smaller = [2**power for power in range(torus.bit_length() - 1)]
     if devices in smaller or devices % torus == 0:
         return

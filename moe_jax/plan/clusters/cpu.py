@@ -1,10 +1,10 @@
-"""CPU devices, simulated ones too: a core each, behind a local network. Round numbers, as `plan/costs.py` has them."""
+"""CPU devices, simulated ones too: one core each, on a local network. Round numbers, as in `plan/costs.py`."""
 
 from moe_jax.plan.clusters.hardware import Device, Level, Preset
 from moe_jax.plan.costs import TYPICAL
 
 _CPU = TYPICAL["cpu"]
-_MEMORY_BYTES_PER_S = 5e9  # of a core, of what the socket shares
+_MEMORY_BYTES_PER_S = 5e9  # a core's share of the socket
 
 
 def _levels(devices: int, _: int) -> tuple[Level, ...]:

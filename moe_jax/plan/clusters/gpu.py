@@ -1,7 +1,7 @@
 """Nodes of GPUs, and the network between them.
 
-Rates are those of data sheets: dense bfloat16, links in one direction. Estimates: alphas and efficiencies. Dollars are
-assumptions to compare costs with, near what clouds asked for in 2025. Watts are the GPU's alone.
+Rates are from data sheets: dense bfloat16, links in one direction. Alphas and efficiencies are estimates. Dollars are
+assumptions for comparing costs, near the prices of clouds in 2025. Watts are those of the GPU alone.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def _level(name: str, devices: int, alpha_s: float, gb_per_s: float, efficiency:
 
 
 def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
-    """`levels` from a node's links up, as far as they reach in the largest cluster."""
+    """A preset with `levels` of links from the node up, each with its reach in the largest cluster."""
 
     def reaching(devices: int, _: int) -> tuple[Level, ...]:
         needed = 1 + next(i for i, level in enumerate(levels) if devices <= level.devices)
@@ -55,24 +55,24 @@ def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
 
 
 def _nvlink(gb_per_s: float) -> Level:
-    """Of a node of eight. NCCL's all-to-alls reach about four fifths of it: an estimate."""
+    """The links of a node of eight GPUs. NCCL's all-to-alls reach about four fifths of the rate: an estimate."""
     return _level("NVLink", 8, 5e-6, gb_per_s, 0.8)
 
 
 def _infiniband(gb_per_s: float) -> Level:
-    """By a GPU's share of the node's adapters."""
+    """A GPU's share of the node's network adapters."""
     return _level("InfiniBand", _ALL, 10e-6, gb_per_s, 0.85)
 
 
 def _pcie(devices: int, gb_per_s: float) -> Level:
-    """Through the host's memory, which all GPUs of a node share: the efficiency is an estimate."""
+    """Links through the host's memory, which all GPUs of a node share: the efficiency is an estimate."""
     return _level("PCIe", devices, 15e-6, gb_per_s, 0.5)
 
 
 GPUS = {
     # NVIDIA A100 80GB data sheet: NVLink 600 GB/s in both directions; DGX A100: 8 adapters of 200 Gbit/s
     "a100": _nodes(_device("A100 SXM 80GB", 80 * 2**30, 312, 2039, 400, 1.8), 8, _nvlink(300), _infiniband(25)),
-    # NVIDIA H100 SXM data sheet: NVLink 900 GB/s; DGX H100: 8 adapters of 400 Gbit/s; memory as the driver tells it
+    # NVIDIA H100 SXM data sheet: NVLink 900 GB/s; DGX H100: 8 adapters of 400 Gbit/s; memory as the driver reports it
     "h100": _nodes(_device("H100 SXM", 84978434048, 989, 3350, 700, 2.8), 8, _nvlink(450), _infiniband(50)),
     # NVIDIA H200 SXM data sheet; network as H100
     "h200": _nodes(_device("H200 SXM", 151397597184, 989, 4800, 700, 3.5), 8, _nvlink(450), _infiniband(50)),

@@ -1,4 +1,4 @@
-"""A measured machine as a cluster: curves of its profile, and rates and links made of them for what it has none of."""
+"""A measured machine as a cluster: the curves of its profile, and rates and links derived from them for the rest."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,10 @@ _EXCHANGE = "all_to_all.flat"
 
 
 def measured_cluster(path: Path) -> Cluster:
-    """What `python -m moe_jax.measure` wrote. Raises ProfileError if it is damaged, or lacks what a cluster needs."""
+    """The cluster of a profile that `python -m moe_jax.measure` wrote.
+
+    Raises ProfileError if the profile is damaged or lacks a required curve.
+    """
     profile = read_profile(path)
     node, memory = profile.node_devices, 2 * _best_rate(profile, "copy")  # each byte is read and written
     if node == 1:
@@ -36,7 +39,7 @@ def measured_cluster(path: Path) -> Cluster:
 
 
 def _level(profile: ClusterProfile, name: str, devices: int, uses: Callable[..., bool]) -> Level:
-    """By the exchange, of those that use its links, between devices that are furthest apart, and of most of them."""
+    """A level of links from the measured exchange that uses them, between the most distant and the most devices."""
     found = [each for each in profile.curves if each.name == _EXCHANGE and uses(**each.settings)]
     if not found:
         raise _lacks(profile, f"{_EXCHANGE} {name}")
@@ -46,7 +49,7 @@ def _level(profile: ClusterProfile, name: str, devices: int, uses: Callable[...,
 
 
 def _best_rate(profile: ClusterProfile, name: str) -> float:
-    """Of all sizes and settings that an operation was measured with, per second."""
+    """The best rate per second over all sizes and settings of an operation."""
     rates = [_rate(curve) for curve in profile.curves if curve.name == name]
     if not rates:
         raise _lacks(profile, name)

@@ -1,10 +1,10 @@
 """TPU slices, and several of them over the data-centre network (DCN).
 
-Source unless a comment says otherwise: Google Cloud's page of each version (cloud.google.com/tpu/docs/v5p and so on).
-Devices are chips, also in `v4-8` and `v5p-8`, where Google counts two TensorCores of each; tpu7x has two devices per
-chip, which share its rates.
+The source, unless a comment names another, is Google Cloud's page of each version (cloud.google.com/tpu/docs/v5p and so
+on). Devices are chips, also in `v4-8` and `v5p-8`, where Google counts two TensorCores of each; tpu7x has two devices
+per chip, which share its rates.
 
-Estimates: alphas, efficiencies, and watts without a source. Dollars are assumptions to compare costs with, near list
+Alphas, efficiencies, and watts without a source are estimates. Dollars are assumptions for comparing costs, near list
 prices of on-demand use.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moe_jax.plan.clusters.hardware import Device, Level, Preset
 
 _ICI_ALPHA_S, _DCN_ALPHA_S = 5e-6, 50e-6
-_ICI_EFFICIENCY = 0.9  # 90 of 100 GB/s that a v5p's link has in one direction (Austin et al., How to Scale Your Model)
+_ICI_EFFICIENCY = 0.9  # a v5p link reaches 90 of 100 GB/s in one direction (Austin et al., How to Scale Your Model)
 _DCN_EFFICIENCY = 0.8
 _MATRIX_EFFICIENCY = 0.85
 
@@ -22,13 +22,13 @@ class _Chip(NamedTuple):
     memory_gib: int
     tflops: float
     memory_gb_per_s: float
-    ici_gb_per_s: float  # of all links, in one direction
+    ici_gb_per_s: float  # all links together, in one direction
     dcn_gb_per_s: float
     dimensions: int
     whole_torus: int  # devices of the smallest slice that wraps around in each dimension
-    largest: int  # slice
-    host: int
-    adapters: int | None  # of a host
+    largest: int  # devices of the largest slice
+    host: int  # devices of a host
+    adapters: int | None  # network adapters of a host
     watts: float
     dollars_per_hour: float
 
@@ -42,14 +42,14 @@ _CHIPS = {
     "v5p": _Chip(95, 459, 2765, 600, 6.25, 3, 64, 6144, 4, None, 450, 4.2),
     # 3584 Gbit/s (3200 in the page's later versions); four adapters of 200 Gbit/s for eight chips
     "v6e": _Chip(32, 918, 1638, 448, 12.5, 2, 256, 256, 4, 2, 300, 2.7),
-    # of a chip 192 GiB, 2307 TFLOP/s, 7380 GB/s, 1200 GB/s in both directions, 100 Gbit/s of DCN
+    # per chip: 192 GiB, 2307 TFLOP/s, 7380 GB/s, 1200 GB/s in both directions, 100 Gbit/s of DCN
     "tpu7x": _Chip(96, 1153, 3690, 300, 6.25, 3, 128, 18432, 8, None, 500, 6.0),
 }
 
 
 def _preset(name: str, chip: _Chip) -> Preset:
     def levels(devices: int, slice_devices: int) -> tuple[Level, ...]:
-        wraps = slice_devices >= chip.whole_torus  # else a device on the surface lacks links, at a corner half of them
+        wraps = slice_devices >= chip.whole_torus  # else devices on the surface lack links, at a corner half of them
         ici = Level(
             name="ICI",
             devices=slice_devices,

@@ -5,6 +5,6 @@ from collections.abc import Callable
 from moe_jax.config import registry
 from moe_jax.schedule.pipelines.table import StageTick
 
-# of (stage, stages, microbatches, chunks): what a stage runs in turn; no idle slots, which are added afterwards
+# (stage, stages, microbatches, chunks) → the passes of a stage in order, without idle slots, which are added later
 Order = Callable[[int, int, int, int], list[StageTick]]
 ORDERS: dict[str, Order] = {name: module.order for name, module in registry.PIPELINE_FACTS.modules().items()}

@@ -1,8 +1,8 @@
-"""How long a table takes, and how much of that its stages are idle.
+"""The duration of a pipeline table, and the share of it in which stages are idle.
 
-Seconds are those of one work: forward, activation gradients, weight gradients (part of B where they are not split).
-A slot with F and B takes their sum, or `together_s` if they hide each other's exchanges. What one stage sends another
-one is there `send_s` later.
+Times are seconds of one pass: forward, activation gradients, weight gradients (part of B if they are not split). A slot
+with F and B takes the sum of both, or `together_s` if they hide each other's exchanges. A stage's output reaches
+another stage after `send_s`.
 """
 
 from moe_jax.schedule.pipelines.dependencies import inputs
@@ -19,19 +19,19 @@ def bubble(
     together_s: float | None = None,
     send_s: float = 0.0,
 ) -> float:
-    """The idle share of the step if a stage starts its next slot as soon as its inputs have come."""
+    """The idle share of the step if a stage starts its next slot as soon as its inputs have arrived."""
     return uneven_bubble(table, _slot_seconds(table, forward_s, backward_s, weight_s, together_s), send_s)
 
 
 def uneven_bubble(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
-    """The same of slots that take so many seconds each."""
-    return _idle(slot_s, _played_s(table, slot_s, send_s))
+    """The idle share of the step, from the seconds of each slot."""
+    return _idle(slot_s, _simulated_s(table, slot_s, send_s))
 
 
 def lock_step_bubble(
     table: Table, forward_s: float, backward_s: float, weight_s: float = 0.0, together_s: float | None = None
 ) -> float:
-    """The idle share of the step if all stages wait for each other behind every tick."""
+    """The idle share of the step if all stages wait for each other after every tick."""
     slot_s = _slot_seconds(table, forward_s, backward_s, weight_s, together_s)
     return _idle(slot_s, sum(map(max, slot_s)))
 
@@ -49,7 +49,7 @@ def _slot_seconds(
     return [[of(slot) for slot in slots] for slots in table.ticks]
 
 
-def _played_s(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
+def _simulated_s(table: Table, slot_s: SlotSeconds, send_s: float = 0.0) -> float:
     end_s: dict[TableTask, float] = {}
     free_s = [0.0] * table.stages
     for slots, seconds in zip(table.ticks, slot_s, strict=True):  # inputs are always of an earlier tick

@@ -1,18 +1,20 @@
-"""From a pipeline schedule's name to its table."""
+"""Build the table of a pipeline schedule from its name."""
+
+from collections.abc import Sequence
 
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.pipelines import ORDERS
-from moe_jax.schedule.pipelines.assign_ticks import assign_ticks
-from moe_jax.schedule.pipelines.table import Table
+from moe_jax.schedule.pipelines.dependencies import inputs
+from moe_jax.schedule.pipelines.table import StageTick, Table, TableTask
 
 
 def make_table(name: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
-    """The table of a schedule of `schedule.pipelines`; `chunks` model chunks on each stage. Raises ScheduleError."""
+    """The table of a schedule of `schedule.pipelines`, with `chunks` model chunks per stage. Raises ScheduleError."""
     _check_numbers(name, stages, microbatches, chunks)
     orders = [ORDERS[name](stage, stages, microbatches, chunks) for stage in range(stages)]
     return Table(
-        name, stages, microbatches, chunks, PIPELINE_FACTS[name].split_weight_grad, assign_ticks(orders, chunks)
+        name, stages, microbatches, chunks, PIPELINE_FACTS[name].split_weight_grad, _assign_ticks(orders, chunks)
     )
 
 
@@ -40,3 +42,32 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int) -> No
             f"microbatches={microbatches} cannot go around {stages} stages in groups of as many: use {nearest}, "
             "or chunks=1"
         )
+
+
+def _assign_ticks(orders: Sequence[Sequence[StageTick]], chunks: int) -> tuple[tuple[StageTick, ...], ...]:
+    """Ticks [tick][stage] in which every stage runs its passes in order, each as early as its inputs allow.
+
+    A stage's outputs reach the next stage one tick later. Raises ScheduleError if stages wait for each other.
+    """
+    stages = len(orders)
+    done: set[TableTask] = set()
+    places = [0] * stages
+    ticks = []
+
+    def tasks(stage: int) -> list[TableTask]:
+        return [TableTask(direction, stage, work) for direction, work in orders[stage][places[stage]].tasks()]
+
+    def is_ready(stage: int) -> bool:
+        slot = tasks(stage)
+        own = {task for task in slot if task.direction == "B"}  # its W may be in the same slot
+        return all((done | own).issuperset(inputs(task, stages, chunks)) for task in slot)
+
+    while left := [stage for stage in range(stages) if places[stage] < len(orders[stage])]:
+        ready = set(filter(is_ready, left))
+        if not ready:
+            stuck = tasks(left[0])[0]
+            raise ScheduleError(f"{stuck} waits for what never runs: check the order of each stage")
+        ticks.append(tuple(orders[stage][places[stage]] if stage in ready else StageTick() for stage in range(stages)))
+        done |= {task for stage in ready for task in tasks(stage)}
+        places = [place + (stage in ready) for stage, place in enumerate(places)]
+    return tuple(ticks)

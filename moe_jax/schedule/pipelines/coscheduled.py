@@ -1,9 +1,9 @@
-"""1F1B whose steady ticks run a forward beside a backward pass, to hide each other's exchanges.
+"""1F1B with a forward and a backward pass in each steady tick, so that they hide each other's exchanges.
 
-What DualPipe (DeepSeek-V3, 2024) does on its two directions, and Megatron's combined 1F1B: one forward pass more of
-warm-up, so that the two passes of a tick do not wait for each other. Every tick but the first and last ones is alike on
-all stages, so stages that wait for each other lose nothing. Without chunks a microbatch takes two ticks per stage to
-come back, where 1F1B takes one pair: twice its activations.
+DualPipe (DeepSeek-V3, 2024) does this on its two directions, and so does Megatron's combined 1F1B: the warm-up has one
+more forward pass, so that the two passes of a tick do not wait for each other. All stages run the same kind of tick
+except at the start and the end, so waiting for each other after every tick costs nothing. Without model chunks a
+microbatch takes two ticks per stage to come back, where 1F1B takes one pair of passes: twice the activations of 1F1B.
 """
 
 from itertools import zip_longest
@@ -16,8 +16,8 @@ FACTS = PipelineFacts(listed=4, most_chunks=None, needs_stages=False, planned=(1
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[StageTick]:
-    """Forward passes alone, pairs, backward passes alone."""
+    """Forward passes alone, then pairs, then backward passes alone."""
     forward, backward = rounds(stages, microbatches, chunks)
     alone = min(warm_up(stage, stages, chunks) + 1, len(forward))
     pairs = zip_longest(forward[alone:], backward)
-    return [StageTick(work) for work in forward[:alone]] + [StageTick(ahead, behind) for ahead, behind in pairs]
+    return [StageTick(work) for work in forward[:alone]] + [StageTick(*pair) for pair in pairs]

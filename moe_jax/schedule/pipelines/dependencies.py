@@ -1,4 +1,4 @@
-"""Which entry of a table needs which, and whether a table respects it."""
+"""Dependencies between the entries of a table, and a check that a table respects them."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from moe_jax.schedule.pipelines.table import DIRECTIONS, ChunkPass, Table, Table
 
 
 def activation_from(task: TableTask, stages: int) -> TableTask | None:
-    """The forward task whose activations a forward task gets from the stage before; None: it reads tokens."""
+    """The forward task of the previous stage that sends a forward task its activations; None for tokens as input."""
     _, stage, (microbatch, chunk) = task
     if stage > 0:
         return TableTask("F", stage - 1, task.work)
@@ -15,7 +15,7 @@ def activation_from(task: TableTask, stages: int) -> TableTask | None:
 
 
 def gradient_from(task: TableTask, stages: int, chunks: int) -> TableTask | None:
-    """The backward task whose gradient a backward task gets from the stage behind; None: it starts at the loss."""
+    """The backward task of the next stage that sends a backward task its gradient; None if it starts at the loss."""
     _, stage, (microbatch, chunk) = task
     if stage < stages - 1:
         return TableTask("B", stage + 1, task.work)
@@ -23,9 +23,10 @@ def gradient_from(task: TableTask, stages: int, chunks: int) -> TableTask | None
 
 
 def inputs(task: TableTask, stages: int, chunks: int) -> tuple[TableTask, ...]:
-    """The tasks that must end in a tick before; a W may also lie behind its B in the same tick.
+    """The tasks that must end in an earlier tick; a W may also follow its B in the same tick.
 
-    F: the activations. B: what its own F saved, and the gradient. W: its B, which saw the gradient.
+    F needs the activations. B needs the values that its own F saved, and the gradient. W needs its B, which received
+    the gradient.
     """
     match task.direction:
         case "F":
@@ -40,7 +41,7 @@ def inputs(task: TableTask, stages: int, chunks: int) -> tuple[TableTask, ...]:
 
 
 def check(table: Table) -> None:
-    """Raise ScheduleError if a task is missing, listed twice, unknown, or not in a tick behind all its inputs."""
+    """Raise ScheduleError if a task is missing, listed twice, unknown, or not in a tick after all its inputs."""
     ran: dict[TableTask, int] = {}
     directions = DIRECTIONS if table.split_weight_grad else ("F", "B")
     tasks = [TableTask(d, stage, work) for d in directions for stage in range(table.stages) for work in table.works()]

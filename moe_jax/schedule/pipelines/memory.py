@@ -1,4 +1,4 @@
-"""What a table keeps in memory: activations in flight, and the buffers that hold them."""
+"""Memory that a table needs: the activations in flight, and the buffers that store them."""
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -9,56 +9,56 @@ from moe_jax.schedule.pipelines.table import ChunkPass, Table, TableTask
 
 
 class Buffers(NamedTuple):
-    """Buffers of equal size on every stage, and which of them holds what."""
+    """Buffers of equal size on every stage, and the buffer of each value."""
 
-    slot: Mapping[tuple[int, ChunkPass], int]  # of (stage, work)
-    num_slots: int  # the largest count of a stage
+    slot: Mapping[tuple[int, ChunkPass], int]  # by (stage, work)
+    num_slots: int  # the largest number that a stage needs
 
 
 class Slots(NamedTuple):
-    """Where everything that outlives a tick is kept. A slot is written again only behind the tick of its last use."""
+    """Buffers for all values that outlive a tick. A slot is overwritten only after the tick of its last use."""
 
-    saved: Buffers  # what F saved: from the tick of F to that of W where it is split, else of B
-    weight: Buffers  # what B leaves to W: from the tick of B to that of W; empty where W is not split
-    activations: Buffers  # received by F: from the tick behind the sender's to that of F
+    saved: Buffers  # saved by F: from the tick of F to that of W if it is split, else of B
+    weight: Buffers  # saved by B for W: from the tick of B to that of W; empty if W is not split
+    activations: Buffers  # received by F: from the tick after the sender's to that of F
     gradients: Buffers  # received by B: likewise
 
 
-class _Life(NamedTuple):
-    """Both ticks included."""
+class _Lifetime(NamedTuple):
+    """The first and the last tick of a value, both included."""
 
     first: int
     last: int
 
 
-_Lives = dict[tuple[int, ChunkPass], _Life]
+_Lifetimes = dict[tuple[int, ChunkPass], _Lifetime]
 
 
 def in_flight(table: Table, until: str | None = None) -> tuple[int, ...]:
-    """The most (microbatch, chunk) activations that each stage holds in one tick.
+    """The largest number of (microbatch, chunk) activations that each stage stores in one tick.
 
-    From the start of F to the end of `until`: B or W; None is W where it is split, else B.
+    Activations are stored from the start of F to the end of `until`: B or W; None means W if it is split, else B.
     """
-    lives = _saved(table, until or _last(table))
-    return tuple(_most_at_once(_of_stage(lives, stage).values()) for stage in range(table.stages))
+    lifetimes = _saved(table, until or _last(table))
+    return tuple(_most_at_once(_of_stage(lifetimes, stage).values()) for stage in range(table.stages))
 
 
 def slots_of(table: Table) -> Slots:
-    """A static place for everything that outlives a tick, with as few slots as possible."""
+    """Assign a static buffer to every value that outlives a tick, with as few slots as possible."""
     ran = _ran(table)
-    activations: _Lives = {}
-    gradients: _Lives = {}
-    weight: _Lives = {}
+    activations: _Lifetimes = {}
+    gradients: _Lifetimes = {}
+    weight: _Lifetimes = {}
     for task, tick in ran.items():
         key = (task.stage, task.work)
         if task.direction == "F" and (sender := activation_from(task, table.stages)):
-            activations[key] = _Life(ran[sender] + 1, tick)
+            activations[key] = _Lifetime(ran[sender] + 1, tick)
         if task.direction == "B" and (sender := gradient_from(task, table.stages, table.chunks)):
-            gradients[key] = _Life(ran[sender] + 1, tick)
+            gradients[key] = _Lifetime(ran[sender] + 1, tick)
         if task.direction == "W":
-            weight[key] = _Life(ran[task._replace(direction="B")], tick)
-    lives = (_saved(table, _last(table)), weight, activations, gradients)
-    return Slots(*(_place(each, table.stages) for each in lives))
+            weight[key] = _Lifetime(ran[task._replace(direction="B")], tick)
+    lifetimes = (_saved(table, _last(table)), weight, activations, gradients)
+    return Slots(*(_assign_slots(each, table.stages) for each in lifetimes))
 
 
 def _last(table: Table) -> str:
@@ -69,33 +69,33 @@ def _ran(table: Table) -> dict[TableTask, int]:
     return {task: tick for tick, task in table.tasks()}
 
 
-def _saved(table: Table, until: str) -> _Lives:
+def _saved(table: Table, until: str) -> _Lifetimes:
     ran = _ran(table)
     return {
-        (task.stage, task.work): _Life(tick, ran[task._replace(direction=until)])
+        (task.stage, task.work): _Lifetime(tick, ran[task._replace(direction=until)])
         for task, tick in ran.items()
         if task.direction == "F"
     }
 
 
-def _of_stage(lives: _Lives, stage: int) -> dict[ChunkPass, _Life]:
-    return {work: life for (owner, work), life in lives.items() if owner == stage}
+def _of_stage(lifetimes: _Lifetimes, stage: int) -> dict[ChunkPass, _Lifetime]:
+    return {work: lifetime for (owner, work), lifetime in lifetimes.items() if owner == stage}
 
 
-def _most_at_once(lives: Iterable[_Life]) -> int:
-    changes = [change for life in lives for change in ((life.first, 1), (life.last + 1, -1))]
+def _most_at_once(lifetimes: Iterable[_Lifetime]) -> int:
+    changes = [change for lifetime in lifetimes for change in ((lifetime.first, 1), (lifetime.last + 1, -1))]
     return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
-def _place(lives: _Lives, stages: int) -> Buffers:
-    """The lowest free slot in the order of first ticks: no more slots than are needed at once."""
+def _assign_slots(lifetimes: _Lifetimes, stages: int) -> Buffers:
+    """Assign the lowest free slot in the order of first ticks: no more slots than are needed at once."""
     slot: dict[tuple[int, ChunkPass], int] = {}
     num_slots = 0
     for stage in range(stages):
         free_from: list[int] = []  # the tick from which each slot is free
-        for work, life in sorted(_of_stage(lives, stage).items(), key=lambda item: (item[1], item[0])):
-            free = next((i for i, tick in enumerate(free_from) if tick <= life.first), len(free_from))
-            free_from[free : free + 1] = [life.last + 1]
+        for work, lifetime in sorted(_of_stage(lifetimes, stage).items(), key=lambda item: (item[1], item[0])):
+            free = next((i for i, tick in enumerate(free_from) if tick <= lifetime.first), len(free_from))
+            free_from[free : free + 1] = [lifetime.last + 1]
             slot[stage, work] = free
         num_slots = max(num_slots, len(free_from))
     return Buffers(slot, num_slots)

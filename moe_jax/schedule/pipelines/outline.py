@@ -1,4 +1,4 @@
-"""What a table's ticks run, alike ones counted together: all that times and memory of a step in lock-step depend on."""
+"""Counts of equal ticks in a table. Times and memory of a step in lock-step depend on these alone."""
 
 import functools
 from collections import Counter
@@ -9,11 +9,11 @@ from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slots_of
 from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
 
-_ROUNDS = 3  # of as many microbatches as stages: behind them a table repeats itself
+_ROUNDS = 3  # of as many microbatches as there are stages; after them a table repeats itself
 
 
 class Passes(NamedTuple):
-    """What a slot runs: the model chunk of each pass, whichever its microbatch; None: no such pass."""
+    """The model chunk of each pass of a slot, without its microbatch; None: no such pass."""
 
     forward: int | None
     backward: int | None
@@ -21,10 +21,10 @@ class Passes(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Of a table."""
+    """The ticks and the buffers of a table."""
 
-    ticks: Mapping[tuple[Passes, ...], int]  # how often each occurs, by what every stage runs
-    has_pairs: bool  # whether ticks have a forward beside a backward pass
+    ticks: Mapping[tuple[Passes, ...], int]  # how often each occurs; a tick is the passes of every stage
+    has_pairs: bool  # whether ticks have both a forward and a backward pass
     saved: int  # slots of buffers, see `schedule.pipelines.memory`
     weight: int
     activations: int
@@ -33,7 +33,7 @@ class Outline(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def outline_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outline:
-    """Of the table of a schedule; long ones are not made, as they repeat themselves. Raises ScheduleError."""
+    """The outline of a schedule's table. Long tables repeat themselves and are extrapolated. Raises ScheduleError."""
     further = max(microbatches - 1, 0) // stages - _ROUNDS
     if further <= 0:
         return _outline(make_table(name, stages, microbatches, chunks))

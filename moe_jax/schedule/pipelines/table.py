@@ -1,7 +1,7 @@
-"""A pipeline schedule as a table: what each stage does in each tick, as data and as text.
+"""A pipeline schedule as a table of the passes of each stage in each tick, as data and as text.
 
 Model chunk c of stage s is group c·stages + s of the layers, so activations travel around a ring: from the last stage
-they go on to the next chunk of the first one.
+to the next chunk of the first one.
 """
 
 import functools
@@ -14,33 +14,33 @@ from moe_jax.schedule.actions import ScheduleError
 
 DIRECTIONS = ("F", "B", "W")  # forward, backward, weight gradients where they are split from B
 _IDLE = "."
-_BESIDE = "+"
+_AND = "+"
 _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?", re.ASCII)
 _WIDTH = 112  # characters of a line of ticks
 
 
 class ChunkPass(NamedTuple):
-    """One microbatch's pass through one model chunk of a stage."""
+    """The pass of one microbatch through one model chunk of a stage."""
 
     microbatch: int
     chunk: int = 0
 
 
 class StageTick(NamedTuple):
-    """What one stage does in one tick; with nothing in it the stage is idle."""
+    """The passes of one stage in one tick; without any the stage is idle."""
 
     forward: ChunkPass | None = None
-    backward: ChunkPass | None = None  # with `weight` apart: activation gradients only
+    backward: ChunkPass | None = None  # activation gradients only, if `weight` is split from it
     weight: ChunkPass | None = None
 
     def __str__(self) -> str:
-        return _BESIDE.join(direction + _write(work) for direction, work in self.tasks()) or _IDLE
+        return _AND.join(direction + _write(work) for direction, work in self.tasks()) or _IDLE
 
     @classmethod
     def parse(cls, text: str) -> "StageTick":
-        """The slot of a text like F3, F3+B0, W2.1 (microbatch 2, chunk 1) or a dot. Raises ScheduleError."""
+        """Parse a slot like F3, F3+B0, W2.1 (microbatch 2, chunk 1) or a dot. Raises ScheduleError."""
         found: dict[str, ChunkPass] = {}
-        for cell in [] if text == _IDLE else text.split(_BESIDE):
+        for cell in [] if text == _IDLE else text.split(_AND):
             form = _CELL.fullmatch(cell)
             if not form or form[1] in found:
                 raise ScheduleError(f"{text!r} is no slot of a pipeline: write F3, F3+B0, W2.1 or {_IDLE} for idle")
@@ -48,14 +48,14 @@ class StageTick(NamedTuple):
         return cls(*(found.get(direction) for direction in DIRECTIONS))
 
     def tasks(self) -> Iterator[tuple[str, ChunkPass]]:
-        """(direction, work) of what the slot holds: F, B, W."""
+        """The (direction, work) pairs of the slot, in the order F, B, W."""
         return ((direction, work) for direction, work in zip(DIRECTIONS, self, strict=True) if work is not None)
 
 
 class TableTask(NamedTuple):
     """One entry of a table."""
 
-    direction: str  # of DIRECTIONS
+    direction: str  # one of DIRECTIONS
     stage: int
     work: ChunkPass
 
@@ -65,17 +65,17 @@ class TableTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A pipelined step; `check` tells whether it can run."""
+    """A pipelined step. `moe_jax.schedule.pipelines.dependencies.check` reports whether it can run."""
 
     name: str
     stages: int
     microbatches: int
     chunks: int  # model chunks of a stage
-    split_weight_grad: bool  # whether W is apart from B
+    split_weight_grad: bool  # whether W is split from B
     ticks: tuple[tuple[StageTick, ...], ...]  # [tick][stage]
 
     def tasks(self) -> Iterator[tuple[int, TableTask]]:
-        """(tick, task) of all entries, tick by tick."""
+        """All entries as (tick, task), tick by tick."""
         for tick, slots in enumerate(self.ticks):
             for stage, slot in enumerate(slots):
                 for direction, work in slot.tasks():
@@ -83,11 +83,11 @@ class Table:
 
     @functools.cached_property
     def has_pairs(self) -> bool:
-        """Whether ticks have a forward beside a backward pass."""
+        """Whether ticks have both a forward and a backward pass."""
         return any(slot.forward and slot.backward for slots in self.ticks for slot in slots)
 
     def works(self) -> Iterator[ChunkPass]:
-        """Every work of a stage."""
+        """All passes of a stage."""
         return (ChunkPass(m, c) for c in range(self.chunks) for m in range(self.microbatches))
 
     def __str__(self) -> str:
@@ -102,9 +102,9 @@ class Table:
 
     @classmethod
     def parse(cls, text: str) -> "Table":
-        """The table of a text as `str` writes it; where its lines are cut is free. Raises ScheduleError.
+        """Parse the text of a table, as `str` writes it; lines may be broken anywhere. Raises ScheduleError.
 
-        Whether the table can run is not checked.
+        This does not check whether the table can run.
         """
         head, _, body = text.strip().partition("\n\n")
         header = dict(_read_line(line) for line in head.splitlines())
@@ -129,7 +129,7 @@ class Table:
         )
 
 
-_HEADER = {  # fields before the ticks, and what their values look like
+_HEADER = {  # fields before the ticks, and the patterns of their values
     "name": r"\S+",
     "stages": r"[1-9]\d*",
     "microbatches": r"[1-9]\d*",

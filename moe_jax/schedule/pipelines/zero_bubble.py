@@ -1,7 +1,7 @@
-"""ZB-H1 (Qi et al. 2023, §2.1): 1F1B with weight gradients apart, which fill the ends of the later stages.
+"""ZB-H1 (Qi et al. 2023, §2.1): 1F1B with split weight gradients, which fill the idle ends of the later stages.
 
-The stage before needs only activation gradients, so B comes back sooner. Stage s runs W behind B s microbatches later:
-then all stages have as many microbatches between F and W, and none more than 1F1B's first stage.
+The previous stage needs only activation gradients, so B comes back sooner. Stage s runs W s microbatches after their B:
+then all stages have as many microbatches between F and W, and no more than 1F1B's first stage.
 """
 
 from moe_jax.config.facts import PipelineFacts
@@ -12,7 +12,7 @@ FACTS = PipelineFacts(listed=3, split_weight_grad=True, planned=(1,), tried=1)
 
 
 def order(stage: int, stages: int, microbatches: int, chunks: int) -> list[StageTick]:
-    """1F1B's order, W behind B with a lag of `stage` microbatches, and what is left of them at the end."""
+    """1F1B's order, with W lagging `stage` microbatches after B, and the remaining W at the end."""
     slots: list[StageTick] = []
     for slot in one_f_one_b.order(stage, stages, microbatches, chunks):
         slots.append(slot)

@@ -1,4 +1,4 @@
-"""Policies: how finely a step is cut and in which order its streams run. One file each."""
+"""Policies: the number of parts of a step's tasks, and the order of its streams. One file each."""
 
 from moe_jax.config import registry
 from moe_jax.schedule.policies.protocol import Policy

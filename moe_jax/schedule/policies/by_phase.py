@@ -1,7 +1,7 @@
-"""Breadth first: all parts of one phase, then all parts of the next; backward the mirror image.
+"""Breadth-first order: all parts of one phase, then all parts of the next; the backward pass is the mirror image.
 
-A phase is a run of stages on one stream. Between two exchanges compute goes through a run microbatch by microbatch:
-dense blocks below an MoE block belong to its attention.
+A phase is a run of stages on one stream. Between two exchanges, compute goes through the stages of a phase microbatch
+by microbatch: dense blocks below an MoE block belong to the phase of its attention.
 """
 
 from itertools import groupby
@@ -12,7 +12,7 @@ from moe_jax.schedule.shape import StepShape
 
 
 def orders(shape: StepShape) -> Orders:
-    """FlowMoE, eqs. 2-5: compute AT1…ATR E1…ER, communication D1…DR C1…CR, block by block."""
+    """The order of FlowMoE, eqs. 2-5: compute AT1…ATR E1…ER, communication D1…DR C1…CR, block by block."""
     streams: Orders = {stream: [] for stream in Stream}
     phases = [(stream, list(run)) for stream, run in groupby(shape.stages, lambda stage: stream_of_op(stage.op))]
     for stream, run in phases:

@@ -1,4 +1,4 @@
-"""Only exchanges and experts are cut, by capacity, inside each MoE layer (Tutel, PipeMoE); attention is one task."""
+"""Split exchanges and experts by capacity, inside each MoE layer (Tutel, PipeMoE). Attention is not split."""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies import by_phase
@@ -9,7 +9,7 @@ FACTS = PolicyFacts(listed=1, cuts="capacity", planned=True, is_baseline=True)
 
 
 def parts(degree: int) -> Parts:
-    """`degree` chunks of the slots; forward and backward may differ (FSMoE)."""
+    """`degree` chunks of the slots. Forward and backward degrees may differ (FSMoE)."""
     return Parts(1, degree)
 
 

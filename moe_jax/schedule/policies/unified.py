@@ -1,4 +1,4 @@
-"""The batch is cut, so attention and gate of one microbatch hide exchanges of another (FlowMoE)."""
+"""Split the whole batch, so that attention and gate of one microbatch hide the exchanges of another (FlowMoE)."""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies import by_phase
@@ -9,7 +9,7 @@ FACTS = PolicyFacts(listed=2, cuts="batch", sends_ragged=True, planned=True)
 
 
 def parts(degree: int) -> Parts:
-    """`degree` microbatches; the backward pass may have a divisor of the forward pass's."""
+    """`degree` microbatches. The degree of the backward pass may be a divisor of the forward degree."""
     return Parts(degree, degree)
 
 

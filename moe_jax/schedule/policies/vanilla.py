@@ -1,4 +1,4 @@
-"""Nothing is cut, so every exchange waits for compute and compute for every exchange."""
+"""Split nothing: every exchange waits for compute, and compute for every exchange."""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.actions import ScheduleError

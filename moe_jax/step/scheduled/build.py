@@ -28,7 +28,7 @@ from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction, two_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import check
-from moe_jax.schedule.scanned import ScannedSchedule, Turns, make_looped
+from moe_jax.schedule.scanned import ScannedBlocks, ScannedSchedule, make_scanned
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.step.optimizer import state_cuts
 from moe_jax.step.scheduled.grad_buckets import Reduction
@@ -65,7 +65,7 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     times = order_times(config, mesh.shape, platform, sent, measured_times(config))
     looped = None
     if turns := turns_of(config)[1]:
-        schedule, looped = make_looped(settings.policy, shape, turns, times.of(shape), two_streams)
+        schedule, looped = make_scanned(settings.policy, shape, turns, times.of(shape), two_streams)
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
@@ -102,12 +102,12 @@ def measured_times(config: Config) -> Mapping[str, TaskStage]:
     return read_alike(lambda: read_times(path, kinds), f"schedule.task_times={path}").compute
 
 
-def turns_of(config: Config) -> tuple[int, Turns | None]:
+def turns_of(config: Config) -> tuple[int, ScannedBlocks | None]:
     """The segment with most periods, and its blocks in turns, if they are worth a loop."""
     runs = segments(config.model)
     number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
     first = sum(len(run.kinds) * run.repeats for run in runs[:number])
-    return number, Turns.of(first, len(longest.kinds), longest.repeats, config.schedule.unroll)
+    return number, ScannedBlocks.of(first, len(longest.kinds), longest.repeats, config.schedule.unroll)
 
 
 def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int], Any]) -> Tree:

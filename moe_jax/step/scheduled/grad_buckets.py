@@ -16,7 +16,7 @@ from moe_jax.parallel.mesh import TOKEN_AXES, Axis
 from moe_jax.parallel.sharding import sharded_axes
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
-from moe_jax.schedule.grad_buckets import Bucket, cut
+from moe_jax.schedule.grad_buckets import Bucket, split_into_buckets
 
 _SMALL = 2**20  # elements: smaller gradients travel together
 _ITEM_BYTES = 4
@@ -70,7 +70,7 @@ class Reduction:
             vectors += [GradientBucket(over, ranks, (number,)) for number in numbers if number not in small]
         totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
         item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
-        return cls(tuple(vectors), cut_of, cut(totals, bucket_cap_mb, item_bytes))
+        return cls(tuple(vectors), cut_of, split_into_buckets(totals, bucket_cap_mb, item_bytes))
 
     def over(self, chunk: int) -> ReduceGroup:
         """The mesh axes that a chunk is summed over."""

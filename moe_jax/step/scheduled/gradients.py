@@ -67,7 +67,7 @@ def _gradients_of_part(
     model, looped, slot_ME = context.config.model, plan.looped, inputs.slot_ME
     tokens = local_tokens(inputs.token_BN1)
     facts = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
-    issued = plan.schedule.actions if looped is None else (*looped.bottom, *looped.top)
+    issued = plan.schedule.actions if looped is None else (*looped.prologue, *looped.middle)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
@@ -89,14 +89,14 @@ def _gradients_of_part(
         slot_ME,
     )
     loops = LayerScan(looped, segments(model)[number], sums, stacked)
-    run(looped.bottom, tasks, sums)
+    run(looped.prologue, tasks, sums)
     loops.up()
-    run(looped.top, tasks, sums)
+    run(looped.middle, tasks, sums)
     loops.down()
-    run(looped.end, tasks, sums)
+    run(looped.epilogue, tasks, sums)
     loops.reduce()
-    run(looped.rest, tasks, sums)
-    for block in range(looped.turns.last, model.num_layers):
+    run(looped.last_reductions, tasks, sums)
+    for block in range(looped.blocks.last, model.num_layers):
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)

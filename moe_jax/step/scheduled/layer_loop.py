@@ -44,7 +44,7 @@ class LayerScan:
     """The loops of a step over the turns of a segment. `sums` and its tasks run what lies outside of them."""
 
     def __init__(self, looped: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
-        self.looped, self.turns = looped, looped.turns
+        self.looped, self.turns = looped, looped.blocks
         self.sums, self.tasks = sums, sums.tasks
         self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
         self.layout = StackLayout(self.turns, len(segment.kinds))
@@ -70,7 +70,7 @@ class LayerScan:
         def turn(x: list[jax.Array], given: Given) -> tuple[Tree, Tree, Tree]:
             tasks = Tasks(self.tasks.facts, None, given)
             tasks.x = dict(zip(self.microbatches, x, strict=True))
-            run(self.looped.up, tasks, self.sums)
+            run(self.looped.forward_body, tasks, self.sums)
             for r in self.microbatches:
                 tasks.settle(r, self.turns.first + self.turns.size)
             self.tasks.widths = tasks.widths
@@ -110,10 +110,12 @@ class LayerScan:
     def down(self) -> None:
         """Run the backward turns below the highest, whose backward pass has been run."""
         highest = self.turns.count - 1
-        self.gradients = TurnGradients(self.layout, self.cuts, self.params, self.turns.count if self.looped.sums else 1)
+        self.gradients = TurnGradients(
+            self.layout, self.cuts, self.params, self.turns.count if self.looped.reduction_body else 1
+        )
         for block in self._blocks:
             self.gradients.put(highest, block, self.sums.own(block + highest * self.turns.size + 1))
-        late = any(map(is_reduction, self.looped.down))
+        late = any(map(is_reduction, self.looped.backward_body))
         share_ME = self.sums.share_ME if self.moe else None  # not first of all inside the loop
 
         def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
@@ -129,7 +131,7 @@ class LayerScan:
                 self._take(sums, number + 1, self.turns.size)
             for r in reversed(self.microbatches):
                 tasks.settle_back(r, self.turns.first + self.turns.size)
-            run(self.looped.down, tasks, sums)
+            run(self.looped.backward_body, tasks, sums)
             if late:
                 self._put_totals(sums, number + 1, self.turns.size)
             for block in self._blocks:
@@ -147,7 +149,7 @@ class LayerScan:
 
     def reduce(self) -> None:
         """Run the reductions behind the backward pass."""
-        if not self.looped.sums:
+        if not self.looped.reduction_body:
             self._put_totals(self.sums, 0)
             return
 
@@ -155,7 +157,7 @@ class LayerScan:
             self.gradients.state = state
             sums = GradientReducer(self.sums.reductions, Tasks(self.tasks.facts, None, Given({})), None)
             self._take(sums, number)
-            run(self.looped.sums, sums.tasks, sums)
+            run(self.looped.reduction_body, sums.tasks, sums)
             self._put_totals(sums, number)
             return self.gradients.state, sums.tasks.ties.end_of_turn()
 

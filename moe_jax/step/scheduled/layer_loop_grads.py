@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
-from moe_jax.schedule.scanned import Turns
+from moe_jax.schedule.scanned import ScannedBlocks
 
 Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of the leaf in the tree of a block
 
@@ -18,7 +18,7 @@ Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then number of
 class StackLayout(NamedTuple):
     """Where the blocks of turns lie in a segment's stacked arrays. Blocks are counted from turn 0."""
 
-    turns: Turns
+    turns: ScannedBlocks
     period: int  # blocks of one
 
     @property
